@@ -57,7 +57,14 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         fuse,
         register_fusion,
     )
-    from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+    from lightning_fedbayes.layers import (
+        FederatedScaler,
+        bayesianize,
+        kl_divergence,
+        load_posterior,
+        read_posterior,
+        with_mc_dropout,
+    )
     from lightning_fedbayes.methods import (
         Averaging,
         Ditto,
@@ -145,6 +152,7 @@ __all__ = [
     "FedProx",
     "FederatedBayes",
     "FederatedConformal",
+    "FederatedScaler",
     "FederatedTemperature",
     "FederationError",
     "FederationSettings",

@@ -320,7 +320,8 @@ class FederatedBayes(L.Callback):
         if start is not None:
             start()
         loop.guard_weights_only(self._between_rounds)
-        self._report.start(trainer, self.described(), loader.clients, federation.server.posterior)
+        self._report.start(
+            trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
 
     def _make(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader, Federation]:
         """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""

@@ -56,9 +56,10 @@ class FederationReport:
         self._noted: dict[str, Tensor] = {}
 
     def start(
-        self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients, posterior: GaussianPosterior
+        self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients, posterior: GaussianPosterior,
+        statistics: tuple[list[str], list[Any]] | None = None,
     ) -> None:
-        """Log the settings, the network's name and parameters, and the clients × classes heat map."""
+        """Log settings, the network's name and parameters, clients × classes as a heat map, and ``statistics``."""
         self._with_axis = set()
         self._unheld = learnt_variances(trainer.lightning_module)
         KLWatch.seen = False
@@ -73,6 +74,8 @@ class FederationReport:
         if trainer.loggers and clients.counts is not None and trainer.current_epoch == 0:
             heat_map = plots.client_heatmap(clients.counts, clients.classes)
             log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
+        if statistics is not None:
+            log_table(trainer, "federation/statistics", *statistics, round=0)
 
     def set_clients(self, clients: Clients) -> None:
         """Take the clients' names and sizes from ``clients``."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import poisoned
+from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
 from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
+from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import (
     STRIDE,
@@ -69,6 +73,8 @@ class FederatedLoader:
         tensors: per client, the tensors in memory that hold its data, and its rows of them; empty if they are not in
             memory.
         shapes: of single examples in memory.
+        collate_fn: of the user's loader.
+        statistics: columns and rows of the table of the clients' data; None where no scale has been asked for.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class FederatedLoader:
         self.batching = batching
         self.arrangement: Arrangement | None = None
         self.timeline: Timeline | None = None
+        self.collate_fn = loader.collate_fn
+        self.statistics: Table | None = None
         self._user_loader = loader
         self._plan = plan
         self._worker_seed = torch.Generator()
@@ -101,6 +109,24 @@ class FederatedLoader:
     def most_batches(self) -> int:
         """Batches of the largest client in a local epoch."""
         return batches_per_epoch(max(self.clients.sizes), self.batching)
+
+    def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
+        """Fill the scalers of ``module`` that ask for the clients' scale, by sums that each process adds up of its own.
+
+        Raises:
+            NotSent: the clients' data are private.
+        """
+        if all(each.is_filled for each in asking(module)):
+            return
+        door.check("scale")
+        own = dict[int, ScaleSums]()
+        for client in range(collective.rank, len(self.clients), collective.size):
+            own[client] = ScaleSums(0, {})
+            with suppress(Exception):  # of the client's data set: its training tells why it does not count
+                own[client] = ScaleSums.of(self.clients.datasets[client], self.collate_fn, module)
+        sums = {client: each for part in collective.all_gather(own) for client, each in part.items()}
+        whole, self.statistics = compared({self.clients.names[client]: sums[client] for client in sorted(sums)})
+        load_scale(module, whole.scale())
 
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards

@@ -19,6 +19,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
+from lightning_fedbayes.layers.scaler import FederatedScaler, load_scale
 
 Tensors = dict[str, Tensor]
 
@@ -178,7 +179,7 @@ class ResidentModel:
             self.learned.set_prior(posterior, exclude)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
-        """Make ``posterior`` and ``buffers`` the global model and copy it into the module.
+        """Make ``posterior`` and ``buffers``, a server's scale among them, the global model; copy it into the module.
 
         Local parameters and buffers keep their values in the global model.
         """
@@ -188,7 +189,7 @@ class ResidentModel:
         with torch.no_grad():
             for name, value in local.items():
                 self.parameters[name].copy_(value)
-        self._write_buffers({**self.global_buffers, **buffers})
+        self._write_buffers({**self.global_buffers, **load_scale(self.module, buffers)})
         self.remember_global()
 
     @contextmanager
@@ -346,11 +347,11 @@ def check_real(parameters: Mapping[str, Tensor]) -> None:
 
 
 def federated_buffer_names(module: nn.Module) -> list[str]:
-    """Return the names of the model's buffers: persistent ones but for the noise and priors of bayesian-torch."""
+    """Return the names of persistent buffers, but for noise and priors of bayesian-torch, and for scales."""
     persistent = module.state_dict(keep_vars=True)
     own = {
         f"{path}.{name}" if path else name for path, layer in module.named_modules()
-        if isinstance(layer, BaseVariationalLayer_) for name in layer._buffers
+        if isinstance(layer, BaseVariationalLayer_ | FederatedScaler) for name in layer._buffers
     }
     return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 

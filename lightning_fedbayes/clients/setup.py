@@ -17,7 +17,7 @@ from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.federation import Federation
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
-from lightning_fedbayes.clients.privacy import check_no_buffers
+from lightning_fedbayes.clients.privacy import Door, check_no_buffers
 from lightning_fedbayes.clients.scoring import check_score
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
@@ -69,6 +69,8 @@ def make_federation(
     learned = context.learned_posterior(settings.posterior)
     own_starts = settings.fusion is not None and settings.method.own_starts
     trainer: Any = context.module.trainer
+    examples = any(getattr(each, "takes_single_gradients", False) for each in trainer.callbacks)
+    loader.fill_scalers(context.module, collective, Door(settings.privacy, examples=examples))
     thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
     model = ResidentModel(
         context.module, settings.local_parameters, settings.buffers, learned, own_starts,

@@ -14,7 +14,13 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 
 T = TypeVar("T")
 
-Kind = Literal["introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "failure"]
+Kind = Literal[
+    "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "failure"
+]
+
+
+SCALE = "scale/"
+"""Prefix of a scale among the buffers that the server sends; clients answer with none."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,8 @@ class Message:
     Args:
         kind: "introduction": which client it is. "update": of a round. "scores": what it logs of a validation.
             "temperature" and "counts": sums and histograms for a calibration. "statistics" and "curvature": what it
-            sends once, in place of rounds. "failure": that it could not do what it was asked for.
+            sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": that it
+            could not do what it was asked for.
         client: its number.
         round: the round that it is based on, from 1; 0 before the first.
         num_examples: how many examples of the client it is of.

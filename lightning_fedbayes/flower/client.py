@@ -81,7 +81,8 @@ def client_app(
             are sent under ``privacy``.
         exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
             :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
-            "temperature", "counts", "statistics", "curvature"; see the table in docs/privacy.md. Others are not sent.
+            "temperature", "counts", "statistics", "curvature", "scale"; see the table in docs/privacy.md. Others are
+            not sent.
         share_errors: send the text of an exception to the server, too, for federations of one owner. Otherwise the
             server hears of its class and of the stage alone, and the text stays in the client's own log.
         state_folder: where the client keeps its state, which never leaves it: local parameters and buffers, kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,14 +28,17 @@ from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.one_shot import (
+    SCALING,
     TOLD,
     Once,
     OneShot,
     check_one_shot,
     fused,
     kind_of,
+    needs_training,
     read_once,
     starts_from,
+    with_scale,
 )
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -195,6 +199,7 @@ class FusionStrategy(Rounds, Strategy):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
             self._roster.wait(grid, self.wait_for, timeout, at_once=self.schedule is not None)
+            result.arrays = self._scaled(server, grid, result.arrays)
         if self.monitor.name is not None and server.rounds > self.best.get("scored", 0):  # killed before it was scored
             self._score(server.rounds, result, evaluate_config, grid)
         while server.rounds < num_rounds and not self.monitor.is_over(self.best):
@@ -367,20 +372,32 @@ class FusionStrategy(Rounds, Strategy):
         check_one_shot(method)
         check_number("timeout", timeout, "(0, inf)")
         server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
-        nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
+        self._timeout = timeout
+        self._roster.wait(grid, self.wait_for, timeout)
+        if needs_training(method):
+            arrays = self._scaled(server, grid, arrays)
         if not starts_from(method, server.posterior):
             arrays = to_arrays(GaussianPosterior.point_mass({}), {})
-
-        def ask(clients: Collection[int] | None, told: Mapping[str, Any]) -> dict[int, Any]:
-            chosen = {node: client for node, client in nodes.items() if clients is None or client in clients}
-            action = f"{MessageType.QUERY}.once"
-            questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), chosen)
-            for question in questions if told else []:
-                question.content[TOLD] = record_of(told)
-            return read_all(grid.send_and_receive(questions, timeout=timeout), chosen, kind_of(method), 1)
-
+        ask = partial(self._ask_once, grid, arrays, method)
         first = usable(ask(None, {}), lambda message: read_once(message, method, server.posterior))
         return fused(method, first, ask)
+
+    def _ask_once(
+        self, grid: Grid, arrays: ArrayRecord, method: OneShot | str, clients: Collection[int] | None = None,
+        told: Mapping[str, Any] | None = None,
+    ) -> dict[int, Any]:
+        """Ask clients, None for all, for what they send once."""
+        nodes = {node: c for c, node in self._roster.nodes.items() if clients is None or c in clients}
+        action = f"{MessageType.QUERY}.once"
+        questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
+        for question in questions if told else []:
+            question.content[TOLD] = record_of(told)
+        return read_all(grid.send_and_receive(questions, timeout=self._timeout), nodes, kind_of(method), 1)
+
+    def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the global ``arrays`` with the scale of the clients' data, for which they are asked if it is empty."""
+        server.buffers = with_scale(server.buffers, partial(self._ask_once, grid, arrays, SCALING))
+        return to_arrays(server.posterior, server.buffers)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparamet
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters, load_posterior, read_posterior
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, ScaleMixturePrior, TiedMeanPrior
 from lightning_fedbayes.layers.reparameterized import Reparameterized
+from lightning_fedbayes.layers.scaler import FederatedScaler
 from lightning_fedbayes.layers.whole_network import evaluation_mode, kl_divergence, mean_only, set_prior, use_estimator
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "ConvTranspose3dLocalReparameterization",
     "ConvTranspose3dReparameterization",
     "Estimator",
+    "FederatedScaler",
     "GaussianParameter",
     "LinearFlipout",
     "LinearLocalReparameterization",

@@ -56,7 +56,7 @@ class ClassPrediction(NamedTuple):
 
 
 class RegressionPrediction(NamedTuple):
-    r"""Prediction of numbers for a batch, in the units of the targets that the network was trained on.
+    r"""Prediction of numbers for a batch, in the units of the targets.
 
     Attributes:
         mean: predictive mean, shape (batch, targets, \*positions).
@@ -370,28 +370,36 @@ class Bernoulli(_OfClasses):
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
-    r"""Numbers with Gaussian noise: :math:`y \sim N(f, \sigma^2)`.
+    r"""Numbers with Gaussian noise: :math:`y \sim N(a + b f, \sigma^2)`, with shift a and scale b.
 
     When to use it: regression, of one or several targets, at one or many positions.
 
     Args:
         noise: standard deviation :math:`\sigma` in the units of the targets, a number or a tensor that is expanded to
-            (targets, \*positions); "learnt", what the module has as ``noise_variance``; or "output": the second half of
-            the channels is :math:`\log \sigma^2` of the first, for each input.
+            (targets, \*positions); "learnt", what the module has as ``noise_variance``, in units of f; or "output": the
+            second half of the channels is :math:`\log \sigma^2 / b^2` of the first, for each input.
+        units: a and b, a tensor of shape (2,) or (2, targets, \*positions); None: those of the module's
+            :class:`~lightning_fedbayes.FederatedScaler`, an attribute ``scaler`` of it, and 0 and 1 without. Losses,
+            predictions and what is scored are in the units of the targets.
 
     Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
 
     Raises:
-        FedBayesError: the noise is none of these.
+        FedBayesError: the noise or the units are none of these.
 
     >>> Gaussian(2.0).nll(torch.zeros(1, 1), torch.zeros(1))  # log 2√2π
     tensor([[1.6121]])
     """
 
     noise: float | str | Tensor = "learnt"
+    units: Tensor | None = None
     name: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
+        if self.units is not None:
+            check_tensor("units", self.units, error=FedBayesError)
+            if not self.units.ndim or len(self.units) != 2:
+                raise FedBayesError(f"units={shown(self.units)}: give shift and scale, torch.tensor([mean, std])")
         if isinstance(self.noise, str):
             check_choice("noise", self.noise, ("learnt", "output"), error=FedBayesError)
         elif not isinstance(self.noise, Tensor):
@@ -402,8 +410,30 @@ class Gaussian(Likelihood):
         """True if the outputs hold the noise."""
         return isinstance(self.noise, str) and self.noise == "output"
 
+    def _units(self, device: torch.device) -> tuple[Any, Any]:
+        """Return shift and scale, broadcast over (batch, targets, *positions)."""
+        return (0.0, 1.0) if self.units is None else tuple(self.units.to(device))
+
+    def standard(self, targets: Tensor, like: Tensor) -> Tensor:
+        """Return targets in units of the outputs, of the type of ``like`` if there are others."""
+        shift, scale = self._units(targets.device)
+        return targets if self.units is None else ((targets - shift) / scale).to(like)  # in the precision of units
+
+    def means(self, outputs: Tensor) -> Tensor:
+        """Return outputs, means without the noise, in the units of the targets."""
+        shift, scale = self._units(outputs.device)
+        return (shift + scale * outputs).to(outputs)
+
+    def in_units(self, found: RegressionPrediction) -> RegressionPrediction:
+        """Return a prediction of outputs in the units of the targets."""
+        if self.units is None:
+            return found
+        square = self._units(found.mean.device)[1] ** 2
+        variances = ((square * each).to(each) for each in (found.variance, found.aleatoric, found.epistemic))
+        return RegressionPrediction(self.means(found.mean), *variances, self.means(found.samples))
+
     def _parts(self, outputs: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Return means and variances of the noise; ``channels`` is their dimension."""
+        """Return means and variances of the noise, in units of the outputs; ``channels`` is their dimension."""
         if self.in_outputs:
             mean, log_variance = outputs.chunk(2, channels)
             return mean, log_variance.exp()
@@ -413,27 +443,29 @@ class Gaussian(Likelihood):
                 "module with noise_variance, or fb.Gaussian(noise='output') if a second half of the outputs is the "
                 "logarithm of its variance"
             )
-        variance = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device).square()
-        return outputs, variance.expand_as(outputs)
+        noise = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device) / self._units(outputs.device)[1]
+        return outputs, noise.to(outputs).square().expand_as(outputs)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`Likelihood.nll`; of the shape of the means."""
         mean, variance = self._parts(outputs, 1)
-        errors = shaped_like(targets, mean) - mean
-        return 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
+        errors = self.standard(shaped_like(targets, mean), mean) - mean
+        own = self._units(mean.device)[1] ** 2 * variance
+        return 0.5 * (errors.square() / variance + own.log().to(mean) + math.log(2 * math.pi))
 
     def predict(self, draws: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> RegressionPrediction:
         """See :meth:`Likelihood.predict`.
 
         Args:
             draws: of the outputs.
-            moments: mean and variance over the parameters, of the shape of the means, where they have a closed form.
+            moments: mean and variance of outputs over the parameters, of the shape of the means, where they have a
+                closed form.
         """
         draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
         samples, noise = self._parts(draws, 2)
         mean, epistemic = (samples.mean(0), samples.var(0, correction=0)) if moments is None else moments
         aleatoric = noise.mean(0).reshape(mean.shape)
-        return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples)
+        return self.in_units(RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples))
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
         """See :meth:`Likelihood.rows`; a Gaussian is scored by its moments."""
@@ -468,16 +500,27 @@ def get_likelihood(likelihood: Any) -> Likelihood:
 
 
 def said_by(module: Any) -> Likelihood | None:
-    """Return what a module, or the network in it, says by its attribute ``likelihood``, with the noise that it has."""
+    """Return what a module, or the network in it, says by its attribute ``likelihood``, with noise and units it has."""
     own = getattr(module, "likelihood", None)
     if not isinstance(own, str | Likelihood):
         inner = getattr(module, "network", None)
         return None if inner is None else said_by(inner)
     found = get_likelihood(own)
-    noise = getattr(module, "noise_variance", None)
-    if isinstance(found, Gaussian) and isinstance(found.noise, str) and found.noise == "learnt" and noise is not None:
-        return replace(found, noise=torch.as_tensor(noise).detach().sqrt())
-    return found
+    if not isinstance(found, Gaussian):
+        return found
+    variance, units = getattr(module, "noise_variance", None), units_of(module) if found.units is None else found.units
+    if variance is None or not isinstance(found.noise, str) or found.in_outputs:
+        return found if units is None else replace(found, units=units)
+    noise = torch.as_tensor(variance).detach().sqrt()
+    return Gaussian(noise if units is None else units[1] * noise, units)
+
+
+def units_of(module: Any) -> Tensor | None:
+    """Return shift and scale of the outputs by the scaler of a module, or of the network in it; None without one."""
+    if module is None:
+        return None
+    found = getattr(getattr(module, "scaler", None), "target_units", None)
+    return units_of(getattr(module, "network", None)) if found is None else found if found.numel() else None
 
 
 def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Subset
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.layers.base import is_exporting
+from lightning_fedbayes.layers.scaler import FederatedScaler, ScaleSums, asking
 from lightning_fedbayes.metrics import (
     BrierScore,
     CalibrationDiagram,
@@ -30,7 +33,7 @@ from lightning_fedbayes.metrics import (
     NegativeLogLikelihood,
     PredictiveEntropy,
 )
-from lightning_fedbayes.metrics.likelihoods import Likelihood, Rows, get_likelihood, said_by
+from lightning_fedbayes.metrics.likelihoods import Gaussian, Likelihood, Rows, get_likelihood, said_by
 from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
@@ -42,6 +45,9 @@ from lightning_fedbayes.modules.sampling import (
 
 OPTIONS = ("samples", "kl_weight", "warmup_rounds", "learning_rate", "predictive")
 """Hyperparameters of every :class:`BayesianModule`."""
+
+FAR = 30.0
+"""Ratio of targets to noise, or of noise to targets, from which a line says so."""
 
 
 class BayesianModule(L.LightningModule):
@@ -155,7 +161,12 @@ class BayesianModule(L.LightningModule):
         """The network's output with one draw of its parameters; what is exported or traced is that at their mean."""
         with mean_only(self.network) if is_exporting() else nullcontext():
             output = self.network(inputs)
-        return output[0] if isinstance(output, tuple) else output
+        output = output[0] if isinstance(output, tuple) else output
+        return self.in_units(output) if is_exporting() else output
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Return the network's outputs in the units of the targets; here they are."""
+        return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Negative ELBO per example."""
@@ -194,11 +205,14 @@ class BayesianModule(L.LightningModule):
         self._federated = True
 
     def on_train_start(self) -> None:
-        """Take n from the training data, unless it is set; without a federation, drop the result of an earlier one."""
+        """Take n from the training data, unless it is set; alone, fill scalers and drop an earlier federation."""
+        loader: Any = self.trainer.train_dataloader
+        dataset = getattr(loader, "dataset", None)
+        length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
         if not self._federated:
             self.global_round = GlobalRound()
-        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
-        length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
+            for each in asking(self) if length else ():
+                each.fit(loader, self)
         self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
@@ -254,9 +268,10 @@ class BayesianModule(L.LightningModule):
         return outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
-        """The network's output at the posterior mean, shape (batch, *), at the cost of the deterministic network."""
+        """The output at the posterior mean, in units of the targets, shape (batch, *), at the cost of one network."""
         with mean_only(self.network):
-            return self(inputs)
+            output = self(inputs)
+        return output if is_exporting() else self.in_units(output)
 
 
 class Scores(nn.Module):
@@ -376,16 +391,48 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     Args:
         network, options: see :class:`BayesianModule`.
         likelihood: a :class:`~lightning_fedbayes.Likelihood` or its name.
+        scaler: standardises targets of a Gaussian: a :class:`~lightning_fedbayes.FederatedScaler`, True for a new one,
+            False for none. Outputs are in its units, losses, predictions and scores in those of the targets.
+
+    Raises:
+        FedBayesError: an argument is none of these.
     """
 
-    def __init__(self, network: nn.Module, likelihood: Likelihood | str, **options: Any) -> None:
+    def __init__(
+        self, network: nn.Module, likelihood: Likelihood | str, *, scaler: FederatedScaler | bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(network, **options)
+        why = "give True, False or a FederatedScaler"
+        check_kind("scaler", scaler, FederatedScaler | bool, why, error=FedBayesError)
+        self.scaler = FederatedScaler() if scaler is True else scaler or None
         self.likelihood: Likelihood = get_likelihood(likelihood)
         self._scores = ClassScores() if self.likelihood.of_classes else GaussianScores()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the NLL of outputs and targets, summed over positions, a mean over the batch, in nats."""
-        return self.likelihood.loss(outputs, targets)
+        return self._known().loss(outputs, targets)
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Return outputs that are means in the units of the targets; those that hold their noise stay as they are."""
+        known = self._known()
+        return known.means(outputs) if isinstance(known, Gaussian) and not known.in_outputs else outputs
+
+    def on_train_start(self) -> None:
+        """As :meth:`BayesianModule.on_train_start`; say so if targets are far from the scale of the noise."""
+        super().on_train_start()
+        known, loader = self._known(), cast(Any, self.trainer.train_dataloader)
+        if not isinstance(known, Gaussian) or known.units is not None:
+            return
+        with suppress(Exception):  # training tells of data that cannot be read
+            first = Subset(loader.dataset, range(min(256, len(loader.dataset))))
+            targets = ScaleSums.of(first, loader.collate_fn, self).units("targets", 0.0).square().sum(0).mean().sqrt()
+            noise = 1.0 if isinstance(known.noise, str) else float(torch.as_tensor(known.noise).max()) or 1.0
+            if not 1 / FAR < targets / noise < FAR:
+                rank_zero_info(
+                    f"Targets are about {targets / noise:.2g} times as large as the noise at the start, {noise:.2g}, "
+                    "and nothing standardises them: predictions may take long to come near. Give scaler=True"
+                )
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_kind
+from lightning_fedbayes.layers.scaler import FederatedScaler
 from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction
 from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
 
@@ -57,6 +57,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
     Args:
         networks: the members, each with its own initial parameters, mapping inputs to (batch, 2 · targets); [FedAG]
             takes five.
+        scaler: see :class:`HybridBayesianRegressor`; outputs of the networks are in its units.
         learning_rate, optimizer: see :class:`BayesianModule`.
 
     Raises:
@@ -78,6 +79,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         *,
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        scaler: FederatedScaler | bool = True,
     ) -> None:
         why = "give a list of modules, at least one"
         check_kind("networks", networks, Sequence | nn.ModuleList, why, error=FedBayesError)
@@ -93,8 +95,9 @@ class DeepEnsembleRegressor(LikelihoodModule):
                     f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
                     "anew, as in [mlp(3, 2) for _ in range(5)]"
                 )
-        super().__init__(Ensemble(networks), Gaussian(), learning_rate=learning_rate, optimizer=optimizer)
-        self.save_hyperparameters(ignore=["networks", "optimizer"])
+        super().__init__(
+            Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler)
+        self.save_hyperparameters(ignore=["networks", "optimizer", "scaler"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gaussian NLL in nats, mean over the batch, summed over members and targets.
@@ -109,16 +112,15 @@ class DeepEnsembleRegressor(LikelihoodModule):
                 f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: the networks of an ensemble "
                 "have two outputs per target, mean and raw variance"
             )
-        errors = targets.reshape(len(mean), 1, -1) - mean
-        per_entry = 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
-        return per_entry.sum() / len(outputs)
+        of_each = targets.reshape(len(mean), 1, -1).expand_as(mean).flatten(0, 1)
+        members = torch.cat([mean, variance.log()], -1).flatten(0, 1)
+        return self._known().nll(members, of_each).sum() / len(outputs)
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Mean and decomposed variance of the mixture: of a tensor of inputs, or of (inputs, targets)."""
         outputs = self.sample(self.inputs_of(batch))
         means, variances = mean_and_variance(outputs.movedim(2, 1).flatten(0, 1))
-        aleatoric, epistemic = variances.mean(0), means.var(0, correction=0)
-        return RegressionPrediction(means.mean(0), aleatoric + epistemic, aleatoric, epistemic, means)
+        return self._known().predict(torch.cat([means, variances.log()], -1))
 
 
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:

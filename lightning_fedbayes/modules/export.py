@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -15,7 +17,8 @@ from lightning_fedbayes.core.private_torch import has_forward_hook
 from lightning_fedbayes.layers import BayesianLayer, MCDropout
 from lightning_fedbayes.layers.dropout import remove_mc_dropout
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.metrics.likelihoods import Gaussian, said_by
+from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
 from lightning_fedbayes.modules.head import HeadModule
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
@@ -32,7 +35,8 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
     When to use it: to export a network (ONNX, ``torch.export``, another framework), or to hand its weights on. It
     predicts what :meth:`BayesianModule.predict_mean` does, at the cost of the deterministic network, and knows nothing
-    of its uncertainty.
+    of its uncertainty. Outputs in the units of the targets are a forward hook's: a ``state_dict`` alone has those of
+    training.
 
     Args:
         module: a network, a :class:`BayesianModule` or a :class:`PosteriorPredictive`, of which the network is copied,
@@ -67,6 +71,7 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
         _load_means(copied, posterior.mean)
         if isinstance(posterior, KroneckerPosterior):
             copied.load_state_dict(posterior.buffers, strict=False)
+    known = said_by(copied) if isinstance(copied, LikelihoodModule) else None
     if isinstance(copied, BayesianModule) and type(copied).forward is BayesianModule.forward:
         copied = copied.network
     replaced = {id(layer): _deterministic(name, layer) for name, layer in copied.named_modules()}
@@ -74,7 +79,15 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
         for attribute, child in parent._modules.items():
             if child is not None:
                 parent._modules[attribute] = replaced[id(child)]
-    return replaced[id(copied)].eval()
+    made = replaced[id(copied)].eval()
+    if isinstance(known, Gaussian) and known.units is not None and not known.in_outputs:
+        made.register_forward_hook(partial(_in_units, known))
+    return made
+
+
+def _in_units(likelihood: Gaussian, network: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+    """Return a network's outputs in the units of the targets, as a forward hook does."""
+    return likelihood.means(outputs)
 
 
 def _deterministic(name: str, layer: nn.Module) -> nn.Module:

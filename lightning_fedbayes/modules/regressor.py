@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.layers.scaler import FederatedScaler
 from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction, shaped_like
 from lightning_fedbayes.modules.bayesian_module import OPTIONS, LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
@@ -48,9 +48,13 @@ class HybridBayesianRegressor(LikelihoodModule):
             minimises the squared error, as for a network without a likelihood. "none": the squared error, and σ = 0 in
             predictions: only the disagreement of draws counts, as in [FedAG]. What is measured is of training errors,
             so small where the network over-fits.
-        noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is measured.
+        noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is measured, in
+            the units of the network, as ``noise_variance`` is then.
         targets: number of targets if each has its own σ; None: one σ for all.
         options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
+        scaler: True: the network trains on targets in units of their mean and standard deviation over all clients, and
+            predictions are in the units of the data; a :class:`~lightning_fedbayes.FederatedScaler` with numbers of
+            your own; False: it sees targets as they are. Draws (:meth:`sample`) are in the units of the network.
 
     Raises:
         FedBayesError: ``noise_std`` is not positive; an unknown ``noise``; or ``noise`` "residual" or "none" for a
@@ -78,6 +82,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         noise: Noise = "learnt",
         noise_std: float = 1.0,
         targets: int | None = None,
+        scaler: FederatedScaler | bool = True,
         **options: Any,
     ) -> None:
         check_number("noise_std", noise_std, "(0, inf)", error=FedBayesError, why="it is a standard deviation")
@@ -87,7 +92,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         if noise not in OF_SQUARES and options.get("predictive", "layers") == "layers":
             bayesian_last = layers_to_convert(network, bayesian_last)
         network = hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std)
-        super().__init__(network, Gaussian(), **options)
+        super().__init__(network, Gaussian(noise_std if noise == "fixed" else "learnt"), scaler=scaler, **options)
         self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         if noise in OF_SQUARES and gaussian_parameters(self.network):
             raise FedBayesError(
@@ -95,7 +100,7 @@ class HybridBayesianRegressor(LikelihoodModule):
                 "beside its KL: use noise='learnt' or 'fixed'"
             )
         self.noise: Noise = noise
-        self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
+        self.save_hyperparameters(ignore=["network", "prior", "optimizer", "scaler"])
         start = torch.full(() if targets is None else (targets,), 0.0 if noise == "none" else noise_std**2)
         self.register_buffer("pooled_variance", start, persistent=noise in MEASURED)
         self.register_buffer("client_variance", torch.zeros_like(start) if noise == "per_client" else None)
@@ -116,14 +121,14 @@ class HybridBayesianRegressor(LikelihoodModule):
 
         The squared error instead if ``noise`` is "residual" or "none". In training the noise is measured, too.
         """
-        variance = self.noise_variance.clone()  # of the examples before, so that no error weights itself
-        errors = shaped_like(targets, outputs) - outputs
+        known = self._known()  # with the noise of the examples before, so that no error weights itself
+        assert isinstance(known, Gaussian)
+        errors = known.standard(shaped_like(targets, outputs), outputs) - outputs
         if self.training and self.noise in MEASURED:
             self._measure(errors.detach().square())
         if self.noise in OF_SQUARES:
             return errors.square().sum() / len(outputs)
-        per_target = 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
-        return per_target.sum() / len(outputs)
+        return known.loss(outputs, targets)
 
     def _measure(self, squares: Tensor) -> None:
         """Move the variances of the noise towards the mean of squared errors, shape (batch, *)."""

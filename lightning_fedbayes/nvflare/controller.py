@@ -37,9 +37,10 @@ from lightning_fedbayes.transport.calibration import Calibration, check_calibrat
 from lightning_fedbayes.transport.client import Asked, Question
 from lightning_fedbayes.transport.initial import initial_model
 from lightning_fedbayes.transport.messages import has_lost_state, posterior_in, tensors_of
+from lightning_fedbayes.transport.one_shot import SCALING, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
-TASKS: dict[Asked, str] = {"train": "train", "evaluate": "validate", "calibrate": "validate"}
+TASKS: dict[Asked, str] = {"train": "train", "evaluate": "validate", "calibrate": "validate", "once": "validate"}
 """FLARE's names of what clients are asked to do, by which filters are chosen."""
 POLL_SECONDS = 0.1
 """Interval at which the server looks whether clients have answered."""
@@ -150,6 +151,8 @@ class FusionController(ModelController):
             rank_zero_info(f"{rounds.checkpoint} is complete: {server.rounds} of {count} rounds are done.")
         sites = self._wait(rounds.wait_for)
         rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
+        server.buffers = with_scale(server.buffers, lambda: self._ask(
+            "once", "scale", 1, self._sites(), self._model(), {"one-shot": repr(SCALING)})[0])
         for server_round in range(server.rounds + 1, count + 1):
             sites = self._wait(rounds.safeguards.min_clients)
             model = self._model()

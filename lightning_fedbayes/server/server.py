@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
+from lightning_fedbayes.core.messages import SCALE, ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.auto import AutoFusion, candidates
@@ -216,6 +216,7 @@ class Server:
             previous = previous.flattened()
         guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan)
         own, tensors = split(self.buffers)
+        own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # no client's to change
         sent = {name: tensors[name] for name in self.method.sent or tensors} if self.method.sends else {}
         expected = joined(own, sent)
         self._aggregations = {

@@ -12,6 +12,7 @@ from lightning_fedbayes.clients.learned import learned_posterior
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Source
 from lightning_fedbayes.core.errors import check_kind
+from lightning_fedbayes.layers.scaler import scale_of
 from lightning_fedbayes.trainer import optimizers_of
 from lightning_fedbayes.transport.messages import tensors_of
 
@@ -29,5 +30,5 @@ def initial_model(
     learned = learned_posterior(optimizers_of(module), module, posterior)
     model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
     frozen = model.digest()
-    tensors = tensors_of(model.read_posterior(), model.federated_buffers)
+    tensors = tensors_of(model.read_posterior(), {**model.federated_buffers, **scale_of(module)})
     return tensors | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {})

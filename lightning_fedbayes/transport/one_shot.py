@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError, check_kind, shown
-from lightning_fedbayes.core.messages import Kind, Message
+from lightning_fedbayes.core.messages import SCALE, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers.scaler import ScaleSums, compared
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
@@ -26,6 +27,9 @@ from lightning_fedbayes.transport.training import own_clients
 
 TOLD = "told"
 """Name of what the server tells clients of a head."""
+
+SCALING = "scale"
+"""Name of the exchange by which clients send the sums of a scale, before they train."""
 
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
@@ -42,13 +46,17 @@ def check_one_shot(method: Any) -> OneShot:
     return method
 
 
-def kind_of(method: OneShot) -> Kind:
+def kind_of(method: OneShot | str) -> Kind:
     """Return the kind of message that a client sends."""
+    if method == SCALING:
+        return "scale"
     return "curvature" if isinstance(method, KroneckerLaplace) else "statistics"
 
 
-def check_agreed(method: OneShot | None, wanted: str) -> OneShot:
-    """Return the client's method; raise ClientMismatch unless it is the server's, ``wanted`` in words."""
+def check_agreed(method: OneShot | None, wanted: str) -> OneShot | str:
+    """Return the client's method, or SCALING; raise ClientMismatch unless it is the server's, ``wanted`` in words."""
+    if wanted == repr(SCALING):
+        return SCALING
     if method is None or repr(method) != wanted:
         raise ClientMismatch(f"the server asks for {wanted}, this client has one_shot={method}: give both the same")
     return method
@@ -68,14 +76,14 @@ def training_data(
     return DataLoader(own, loader.batch_size or 256, collate_fn=loader.collate_fn)
 
 
-def needs_training(method: OneShot) -> bool:
+def needs_training(method: OneShot | str) -> bool:
     """Return whether a client trains its network before it sends."""
     return isinstance(method, KroneckerLaplace)
 
 
 def answer_once(
-    method: OneShot, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
-) -> KroneckerSite | LinearStatistics | HeadSlopes:
+    method: OneShot | str, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
+) -> KroneckerSite | LinearStatistics | HeadSlopes | ScaleSums:
     """Return what a client sends: of the trained ``module``, or of its examples alone.
 
     Args:
@@ -84,6 +92,8 @@ def answer_once(
         loader: of its examples.
         told: what the server has said of the head so far, :meth:`HeadFit.told`; empty at first.
     """
+    if isinstance(method, str):
+        return ScaleSums.of(loader.dataset, loader.collate_fn, module)
     if isinstance(method, KroneckerLaplace):
         return method.site(module, loader)
     if isinstance(method, HierarchicalLinearRegression):
@@ -136,6 +146,20 @@ def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
     if isinstance(method, BayesianHead) and "sums.gram" not in posterior.mean:
         raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
     return not isinstance(method, BayesianHead)
+
+
+def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any]]) -> dict[str, Tensor]:
+    """Return a server's buffers; if they lack the scale that its network asks for, with that of what clients answer.
+
+    A client that does not answer does not count, and gets the scale of the others.
+
+    Raises:
+        FederationError: no client's sums can be used.
+    """
+    scale = [value for name, value in buffers.items() if name.startswith(SCALE)]
+    if not scale or any(value.numel() for value in scale):
+        return dict(buffers)
+    return {**buffers, **compared(usable(ask(), lambda message: message.read(ScaleSums)))[0].scale()}
 
 
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:

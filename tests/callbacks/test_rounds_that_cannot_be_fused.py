@@ -190,7 +190,7 @@ def test_closed_form_with_a_parameter_that_stays_at_the_clients():
     torch.manual_seed(0)
     x = torch.randn(60, 3)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
-    model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="none", predictive="closed_form")
+    model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="none", predictive="closed_form", scaler=False)
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_parameters="network.bias")
     federate(model, made, rounds=1, train=data)
     prediction = model.eval().predict_step(x)

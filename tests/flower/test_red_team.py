@@ -240,7 +240,7 @@ def test_without_privacy_too_no_field_leaves_a_client_that_the_page_does_not_lis
     strategy.calibrate(grid, arrays, [fb.FederatedTemperature(), fb.FederatedConformal(0.8)], timeout=1)
     strategy.one_shot(grid, initial_arrays(Careless()), curvature, timeout=1)
     table, kinds = listed(private=False), {reply["config"]["kind"] for reply in seen}
-    assert kinds == set(table) - {"statistics"}  # the sums of a linear model, in test_one_shot.py
+    assert kinds == set(table) - {"statistics", "scale"}  # sums, in test_one_shot.py and test_scale.py
     for reply in seen:
         patterns = table[reply["config"]["kind"]]
         for record, content in reply.items():

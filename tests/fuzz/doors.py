@@ -598,13 +598,14 @@ DOORS = {
         fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),
     "HybridBayesianRegressor": (
         fb.HybridBayesianRegressor,
-        {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None}),
+        {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None, "scaler": True}),
     "CoxRegressor": (fb.CoxRegressor, {"network": network(), **OF_HYBRID}),
     "BayesianModule.unpack": (Plain(network()).unpack, {"batch": [X, Y]}),
     "cox_loss": (modules.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
         lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
-        {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None}),
+        {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None, "scaler": True}),
+    "FederatedScaler": (fb.FederatedScaler, {"targets": (0.0, 1.0), "inputs": (torch.zeros(2), torch.ones(2))}),
     "BayesianLinearRegression": (linear_regression, {
         "inputs": X, "targets": Y, "prior_std": 1.0, "noise": 0.1, "at": X, "samples": 2}),
     "BayesianLinearRegression.conflate": (

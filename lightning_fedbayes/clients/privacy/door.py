@@ -18,6 +18,8 @@ EXACT: dict[Kind, str] = {
     "counts": "a histogram of its scores",
     "statistics": "sums over its examples, for a linear model",
     "curvature": "its weights and their curvature",
+    "scale": "sums over its examples, for a scale. Give scaler=FederatedScaler(targets=(mean, std)) what is known "
+             "without data, or let a regressor go without, scaler=False; otherwise",
 }
 """Kinds of messages that no noise of :class:`UpdatePrivacy` protects, and what is in them."""
 
@@ -35,7 +37,7 @@ class Door:
         privacy: protects updates.
         conformal_epsilon: ε of the noise on counts of scores; None: none is added.
         exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
-            "statistics" or "curvature".
+            "statistics", "curvature" or "scale".
         share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
         examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
 

@@ -1,0 +1,94 @@
+"""The scale of clients' data over Flower: that of one process, kept by the server, and what may leave a client."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
+from lightning_fedbayes.modules import mlp
+from tests.federations import blobs, federate
+from tests.flower.clients import run
+from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData
+
+PARTITION = fb.IIDPartition(4)
+
+
+def data():
+    x, labels = blobs().tensors
+    return TensorDataset(x, labels * 500.0 + 1e4 + x[:, 0])
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return fb.HybridBayesianRegressor(mlp(6, 1, (5,)), learning_rate=1e-2, **options)
+
+
+def apps(**settings):
+    def app(message, context):  # a new one per message, as in a deployment
+        return client_app(
+            make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, **settings)(message, context)
+
+    return [app] * 4
+
+
+def test_a_federation_over_flower_is_that_of_one_process(tmp_path):
+    path = tmp_path / "server.pt"
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3, checkpoint=path)
+    run(LocalGrid(apps()), strategy, 1, make)
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3, checkpoint=path)
+    run(LocalGrid(apps()), strategy, 2, make)
+    alone = make()
+    federation = fb.FederatedBayes(PARTITION, fusion="weighted_average", engine="sequential", seed=3)
+    federate(alone, federation, 2, BlobData(data()).train_dataloader())
+    found = make()
+    load_checkpoint(found, path)
+    assert torch.equal(found.scaler.target_units, alone.scaler.target_units)
+    mean = data().tensors[1].double().mean().item()
+    assert found.scaler.target_units[0].item() == pytest.approx(mean, rel=1e-10)
+    for name, value in alone.named_parameters():
+        assert torch.equal(dict(found.named_parameters())[name], value), name
+
+
+def test_clients_send_no_scale_with_their_updates():
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
+    grid = LocalGrid(apps())
+    sent, answer = [], grid._answer
+
+    def noted(message):
+        reply = answer(message)
+        sent.append((message.metadata.message_type, sorted(reply.content.get("arrays", {}))))
+        return reply
+
+    grid._answer = noted
+    run(grid, strategy, 1, make)
+    streams = ["moments/inputs", "moments/targets"]
+    assert [arrays for kind, arrays in sent if kind == "query.once"] == [streams] * 4
+    assert not any("scale" in name for kind, arrays in sent if kind == "train" for name in arrays)
+
+
+def private(folder, module=None, **settings):
+    privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)
+    return lambda message, context: client_app(
+        module or make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, privacy=privacy,
+        state_folder=folder, **settings)(message, context)
+
+
+def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
+    with pytest.raises(FederationError, match="no client's answer can be used"):
+        run(LocalGrid([private(tmp_path)] * 4), strategy, 1, make)
+    assert "exact=['scale'] at the client would allow it" in caplog.text
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
+    run(LocalGrid([private(tmp_path, exact=["scale"])] * 4), strategy, 1, make)
+
+
+def test_a_private_client_trains_where_the_scale_is_known_without_data(tmp_path):
+    def known():
+        return make(scaler=fb.FederatedScaler(targets=(1e4, 500.0)))
+
+    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
+    run(LocalGrid([private(tmp_path, known())] * 4), strategy, 1, known)
+    assert strategy.server.rounds == 1

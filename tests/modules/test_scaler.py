@@ -1,0 +1,358 @@
+"""A common scale: pooled sums, what a liar can do, and the same training as on standardised targets."""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.privacy import Door
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, compared, pooled
+from lightning_fedbayes.modules import mean_network, mlp
+from tests.federations import federate, trainer
+
+
+def sums(*values):
+    """The sums of clients whose targets are ``values``, client for client."""
+    return {
+        str(k): ScaleSums.of(TensorDataset(torch.zeros(len(each), 1), torch.as_tensor(each).double()))
+        for k, each in enumerate(values)
+    }
+
+
+def scale(sums, stream="targets"):
+    """Mean and standard deviation, numbers for targets that are numbers."""
+    return sums.units(stream).squeeze(1).unbind()
+
+
+def assert_pooled(found, whole, rtol=1e-10):
+    assert found.num_examples == len(whole)
+    mean, std = found.units("targets")
+    assert torch.allclose(mean, whole.mean(0).reshape(-1), rtol=rtol, atol=rtol)
+    assert torch.allclose(std, whole.std(0, correction=0).reshape(-1), rtol=rtol, atol=0)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(5, 40) | st.just(0), min_size=1, max_size=8).filter(any), st.sampled_from([0.0, 1e4]),
+       st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_sums_of_any_split_are_those_of_the_pooled_data(sizes, mean, ordered):
+    whole = torch.randn(sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(sizes))) + mean
+    whole = whole.sort(0).values if ordered else whole
+    assert_pooled(pooled(sums(*whole.split(sizes))), whole)
+
+
+def test_digits_survive_a_mean_of_1e8_with_a_deviation_of_1():
+    whole = torch.arange(1000, dtype=torch.float64).remainder(7)
+    found = pooled(sums(*(whole + 1e8).split(100)))  # a mean of 1e8 has eight digits behind the point
+    assert scale(found)[0].item() - 1e8 == pytest.approx(whole.mean().item(), abs=2e-8)
+    assert scale(found)[1].item() == pytest.approx(whole.std(correction=0).item(), rel=1e-8)
+
+
+def test_missing_values_are_counted_and_left_out():
+    found = pooled(sums([1.0, math.nan, 3.0], [5.0, math.inf]))
+    assert found.num_examples == 5
+    assert found.moments["targets"][0].item() == 3
+    assert scale(found)[0].item() == pytest.approx(3)
+    assert scale(found)[1].item() == pytest.approx(math.sqrt(8 / 3))
+
+
+def test_values_that_are_all_the_same_have_a_deviation_of_1():
+    assert scale(pooled(sums([0.1] * 7, [0.1] * 5)))[1].item() == 1
+
+
+def test_data_that_are_no_tensors_in_memory_give_the_same_sums():
+    data = TensorDataset(torch.randn(300, 3), torch.randn(300))
+    state = torch.get_rng_state()
+    lists = ScaleSums.of([data[i] for i in range(300)])  # batches of 256
+    assert torch.equal(torch.get_rng_state(), state)
+    for stream, moments in ScaleSums.of(data).moments.items():
+        assert torch.allclose(moments, lists.moments[stream], rtol=1e-12, atol=1e-14)
+
+
+# -- clients that are not to be trusted --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", [1e3, 1e9, -1e140])
+def test_a_liar_counts_as_its_examples_at_a_bounded_distance(lie):
+    honest = [torch.randn(50, dtype=torch.float64) + shift for shift in range(9)]
+    found = pooled(sums(*honest, [lie] * 5))
+    together = torch.cat(honest)
+    centre = sorted(float(each.mean()) for each in [*honest, torch.tensor([lie])])[4]
+    usual = sorted(math.sqrt(float((each - centre).square().mean())) for each in honest)
+    farthest = FARTHEST * usual[-1]  # the median client is no farther than the farthest honest one
+    assert abs(scale(found)[0].item() - together.mean().item()) <= 5 / 455 * (farthest + 10)
+    assert scale(found)[1].item() ** 2 <= together.var(correction=0).item() + 5 / 455 * (farthest + 10) ** 2
+
+
+def test_a_liar_is_put_at_the_bound():
+    honest = [torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6
+    found = pooled(sums(*honest, [1e6, 1e6]))
+    assert scale(found)[0].item() == pytest.approx(FARTHEST / 7)  # 2 of 14 examples at 30 deviations
+    assert scale(found)[1].item() == pytest.approx(math.sqrt(6 / 7 + FARTHEST**2 / 7 - (FARTHEST / 7) ** 2))
+
+
+def test_honest_clients_whose_means_differ_are_not_touched():
+    whole = [torch.randn(30, dtype=torch.float64) + 100 * k for k in range(8)]  # a hundred deviations apart
+    assert_pooled(pooled(sums(*whole)), torch.cat(whole))
+    columns = [torch.cat([torch.zeros(20), torch.zeros(5) + k // 6]) for k in range(9)]  # most have zeros alone
+    assert_pooled(pooled(sums(*columns)), torch.cat(columns).double())
+
+
+def test_examples_of_another_shape_do_not_count():
+    found = pooled({**sums([1.0], [3.0]), "bad": ScaleSums.of(TensorDataset(torch.zeros(9, 4), torch.zeros(9, 4)))})
+    assert found.num_examples == 2
+    with pytest.raises(FederationError, match="no client"):
+        pooled({})
+
+
+@pytest.mark.parametrize("wrong", [(3.0, 1.0, 1.0), (-1.0, 1.0, 1.0), (1.0, 1.0, -1.0), (1.0, math.nan, 1.0),
+                                   (1.0, 1e200, 1.0), (1.0, 1.0, math.inf)])
+def test_sums_that_no_examples_have_are_refused(wrong):
+    ScaleSums(2, {"targets": torch.ones(3, 1).double()})
+    with pytest.raises(FedBayesError, match="targets"):
+        ScaleSums(2, {"targets": torch.tensor(wrong).double().view(3, 1)})
+    for other in ({"targets": torch.ones(3, 1)}, {"targets": torch.ones(2, 1).double()}, {"targets": torch.ones(3)}):
+        with pytest.raises(FedBayesError, match="float64"):
+            ScaleSums(2, other)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_which_client_is_unlike():
+    clients = {
+        str(k): ScaleSums.of(TensorDataset(torch.tensor(x), torch.tensor(y)))
+        for k, (x, y) in enumerate([([0.0, 2.0], [0, 0]), ([7.0, 9.0], [0, 3]), ([0.0, 2.0, math.nan], [3, 3, 3])])
+    }
+    whole, (columns, rows) = compared(clients)
+    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert [*found] == ["all", "1", "0", "2"]  # by the larger shift
+    assert [found[k]["inputs 0 mean"] for k in ("all", "0", "1")] == [pytest.approx(10 / 3), 1, 8]
+    assert [found[k]["examples"] for k in ("all", "0", "2")] == [7, 2, 3]
+    assert [found[k]["missing"] for k in ("all", "0", "2")] == [1, 0, 1]
+    assert [found[k]["class 3"] for k in ("all", "0", "1", "2")] == [pytest.approx(4 / 7), 0, 0.5, 1]
+    assert "class 1" not in columns
+    std = whole.units("inputs")[1].item()
+    assert found["1"]["inputs shift"] == pytest.approx((8 - 10 / 3) / std)
+    assert found["1"]["inputs 0 std"] == 1
+
+
+def test_the_table_has_at_most_a_hundred_clients():
+    clients = sums(*([float(k)] for k in range(150)))
+    assert len(compared(clients)[1][1]) == 101
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_go_there_and_back():
+    scaler, whole = fb.FederatedScaler(), torch.randn(90, 2).double().mul(3).add(7)
+    scaler.fit(DataLoader(TensorDataset(whole.float(), whole)))
+    standard, known = scaler.targets(whole), fb.Gaussian(1.0, units=scaler.target_units)
+    assert torch.allclose(standard.mean(0), torch.zeros(2).double(), atol=1e-12)
+    assert torch.allclose(standard.std(0, correction=0), torch.ones(2).double())
+    assert torch.allclose(known.means(standard), whole)
+    assert torch.equal(known.standard(whole, whole), standard)
+    assert torch.allclose(scaler(whole.float()), standard.float(), atol=1e-5)  # inputs, of the same numbers here
+
+
+def test_buffers_keep_their_shape_and_precision():
+    scaler, other = fb.FederatedScaler(targets=(1e8, 1.0), inputs=([0.0, 1.0], [1.0, 2.0])), fb.FederatedScaler()
+    other.load_state_dict(scaler.half().state_dict())
+    assert other.is_filled
+    assert other.target_units.dtype == torch.float64
+    assert other.target_units.tolist() == [[1e8], [1.0]]
+    assert torch.equal(other.input_units[1], torch.tensor([1.0, 2.0]).double())
+
+
+@pytest.mark.parametrize("given", [(0.0, 0.0), (math.nan, 1.0), 3, ("a", 1.0), (1.0, -1.0), (1.0,)])
+def test_a_scale_that_is_none_is_refused(given):
+    with pytest.raises(FedBayesError, match="targets="):
+        fb.FederatedScaler(targets=given)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def data(mean=0.0, std=1.0, examples=200):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, 4, generator=generator)
+    y = x[:, 0].sin() + 0.3 * torch.randn(examples, generator=generator)
+    return TensorDataset(x, ((y - y.mean()) / y.std(correction=0)).double() * std + mean)
+
+
+def regressor(**options):
+    torch.manual_seed(0)
+    return fb.HybridBayesianRegressor(mlp(4, 1, (8,)), learning_rate=1e-2, **options)
+
+
+def ensemble(**options):
+    torch.manual_seed(0)
+    return fb.DeepEnsembleRegressor([mlp(4, 2, (8,)) for _ in range(2)], learning_rate=1e-2, **options)
+
+
+def fitted(module, dataset, engine="sequential", **options):
+    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="weighted_average", engine=engine, seed=1, **options)
+    federate(module, federation, 3, DataLoader(dataset, 16, shuffle=True))
+    return module
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("make", [regressor, ensemble])
+def test_training_is_that_on_standardised_targets(make, engine):
+    """Parameters and predictions, at mean 1e4 and standard deviation 500."""
+    far, near = fitted(make(), data(1e4, 500.0), engine), fitted(make(scaler=False), data(), engine)
+    for name, value in near.named_parameters():
+        assert torch.allclose(dict(far.named_parameters())[name], value, atol=1e-4), name
+    x = torch.randn(6, 4)
+    found, expected = (torch.manual_seed(0) and each.eval().predict_step(x) for each in (far, near))
+    assert torch.allclose(found.mean, expected.mean * 500 + 1e4, atol=0.05)
+    for name in ("variance", "aleatoric", "epistemic"):
+        assert torch.allclose(getattr(found, name), getattr(expected, name) * 500**2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("make", [regressor, ensemble])
+def test_the_likelihood_is_that_of_the_data(make):
+    """In nats of a density over the targets' own units: a scale of s adds log s."""
+    far, near, y = make(), make(scaler=False), torch.randn(5)
+    far.scaler.target_units = torch.tensor([[3.0], [7.0]])
+    outputs = torch.randn(5, 1) if make is regressor else torch.randn(5, 2, 2)
+    count = 1 if make is regressor else 2
+    found, expected = far.negative_log_likelihood(outputs, y * 7 + 3), near.negative_log_likelihood(outputs, y)
+    assert found.item() == pytest.approx(expected.item() + count * math.log(7), abs=1e-5)
+
+
+def test_noise_that_is_fixed_is_in_the_units_of_the_data():
+    scaler = fb.FederatedScaler(targets=(10.0, 4.0))
+    module = regressor(scaler=scaler, bayesian_last=0, noise="fixed", noise_std=2.0).eval()
+    assert module.predict_step(torch.zeros(1, 4)).aleatoric.item() == pytest.approx(4.0)
+    loss = module.negative_log_likelihood(torch.zeros(1, 1), torch.tensor([13.0]))
+    assert loss.item() == pytest.approx(-torch.distributions.Normal(10.0, 2.0).log_prob(torch.tensor(13.0)).item())
+
+
+@pytest.mark.parametrize("noise", ["learnt", "residual"])
+def test_noise_that_is_measured_is_in_units_of_the_network(noise):
+    module = regressor(scaler=fb.FederatedScaler(targets=(10.0, 4.0)), bayesian_last=0, noise=noise).eval()
+    assert module.noise_variance.item() == pytest.approx(1.0)
+    assert module.predict_step(torch.zeros(1, 4)).aleatoric.item() == pytest.approx(16.0)
+
+
+def assert_filled(module, dataset):
+    y, (mean, std) = dataset.tensors[1], module.scaler.target_units
+    assert mean.item() == pytest.approx(y.mean().item(), rel=1e-10)
+    assert std.item() == pytest.approx(y.std(correction=0).item(), rel=1e-10)
+
+
+def test_processes_add_up_clients_of_their_own():
+    class Half:
+        size, bytes_sent = 2, 0
+
+        def __init__(self, rank, notes):
+            self.rank, self.notes = rank, notes
+
+        def all_gather(self, own):
+            self.notes[self.rank] = own
+            return list(self.notes.values())
+
+    class Loader:
+        collate_fn = staticmethod(torch.utils.data.default_collate)
+        clients = fb.data.clients.clients_of(data(5.0, 2.0), fb.IIDPartition(5), 0)
+
+    modules, notes = [regressor(), regressor()], {}
+    for rank, module in enumerate(modules):
+        FederatedLoader.fill_scalers(Loader(), module, Half(rank, notes), Door())
+    assert_filled(modules[1], data(5.0, 2.0))
+
+
+def test_a_fit_without_a_federation_fills_it():
+    module = regressor()
+    trainer(1).fit(module, DataLoader(data(1e4, 500.0), 16, shuffle=True))
+    assert_filled(module, data(1e4, 500.0))
+
+
+class Own(L.LightningModule):
+    """A user's module, with one line for the scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaler = fb.FederatedScaler()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(self.scaler(x)).squeeze(1) - self.scaler.targets(y).float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_one_line_in_a_module_of_ones_own(engine):
+    module = fitted(Own(), data(1e4, 500.0), engine)
+    assert torch.allclose(module.scaler.input_units[0], data().tensors[0].double().mean(0), atol=1e-10)
+    loss = module.training_step(data(1e4, 500.0).tensors, 0)
+    assert loss < 1
+    with pytest.raises(FedBayesError, match="not filled"):
+        trainer(1).fit(Own(), DataLoader(data(), 16))
+
+
+def test_a_run_that_goes_on_does_not_ask_again(tmp_path, monkeypatch):
+    def callback():
+        return fb.FederatedBayes(fb.IIDPartition(4), fusion="weighted_average", engine="sequential")
+
+    train = DataLoader(data(1e4, 500.0), 16)
+    whole, first, second = regressor(), regressor(), regressor()
+    federate(whole, callback(), 2, train)
+    federate(first, callback(), 1, train).save_checkpoint(tmp_path / "a.ckpt")
+    monkeypatch.setattr(ScaleSums, "of", None)
+    federate(second, callback(), 2, train, ckpt_path=tmp_path / "a.ckpt")
+    assert torch.equal(second.scaler.target_units, whole.scaler.target_units)
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), whole.parameters()))
+    again = fb.HybridBayesianRegressor.load_from_checkpoint(tmp_path / "a.ckpt", network=mlp(4, 1, (8,)))
+    assert torch.equal(again.scaler.target_units, whole.scaler.target_units)
+
+
+def test_privacy_refuses_by_name_with_a_remedy():
+    private, known = {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)}, fb.FederatedScaler((0.0, 1.0))
+    with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\).*scaler=False"):
+        fitted(regressor(), data(), **private)
+    fitted(regressor(scaler=known), data(), **private)
+    fitted(regressor(scaler=False), data(), **private)
+
+
+def test_privacy_of_examples_refuses_too():
+    def fit(**options):
+        privacy = fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)
+        trainer(1, [fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg"), privacy]).fit(
+            regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True))
+
+    with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\)"):
+        fit()
+    fit(scaler=fb.FederatedScaler((0.0, 1.0)))
+
+
+def test_a_line_says_that_targets_are_far(caplog):
+    with caplog.at_level("INFO"):
+        fitted(regressor(scaler=False), data(1e4, 500.0))
+    assert "1e+04 times as large as the noise" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fitted(regressor(scaler=False), data())
+    assert "times as large" not in caplog.text
+
+
+def test_what_is_exported_predicts_in_the_units_of_the_data():
+    module = regressor(scaler=fb.FederatedScaler(targets=(1e4, 500.0))).eval()
+    x = torch.randn(3, 4)
+    assert torch.allclose(mean_network(module)(x), module.predict_mean(x))
+    assert (module.predict_mean(x) > 5000).all()
