@@ -69,25 +69,29 @@ def test_clients_send_no_scale_with_their_updates():
     assert not any("scale" in name for kind, arrays in sent if kind == "train" for name in arrays)
 
 
+def fixed(**options):
+    return make(noise="fixed", noise_std=100.0, **options)  # no buffer that privacy refuses
+
+
 def private(folder, module=None, **settings):
     privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)
     return lambda message, context: client_app(
-        module or make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, privacy=privacy,
+        module or fixed(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, privacy=privacy,
         state_folder=folder, **settings)(message, context)
 
 
 def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     with pytest.raises(FederationError, match="no client's answer can be used"):
-        run(LocalGrid([private(tmp_path)] * 4), strategy, 1, make)
+        run(LocalGrid([private(tmp_path)] * 4), strategy, 1, fixed)
     assert "exact=['scale'] at the client would allow it" in caplog.text
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
-    run(LocalGrid([private(tmp_path, exact=["scale"])] * 4), strategy, 1, make)
+    run(LocalGrid([private(tmp_path, exact=["scale"])] * 4), strategy, 1, fixed)
 
 
 def test_a_private_client_trains_where_the_scale_is_known_without_data(tmp_path):
     def known():
-        return make(scaler=fb.FederatedScaler(targets=(1e4, 500.0)))
+        return fixed(scaler=fb.FederatedScaler(targets=(1e4, 500.0)))
 
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     run(LocalGrid([private(tmp_path, known())] * 4), strategy, 1, known)

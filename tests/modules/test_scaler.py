@@ -325,9 +325,9 @@ def test_a_run_that_goes_on_does_not_ask_again(tmp_path, monkeypatch):
 def test_privacy_refuses_by_name_with_a_remedy():
     private, known = {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)}, fb.FederatedScaler((0.0, 1.0))
     with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\).*scaler=False"):
-        fitted(regressor(), data(), **private)
-    fitted(regressor(scaler=known), data(), **private)
-    fitted(regressor(scaler=False), data(), **private)
+        fitted(regressor(noise="fixed"), data(), **private)
+    fitted(regressor(noise="fixed", scaler=known), data(), **private)
+    fitted(regressor(noise="fixed", scaler=False), data(), **private)
 
 
 def test_privacy_of_examples_refuses_too():

@@ -9,7 +9,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import federate
-from tests.flower.test_scale import PARTITION, data, make
+from tests.flower.test_scale import PARTITION, data, fixed, make
 from tests.nvflare.local import clients, run
 from tests.transport.federation import BlobData
 
@@ -33,5 +33,5 @@ def test_a_federation_over_flare_is_that_of_one_process():
 def test_private_clients_send_none(tmp_path):
     private = {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0), "state_folder": tmp_path}
     with pytest.raises(FederationError, match="no client's answer can be used"):
-        run(clients(make=make, data=own, partition=PARTITION, fusion="weighted_average", **private),
-            "weighted_average", make=make, rounds=1)
+        run(clients(make=fixed, data=own, partition=PARTITION, fusion="weighted_average", **private),
+            "weighted_average", make=fixed, rounds=1)
