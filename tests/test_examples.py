@@ -59,6 +59,8 @@ GALLERY = {  # job → setting of a short run, and what has to hold of its figur
     "activity": ({"rounds": 4}, lambda found: found["own"] < 0.9 * min(found["alone"], found["population"])),
     "images": ({"rounds": 2}, lambda found: found["exact"] > max(0.95, found["FedAvg"]) and found["AUROC"] > 0.8),
     "text": ({"rounds": 6}, lambda found: found["accuracy"] > 0.65 and found["adapters"] < found["whole"] / 7),
+    "segmentation": ({"rounds": 15}, lambda found: found["wrong"] > 2 * found["right"] and found["coverage"] > 0.98),
+    "labels": ({"rounds": 8}, lambda found: found["ece"] < 0.02 and 0.84 < found["coverage"] < 0.96),
     "untrusted": ({"rounds": 6}, lambda found: found["sites, guard"] > found["sites, no guard"] + 0.2),
 }
 

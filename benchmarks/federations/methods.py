@@ -170,7 +170,7 @@ def module_of(federation: Federation, method: Method, setting: Mapping[str, floa
     if federation.task == "classification":
         return fb.HybridBayesianClassifier(network, **{"bayesian_last": 0, **options})
     if federation.task == "regression":
-        return fb.HybridBayesianRegressor(network, **{"bayesian_last": 0, "targets": 1, **options})
+        return fb.HybridBayesianRegressor(network, **{"bayesian_last": 0, "targets": 1, "scaler": False, **options})
     return fb.CoxRegressor(network, **options)
 
 
@@ -297,6 +297,7 @@ def predict(
     outputs = outputs.squeeze(-1)
     if federation.task == "survival":
         return Prediction(outputs.mean(0))
+    assert isinstance(module, fb.HybridBayesianRegressor)
     return Prediction(outputs.mean(0), outputs.var(0, correction=0) + module.noise_variance)
 
 

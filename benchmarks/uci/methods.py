@@ -111,13 +111,13 @@ def pooled_ensemble(splits: Splits, plan: Plan) -> Outcome:
 def ensemble_of(members: int, splits: Splits, plan: Plan) -> fb.DeepEnsembleRegressor:
     """Return networks that predict mean and variance."""
     each = [two_headed(splits.number, splits.features, plan.hidden) for _ in range(members)]
-    return fb.DeepEnsembleRegressor(each, learning_rate=float(plan.rate))
+    return fb.DeepEnsembleRegressor(each, learning_rate=float(plan.rate), scaler=False)
 
 
 def noisy(network: nn.Module, splits: Splits, **options: Any) -> fb.HybridBayesianRegressor:
     """Return a module that learns the noise of every split."""
     return fb.HybridBayesianRegressor(
-        network, noise="learnt", noise_std=0.5, targets=splits.number, samples=SAMPLES, **options
+        network, noise="learnt", noise_std=0.5, targets=splits.number, samples=SAMPLES, scaler=False, **options
     )
 
 

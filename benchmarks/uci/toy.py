@@ -91,7 +91,7 @@ def main() -> None:
     grid = torch.linspace(-6, 6, 241)
     snapshots = Snapshots((grid.unsqueeze(1) - x.mean()) / x.std())
     module = fb.HybridBayesianRegressor(
-        mlp(1, 1, (HIDDEN,)), noise="none", predictive=arguments.predictive,
+        mlp(1, 1, (HIDDEN,)), noise="none", predictive=arguments.predictive, scaler=False,
         optimizer=functools.partial(torch.optim.SGD, lr=arguments.learning_rate),
     )
     workers = zip(((x - x.mean()) / x.std()).split(POINTS), ((y - y.mean()) / y.std()).split(POINTS))

@@ -72,7 +72,7 @@ class RatedRegressor(fb.HybridBayesianRegressor):
 
 def regressor(network: torch.nn.Module, splits: Splits, plan: Plan) -> fb.HybridBayesianRegressor:
     """Return a module that minimises the squared error by SGD, as in [FedAG], and tracks the residual variance."""
-    options = {"noise": "residual", "targets": splits.number, "predictive": "bootstrap"}
+    options = {"noise": "residual", "targets": splits.number, "predictive": "bootstrap", "scaler": False}
     if isinstance(plan.rate, Tensor):
         optimizer = functools.partial(torch.optim.SGD, lr=1.0)
         return RatedRegressor(network, plan.rate, optimizer=optimizer, **options)

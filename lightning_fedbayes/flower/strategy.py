@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -384,7 +385,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _ask_once(
         self, grid: Grid, arrays: ArrayRecord, method: OneShot | str, clients: Collection[int] | None = None,
-        told: Mapping[str, Any] | None = None,
+        told: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[int, Any]:
         """Ask clients, None for all, for what they send once."""
         nodes = {node: c for c, node in self._roster.nodes.items() if clients is None or c in clients}

@@ -412,7 +412,7 @@ class Gaussian(Likelihood):
 
     def _units(self, device: torch.device) -> tuple[Any, Any]:
         """Return shift and scale, broadcast over (batch, targets, *positions)."""
-        return (0.0, 1.0) if self.units is None else tuple(self.units.to(device))
+        return (0.0, 1.0) if self.units is None else (self.units[0].to(device), self.units[1].to(device))
 
     def standard(self, targets: Tensor, like: Tensor) -> Tensor:
         """Return targets in units of the outputs, of the type of ``like`` if there are others."""
@@ -429,8 +429,8 @@ class Gaussian(Likelihood):
         if self.units is None:
             return found
         square = self._units(found.mean.device)[1] ** 2
-        variances = ((square * each).to(each) for each in (found.variance, found.aleatoric, found.epistemic))
-        return RegressionPrediction(self.means(found.mean), *variances, self.means(found.samples))
+        variance, aleatoric, epistemic = ((square * each).to(each) for each in found[1:4])
+        return RegressionPrediction(self.means(found.mean), variance, aleatoric, epistemic, self.means(found.samples))
 
     def _parts(self, outputs: Tensor, channels: int) -> tuple[Tensor, Tensor]:
         """Return means and variances of the noise, in units of the outputs; ``channels`` is their dimension."""

@@ -185,6 +185,6 @@ def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:
     if buffers:
         raise FederationError(
             f"privacy: clients would send their buffers unprotected: {listed(sorted(buffers))}. Give "
-            "FederatedBayes(buffers='frozen'), or local_parameters with patterns for them, or put GroupNorm or "
-            "LayerNorm in BatchNorm's place"
+            "FederatedBayes(buffers='frozen'), a regressor noise='fixed', local_parameters with patterns, or put "
+            "GroupNorm or LayerNorm in BatchNorm's place"
         )
