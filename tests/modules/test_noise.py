@@ -45,7 +45,7 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
     """Whatever the sizes of the clients, and not a mean of logarithms."""
     torch.manual_seed(0)
     clients = unlike_clients()
-    model = Fixed(zero(), bayesian_last=0, noise=noise, noise_std=start)
+    model = Fixed(zero(), bayesian_last=0, noise=noise, noise_std=start, scaler=False)
     federation = fb.FederatedBayes(engine=engine, fusion="weighted_average")
     trainer(12, [federation]).fit(model, DataLoader(clients, 300, shuffle=False))
     squares = [each.tensors[1].square() for each in clients.datasets]
