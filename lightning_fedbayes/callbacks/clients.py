@@ -46,8 +46,8 @@ class ClientReport(Reader):
     out. Of more than 24 clients it takes 24, at equal distances.
 
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
-    module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` with ``samples`` says
-    that it is a classifier whose predictions are drawn from the global posterior; where it is not, one line says so.
+    module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` is given: its predictions
+    are drawn from the global posterior; where it is not, one line says so.
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
@@ -176,7 +176,7 @@ def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBay
 
     ``personal`` is the federation, if its clients keep their posteriors.
     """
-    callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport()
+    callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
     for report, place in ((first, beside), (second, first)):
         if report not in callbacks:

@@ -152,7 +152,7 @@ class FederatedBayes(L.Callback):
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
         self._report = FederationReport()
-        self._uncertainty = UncertaintyReport()
+        self._uncertainty = UncertaintyReport(samples=None)
 
     def __repr__(self) -> str:
         default, described = vars(FederationSettings()), self.settings.described()

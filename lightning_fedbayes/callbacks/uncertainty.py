@@ -60,23 +60,22 @@ class UncertaintyReport(Reader):
     Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
     Logged at the end: the two pictures.
 
-    A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report predicts
-    from the global posterior (of :class:`~lightning_fedbayes.IVON`, say) by a
-    :class:`~lightning_fedbayes.PosteriorPredictive`, with batches of inputs and classes and a ``forward`` that gives
-    logits.
+    A module without Bayesian layers returns no such thing. In a federation the report predicts for it from the global
+    posterior (of :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`.
 
     Where the validation data are the clients' own, :class:`ClientReport` logs their accuracies. Elsewhere those per
     class are averaged with each client's label proportions, an unbiased estimate under label skew, and logged as
     "val/client_accuracy" (average by size) and "val/worst_client_accuracy" (worst 10 %).
 
     Args:
-        samples: draws for the predictions of such a module; None leaves it alone.
+        samples: draws for the predictions of such a module; None leaves it alone, as the report does that
+            :class:`~lightning_fedbayes.FederatedBayes` brings along.
 
     Attributes:
         client_accuracy: of each client of the federation, on its own data or estimated; None if nothing is known.
     """
 
-    def __init__(self, samples: int | None = None) -> None:
+    def __init__(self, samples: int | None = 10) -> None:
         if samples is not None:
             check_at_least("samples", samples, 1)
         self.samples = samples
@@ -113,7 +112,7 @@ class UncertaintyReport(Reader):
     # -- collecting ----------------------------------------------------------------------------------------------------
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
-        """Return True if ``samples`` says that the posterior predicts."""
+        """Return True if the posterior predicts."""
         return self.samples is not None and posterior is not None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
