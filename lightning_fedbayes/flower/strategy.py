@@ -391,8 +391,8 @@ class FusionStrategy(Rounds, Strategy):
         nodes = {node: c for c, node in self._roster.nodes.items() if clients is None or c in clients}
         action = f"{MessageType.QUERY}.once"
         questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
-        for question in questions if told else []:
-            question.content[TOLD] = record_of(told)
+        for question in questions if told else ():
+            question.content[TOLD] = record_of(told or {})
         return read_all(grid.send_and_receive(questions, timeout=self._timeout), nodes, kind_of(method), 1)
 
     def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord) -> ArrayRecord:
