@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -153,6 +154,7 @@ class BayesianAffine(BayesianLayer):
     """
 
     default_estimator: ClassVar[Estimator] = "reparameterization"
+    deterministic: ClassVar[Any] = nn.Linear
     dims: ClassVar[int] = 0
 
     bias: Parameter | None
@@ -279,7 +281,9 @@ class BayesianAffine(BayesianLayer):
         """The deterministic layer in torch's words, then the estimator and the prior of the weight."""
         prior = self.priors[self.weight_name]
         text = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
-        return f"{self.mean_layer().extra_repr()}, estimator={self.estimator!r}, prior={text}"
+        bias = self.bias if self.mu_bias is None else self.mu_bias
+        shown = SimpleNamespace(**{"output_padding": (0,), **vars(self), "bias": bias})  # vmap asks, and forbids draws
+        return f"{self.deterministic.extra_repr(shown)}, estimator={self.estimator!r}, prior={text}"
 
 
 def is_exporting() -> bool:
