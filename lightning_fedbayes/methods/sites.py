@@ -381,6 +381,13 @@ class Sites(Method):
             )
         return shared.notes["sites"]
 
+    def slope(self, shared: Shared) -> Tensor:
+        """Return the gradient of the negative pooled ELBO at the global mean, c, shape (P,); 0 before any is known."""
+        common = self._common(shared)
+        slope = common.gradient.clone()
+        slope[common.rows] += common.slope
+        return slope * bool(shared.tensors["clients"])
+
     @staticmethod
     def _scale(shared: Shared, tensors: Mapping[str, Tensor]) -> float:
         """Return the number of clients over those that have been heard."""

@@ -73,6 +73,7 @@ class Admitted:
         sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, kinds, tensors);
             None where nothing guards the round.
         refused: client → why its update does not count.
+        held: those of the clients that are not added yet.
     """
 
     clients: tuple[int, ...]
@@ -81,6 +82,7 @@ class Admitted:
     error: FusionError | None = None
     sizes: Tensor | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
 
 
 class Aggregation:
@@ -242,7 +244,8 @@ class Aggregation:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
         if self._clips:
             self._judge()
-        known: dict[str, Any] = {"sizes": self._sizes if self._rows else None, "refused": self._refused}
+        known: dict[str, Any] = {"sizes": self._sizes if self._rows else None, "refused": self._refused,
+                                 "held": frozenset(update.client for update in self._held)}
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
         clients = tuple(update.client for update in self._held)
@@ -312,10 +315,10 @@ class Aggregation:
             counted={client: kept for each in counted for client, kept in each.items() if client not in refused},
         )
 
-    def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
+    def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
 
-        Returns: the clients of all processes that stand out.
+        Returns: the clients of all processes that stand out; ``weights`` has what they weigh then.
         """
         outlying: tuple[int, ...] = ()
         bounds: dict[int, Tensor] = {}
@@ -330,9 +333,13 @@ class Aggregation:
                 self._limits = self.guard.limits(sizes, ordered, clients)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
-                beyond = (sizes > limits).flatten(1).any(1).nonzero().flatten().tolist()
-                bounds = {clients[row]: limits[row] for row in beyond}
+                held = frozenset[int]().union(*(each.held for each in everyone))
+                beyond = (sizes > limits).flatten(1).any(1).tolist()
+                rows = [row for row, client in enumerate(clients) if beyond[row] and client in held]
+                bounds = {clients[row]: limits[row] for row in rows}
                 outlying = tuple(sorted(bounds))
+                for row in rows:
+                    weights[clients[row]] *= self.guard.part_of(limits[row], sizes[row])
             self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
         ready = []
         for update in self._held:

@@ -108,7 +108,7 @@ class Guard:
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
         past = memory.get("sizes")
-        self.memory = dict(memory) if past is not None and len(past) == self.num_lengths else {}  # of the same guard
+        self.memory = dict(memory) if past is None or len(past) == self.num_lengths else {}  # of the same guard
         self.is_alone = is_alone
         self._is_point_mass = previous.is_point_mass
         if self._is_point_mass:
@@ -267,6 +267,10 @@ class Guard:
         """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""
         whole = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
         return whole.topk(2, dim=0).values[1] if len(sizes) >= RANKED else whole.amax(0)
+
+    def part_of(self, limits: Tensor, sizes: Tensor) -> float:
+        """Return the part of its weight that a client keeps; arguments as for :meth:`clip`."""
+        return 1.0
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """Return the part of a client's update that counts, within its limits; arguments as for :meth:`clip`."""

@@ -235,7 +235,8 @@ class Server:
         part = 1.0 if self.versions is None else len(plan.cohort) * plan.share
         if self.method.adds:
             counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            return SiteGuard(self.posterior, bound, counted_of, self._memory, plan.share == 1, part)
+            slope = self.method.slope(self._shared)
+            return SiteGuard(self.posterior, slope, bound, counted_of, self._memory, plan.share == 1, part)
         return Guard(previous, self._probabilistic, bound, self._memory, plan.share == 1, part)
 
     @property

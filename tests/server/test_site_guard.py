@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -95,9 +96,72 @@ def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     assert distance(fb.remove_client(server, 0), others) < without + 2
     for _ in range(60):
         figures = clients.round(server)
-    assert figures["outlying_clients"] == 0
-    assert not server.untold
-    assert distance(server.posterior, clients.pooled()) < 1e-6
+    goes_against = told in (LIES["flipped"], LIES["all, flipped"])  # it has moved against the others, and stays out
+    assert figures["outlying_clients"] == goes_against
+    assert server.untold == ({0} if goes_against else set())
+    assert distance(server.posterior, others if goes_against else clients.pooled()) < 1e-6
+
+
+@pytest.mark.parametrize("liars", [(0,), (2, 5), (0, 4, 8)], ids=str)
+@pytest.mark.parametrize("part", ["all", "move and gradient", "move"])
+def test_whoever_moves_against_the_others_does_not_count(liars, part):
+    """At their own honest size, of which no bound takes notice; the posterior is that of the others' data."""
+    clients, flip = clients_of(), lie(*{"all": (-1, -1, -1), "move and gradient": (-1, 1, -1), "move": (1, 1, -1)}[part])
+    server, others = served(clients), [client for client in range(COUNT) if client not in liars]
+    counted = []
+    for _ in range(60):
+        counted.append(clients.round(server, lies=dict.fromkeys(liars, flip))["outlying_clients"])
+        assert_counted(clients, server)
+    assert counted[0] == 0  # nobody knows yet where all go
+    assert counted[20:] == [len(liars)] * 40
+    assert distance(server.posterior, clients.pooled(clients=others)) < 1e-6
+    tensors = split(server.buffers)[1]
+    assert float(tensors["examples"]) == 20 * len(others)
+
+
+@pytest.mark.parametrize("examples", [(20,) * COUNT, (3, 300, 20, 7, 100, 30, 10, 50, 200, 5), (9,) * 30])
+@pytest.mark.parametrize("unlike", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("starts_there", [False, True])
+def test_honest_clients_go_the_same_way_however_unlike_they_are(examples, unlike, starts_there):
+    """Also from where training ends, where moves are the errors of control variates."""
+    clients = Conjugate.drawn(examples, size=30, unlike=unlike, effort=0.5)
+    start = clients.pooled() if starts_there else clients.posterior(variance=1 / sum(examples))
+    server = fb.Server(start, fusion="sites")
+    for _ in range(40):
+        clients.round(server)
+        _, agreed, expected, spread, _ = server._memory["agreed"].T
+        assert bool(((4 * agreed >= expected) | (expected - agreed <= 2 * spread)).all())
+    assert distance(server.posterior, clients.pooled()) < 0.01
+
+
+def test_the_way_is_what_the_page_says():
+    """Of each client weighted by that of the median one; few clients, and the first messages, tell nothing."""
+    posterior, draws = clients_of().posterior(), torch.Generator().manual_seed(0)
+    slope, memory, rounds, lengths = torch.ones(SIZE), {}, [], []
+    for number in range(6):
+        guard = SiteGuard(posterior, slope, 2.0, lambda client: {}, memory)
+        sizes = torch.rand(COUNT, 5, 2, generator=draws, dtype=torch.float64) + 0.5
+        sizes[:, 3] = 20.0
+        sizes[:, 4] = -0.5 - 0.1 * torch.rand(COUNT, 1, generator=draws, dtype=torch.float64)
+        sizes[0, 4], sizes[1, 4] = 0.4 * (number > 2), 0.3 * (number % 2)
+        limits = guard.limits(sizes, [20.0] * COUNT, range(COUNT)).of(dict.fromkeys(range(COUNT), 20.0))
+        guard.remember(sizes, [20.0] * COUNT, range(COUNT))
+        memory = guard.memory
+        cosines = -sizes[:, 4, 0]
+        middle = cosines.median()
+        furthest = 1.4826 * (cosines - middle).abs().median() * math.sqrt(2 * math.log(COUNT))
+        if number >= 2:
+            rounds.append((middle * sizes[:, 0, -1].median(), middle, furthest, cosines))
+        for client in range(COUNT):
+            agreed = sum(way * cosine[client] for way, _, _, cosine in rounds)
+            expected = sum(way * middle for way, middle, _, _ in rounds)
+            is_out = agreed < expected / 4 and expected - agreed > 2 * sum(way.abs() * far for way, _, far, _ in rounds)
+            assert bool((limits[client, 4] == (-torch.inf if is_out else torch.inf)).all())
+        lengths.append([client for client in range(COUNT) if float(limits[client, 4, 0]) < 0])
+    assert lengths == [[], [], [0, 1], [0, 1], [0, 1], [0, 1]]
+    few = SiteGuard(posterior, slope, 2.0, lambda client: {}, memory)
+    limits = few.limits(sizes[2:8], [20.0] * 6, range(2, 8)).of(dict.fromkeys(range(2, 8), 20.0))
+    assert bool((limits[:, 4] == torch.inf).all())
 
 
 @pytest.mark.parametrize("name", ["examples", "clients"])
@@ -118,7 +182,8 @@ def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
 @pytest.mark.parametrize("factor", [10.0, 1000.0])
 def test_the_size_of_what_counts_is_what_the_page_says(factor):
     """The bound of all tensors together is twice the median client's, of precisions FEW times that. A precision is
-    scaled back to it; of move and gradient, s times as large as their bounds, 1 / s³ counts."""
+    scaled back to it; of a move, s times as large as its bound, the weight is 1 / s³, and so is what counts of a gradient and
+    of the precision beside it."""
     found = []
     for told in ({}, {0: lie(factor, factor, factor)}):
         clients = clients_of()
@@ -136,14 +201,16 @@ def test_the_size_of_what_counts_is_what_the_page_says(factor):
         "gradient": [float(report.sent["gradient"].double().norm()) for report in reports],
         "precision": [float(report.sent["precision"].double().sum()) for report in reports],
     }
-    assert float(server.sites[0]["precision"].sum()) == pytest.approx(2 * FEW * statistics.median(sizes["precision"]))
     over = {name: sizes[name][0] / 2 / statistics.median(sizes[name]) for name in ("move", "gradient")}
+    bound = 2 * FEW * statistics.median(sizes["precision"])
+    assert float(server.sites[0]["precision"].sum()) == pytest.approx(bound * over["gradient"] ** -BEYOND, rel=1e-5)
     own = float(server.sites[0]["gradient"].norm())
     assert own == pytest.approx(sizes["gradient"][0] * over["gradient"] ** -BEYOND, rel=1e-6)
     start, mean = torch.zeros(SIZE).double(), server.posterior.mean[GAUSSIAN]
     moves = torch.stack([report.posterior.mean[GAUSSIAN] for report in reports])
-    moves[0] *= over["move"] ** -BEYOND
-    torch.testing.assert_close(mean, start + moves.mean(0), rtol=1e-6, atol=1e-8)
+    weights = torch.tensor([over["move"] ** -BEYOND, *[1.0] * (COUNT - 1)], dtype=torch.float64)
+    torch.testing.assert_close(mean, start + weights @ moves / weights.sum(), rtol=1e-6, atol=1e-8)
+    assert float(server.sites[0]["examples"]) == pytest.approx(20 * float(weights[0]), rel=1e-6)
     for client in range(1, COUNT):
         assert torch.equal(server.sites[client]["gradient"], honest.sites[client]["gradient"])
 
@@ -199,8 +266,8 @@ def test_a_client_that_has_far_to_go_arrives(many):
 def test_limits_of_many_examples_are_wider():
     """In proportion, of a client of more than the median one."""
     clients = clients_of()
-    guard = SiteGuard(clients.posterior(), 2.0, lambda client: {})
-    sizes = torch.ones(COUNT, 4, 2, dtype=torch.float64)
+    guard = SiteGuard(clients.posterior(), torch.zeros(SIZE), 2.0, lambda client: {})
+    sizes = torch.ones(COUNT, 5, 2, dtype=torch.float64)
     examples = [10.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0, 60.0]
     sizes[:, 3] = torch.tensor(examples).double()[:, None]
     sizes[8, :3] = 3.0
