@@ -238,9 +238,10 @@ class SiteGuard(Guard):
         move = move / whole if whole else move
         numels = self._numels.long()[torch.tensor(self._is_own, dtype=torch.bool)]
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
-        wanted = {**site, "gradient": site["gradient"] * gradient, "examples": site["examples"] * whole,
+        wanted = {**site, "gradient": site["gradient"] * gradient,
                   "precision": site["precision"].clamp_min(0) * precision}
         if not whole:
+            wanted |= {"examples": torch.zeros_like(site["examples"])}
             wanted |= {name: MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
                        for name in ("gradient", "precision")}
         changes, counted = {}, {}

@@ -142,7 +142,7 @@ def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
         return lambda report, shared: fb.Report(report.posterior, report.kept,
                                                 {**report.sent, "gradient": factor * report.sent["gradient"]})
 
-    for number in range(20):
+    for number in range(8):
         cohort = None if number % 3 else [1, 2, 3, 4, 5, 7, 8]
         outlying += clients.round(server, cohort, {k: lie(v) for k, v in lies.items()})["outlying_clients"]
         tensors, totals = split(server.buffers)[1], clients.totals()
@@ -152,7 +152,7 @@ def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
             precision = PRIOR[1] ** -2 + totals["precision"]
             torch.testing.assert_close(1 / precision, server.posterior.variance[GAUSSIAN], rtol=1e-14, atol=0)
     assert outlying > 0 or not lies
-    assert totals["examples"] == sum(clients.examples) or lies
+    assert totals["examples"] == sum(clients.examples)
     assert totals["clients"] == 9
 
 
