@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, FederatedBayes
-from lightning_fedbayes.metrics.functional import concordance_index
-from lightning_fedbayes.modules import cox_loss, mlp
+from lightning_fedbayes.metrics.functional import concordance_index, cox_loss
+from lightning_fedbayes.modules import mlp
 from tests.modules.helpers import loader, summed_kl, trainer
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
