@@ -164,12 +164,8 @@ class ClientScores:
 
     def summary(self) -> dict[str, float]:
         """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
-        return {
-            f"clients/{figure}{end}": value for figure in self.values
-            for end, value in (
-                ("", self.mean(figure)), ("_worst", self.worst(figure)), ("_spread", self.spread(figure)),
-            )
-        }
+        ends = (("", self.mean), ("_worst", self.worst), ("_spread", self.spread))
+        return {f"clients/{figure}{end}": of(figure) for figure in self.values for end, of in ends}
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as a CSV file with a head."""
@@ -261,8 +257,6 @@ def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = N
         yield batch
 
 
-
-
 def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
@@ -340,8 +334,6 @@ def means_of(found: Predicted) -> Predicted:
     """Return the mean predictive of draws, as :func:`figures_of` takes it."""
     kept = {name: value for name, value in found.items() if name not in OF_DRAWS}
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
-
-
 
 
 def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:

@@ -208,17 +208,17 @@ class _OfClasses(Likelihood):
 
     of_classes = True
 
-    @abstractmethod
     def by_class(self, probs: Tensor) -> Tensor:
         r"""Return draws of probabilities with the classes last, from those in the form of the outputs."""
+        return self.logits(probs)
 
     @abstractmethod
     def logits(self, outputs: Tensor) -> Tensor:
         r"""Return logits of draws with the classes last, shape (samples, batch, \*positions, classes)."""
 
-    @abstractmethod
     def labels(self, targets: Tensor) -> Tensor:
         r"""Return classes, int64, shape (batch, \*positions); -1 where none is known."""
+        return targets.long()
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
         """See :meth:`Likelihood.rows`."""
@@ -293,10 +293,6 @@ class Categorical(_OfClasses):
         """See the base class."""
         return outputs.movedim(2 if self.channels > 0 else -1, -1)
 
-    def by_class(self, probs: Tensor) -> Tensor:
-        """See the base class."""
-        return self.logits(probs)
-
     def _as_outputs(self, probs: Tensor) -> Tensor:
         return probs.movedim(-1, self.channels)
 
@@ -365,10 +361,6 @@ class Bernoulli(_OfClasses):
 
     def _as_outputs(self, probs: Tensor) -> Tensor:
         return probs[..., 1]
-
-    def labels(self, targets: Tensor) -> Tensor:
-        """See the base class."""
-        return targets.long()
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`Likelihood.nll`; of the shape of the outputs."""
@@ -566,14 +558,13 @@ class Cox(Likelihood):
 
 def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
     """Return ``outputs`` with so many dimensions, without a last one of size 1; raise FedBayesError if it is larger."""
-    if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1:
-        return outputs.squeeze(-1)
-    if outputs.ndim != dimensions:
+    found = outputs.squeeze(-1) if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1 else outputs
+    if found.ndim != dimensions:
         raise FedBayesError(
             f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))}), but one log "
             "risk per example is needed, shape (batch,) or (batch, 1); end the network with nn.Linear(features, 1)"
         )
-    return outputs
+    return found
 
 
 def _survival(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

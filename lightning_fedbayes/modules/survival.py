@@ -21,10 +21,9 @@ class CoxRegressor(LikelihoodModule):
     Cox model, in a federation of one that is stratified by client. Use it for times to an event of which some are
     censored.
 
-    Validation and test log ``c_index``, Harrell's c of the mean log risk
-    (:func:`~lightning_fedbayes.metrics.functional.concordance_index`), and ``nll``, the negative log partial
-    likelihood of the mean log risk per example in nats, behind ``val/`` and ``test/``; both take the pairs and risk
-    sets of all batches together. Their steps check times and events; training checks those of its first epoch.
+    Validation and test log "c_index", Harrell's c of the mean log risk, and "nll", its negative log partial likelihood
+    per example in nats; both take the pairs and risk sets of all batches together. Their steps check times and events;
+    training checks those of its first epoch.
 
     The likelihood does not fix a constant in log risks. The standard deviations of predictions include that of the
     network's constant: leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``).
