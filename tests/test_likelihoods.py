@@ -198,6 +198,17 @@ def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
     assert nll[0.0] == pytest.approx(float(scores.values["nll"][0]))
 
 
+def test_clients_without_events_have_no_c_index_and_count_nowhere():
+    held_out = data_of("risks", (40, 44), 1)
+    held_out.datasets[1].tensors[1][:, 0] = 0
+    model = fb.CoxRegressor(nn.Linear(5, 1, bias=False), samples=1)
+    scores = fb.evaluate_clients(model, held_out)
+    assert scores.mean("c_index") == scores.worst("c_index") == float(scores.values["c_index"][0])
+    assert scores.values["nll"][1] == 0
+    nobody = fb.evaluate_clients(model, fb.ClientDatasets({"b": held_out.datasets[1]}))
+    assert all(math.isnan(of("c_index")) for of in (nobody.mean, nobody.worst, nobody.spread))
+
+
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(("beside", "why"), [
     ({"callback": fb.FederatedTemperature()}, "leave calibrations out"),

@@ -144,7 +144,8 @@ class ClientScores:
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
         values = self._of(figure)
-        return float(values[~values.isnan()].std(correction=0))
+        values = values[~values.isnan()]
+        return float(values.std(correction=0)) if len(values) else math.nan
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each client: "client", "examples" and the figures."""

@@ -214,6 +214,15 @@ def test_clients_train_a_model_stratified_by_client(engine):
     assert run.callback_metrics["val/c_index"] > 0.75
 
 
+def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
+    data = ClientDatasets({str(k): simulated(60) for k in range(2)})
+    model, callback = linear(), FederatedBayes(fusion="auto")
+    trainer(max_epochs=2, callbacks=[callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
+    losses = [value for name, value in callback.history[-1].items() if name.startswith("held_out_loss/")]
+    assert len(losses) > 1
+    assert all(math.isfinite(value) for value in losses)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
