@@ -42,6 +42,7 @@ class CoxRegressor(LikelihoodModule):
     Source: Cox (1972).
 
     >>> model = CoxRegressor(nn.Linear(3, 1, bias=False), bayesian_last=1, samples=4)
+    >>> import torch
     >>> model.predict_step(torch.zeros(2, 3)).samples.shape
     torch.Size([4, 2])
     """
