@@ -1,4 +1,4 @@
-"""What a network may put out: nine outputs, by three posteriors, through every report, prediction and calibration."""
+"""What a network may put out: ten outputs, by their posteriors, through every report, prediction and calibration."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.metrics.functional import concordance_index
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, likelihood_of
 from tests.federations import federate, trainer
 
@@ -44,6 +46,11 @@ def classes(count, *shape):
     return lambda n: torch.randint(0, count, (n, *shape))
 
 
+def times(n):
+    """Event and time, of which a third or so is censored."""
+    return torch.stack([(torch.rand(n) < 0.7).float(), torch.empty(n).exponential_()], 1)
+
+
 OUTPUTS = {  # network, targets of n examples, likelihood
     "classes": (lambda: nn.Linear(5, 3), classes(3), fb.Categorical()),
     "segmentation": (lambda: Pixels(3), classes(3, 3, 4), fb.Categorical(ignore_index=255)),
@@ -54,7 +61,9 @@ OUTPUTS = {  # network, targets of n examples, likelihood
     "regression": (lambda: nn.Linear(5, 1), numbers(), fb.Gaussian(1.0)),
     "mean and variance": (lambda: nn.Linear(5, 4), numbers(2), fb.Gaussian("output")),
     "pixels": (lambda: Pixels(2), numbers(2, 3, 4), fb.Gaussian(1.0)),
+    "risks": (lambda: nn.Linear(5, 1, bias=False), times, fb.Cox()),
 }
+CALIBRATED = [output for output, (_, _, known) in OUTPUTS.items() if known.by_example]
 
 
 class Own(L.LightningModule):
@@ -103,7 +112,7 @@ def data_of(output, sizes=(30, 34), seed=0):
 @pytest.mark.filterwarnings("ignore:the temperature")  # targets are noise
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("posterior", ["layers", "ivon", "laplace"])
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", CALIBRATED)
 def test_every_output_goes_through_everything(output, posterior, engine):
     """Reports by draws, tables of clients, a temperature, sets or intervals, and predictions with both."""
     known = OUTPUTS[output][2]
@@ -134,6 +143,138 @@ def test_every_output_goes_through_everything(output, posterior, engine):
     else:
         assert found[0].mean.numel() == y.numel()
         assert conformal.predictions[0].shape == (*found[0].mean.shape, 2)
+
+
+class Named(Own):
+    """A user's own module that says by name what its outputs mean."""
+
+    likelihood = "cox"
+
+    def __init__(self, output, posterior):
+        super().__init__(output, posterior)
+        del self.likelihood
+
+    def training_step(self, batch, number):
+        return fb.Cox().loss(self(batch[0]), batch[1]) + fb.kl_divergence(self.network) / 60
+
+
+def partial_nll(log_risk, targets):
+    """By the definition: of each event, the logarithm of the share of its risk in that of those who are still there."""
+    event, time = targets.T
+    return sum(log_risk[time >= time[i]].logsumexp(0) - log_risk[i] for i in range(len(event)) if event[i])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("posterior", ["layers", "ivon", "swag"])
+def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
+    """By name, as by object; figures of clients are those of the clients' own pairs and risk sets."""
+    held_out = data_of("risks", (40, 44), 1)
+    module = Named("risks", posterior)
+    callback = fb.FederatedBayes(engine=engine, posterior=fb.SWAG() if posterior == "swag" else None)
+    made = federate(module, callback, 2, DataLoader(data_of("risks"), 16), DataLoader(held_out, 16),
+                    callbacks=[fb.UncertaintyReport(samples=4), fb.ClientReport()])
+    assert {f"val/clients/{name}" for name in ("c_index", "c_index_worst", "nll", "nll_spread")} <= {
+        *made.callback_metrics}
+    predictive = fb.PosteriorPredictive(module, callback.posterior, samples=3, likelihood="cox")
+    scores = fb.evaluate_clients(predictive, held_out)
+    for k, data in enumerate(held_out.datasets):
+        x, y = data.tensors
+        torch.manual_seed(derive_seed(0, "evaluation"))
+        (batch,) = DataLoader(data, 84)  # which takes a number from the generator, too
+        prediction = predictive.predict_step(batch)
+        assert prediction.samples.shape == (3, len(x))
+        torch.testing.assert_close(prediction.std, prediction.samples.std(0, correction=0))
+        nll = partial_nll(prediction.log_risk, y) / len(y)
+        assert float(scores.values["nll"][k]) == pytest.approx(float(nll), 1e-5)
+        assert float(scores.values["c_index"][k]) == pytest.approx(
+            float(concordance_index(prediction.log_risk, y[:, 1], y[:, 0])))
+    assert scores.worst("c_index") == float(scores.values["c_index"].min())
+    (found,) = trainer(1).validate(predictive, DataLoader(held_out, 84), verbose=False)
+    assert found.keys() == {"val/c_index", "val/nll"}
+    assert trainer(1).predict(predictive, DataLoader(held_out, 84))[0].log_risk.shape == (84,)
+    weight, nll = fb.choose_personal_weight(
+        lambda weight: callback.posterior, module, held_out.datasets[0], (0.0, 1.0), likelihood="cox", samples=3)
+    assert weight == 0
+    assert nll[0.0] == pytest.approx(float(scores.values["nll"][0]))
+
+
+def test_clients_without_events_have_no_c_index_and_count_nowhere():
+    held_out = data_of("risks", (40, 44), 1)
+    held_out.datasets[1].tensors[1][:, 0] = 0
+    model = fb.CoxRegressor(nn.Linear(5, 1, bias=False), samples=1)
+    scores = fb.evaluate_clients(model, held_out)
+    assert scores.mean("c_index") == scores.worst("c_index") == float(scores.values["c_index"][0])
+    assert scores.values["nll"][1] == 0
+    nobody = fb.evaluate_clients(model, fb.ClientDatasets({"b": held_out.datasets[1]}))
+    assert all(math.isnan(of("c_index")) for of in (nobody.mean, nobody.worst, nobody.spread))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("beside", "why"), [
+    ({"callback": fb.FederatedTemperature()}, "leave calibrations out"),
+    ({"callback": fb.FederatedConformal(kind="interval")}, "leave calibrations out"),
+    ({"posterior": fb.Laplace()}, "take Bayesian layers, fb.IVON or fb.SWAG"),
+    ({"posterior": fb.Laplace(likelihood="cox")}, "take Bayesian layers, fb.IVON or fb.SWAG"),
+], ids=["temperature", "conformal", "laplace", "laplace of a likelihood"])
+def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, why, engine):
+    module = Own("risks", "plain")
+    before = module.network.weight.detach().clone()
+    callback = fb.FederatedBayes(engine=engine, posterior=beside.get("posterior"))
+    others = [beside["callback"]] if "callback" in beside else []
+    with pytest.raises(fb.FedBayesError, match=f"likelihood 'cox': what an example says depends on.*{why}"):
+        federate(module, callback, 2, DataLoader(data_of("risks"), 16), DataLoader(data_of("risks"), 16),
+                 callbacks=others, num_sanity_val_steps=0)
+    assert torch.equal(module.network.weight, before)
+
+
+def test_what_needs_single_examples_is_refused_of_risks_without_a_trainer():
+    module, data = Own("risks", "plain"), data_of("risks")
+    batches = DataLoader(data.datasets[0], 16)
+    for call in (
+        lambda: fb.Laplace().posterior(module, batches), lambda: fb.KroneckerLaplace().site(module, batches),
+        lambda: fb.Laplace(curvature="empirical").site(module, batches),
+        lambda: fb.FederatedTemperature().fit_from(module, data),
+        lambda: fb.FederatedConformal(kind="interval").fit_from(module, data),
+        lambda: fb.Cox().terms(torch.zeros(1), torch.ones(2)),
+    ):
+        with pytest.raises(fb.FedBayesError, match="likelihood 'cox': what an example says depends on the others"):
+            call()
+
+
+def test_terms_of_a_partial_likelihood_add_up_to_that_of_the_batch():
+    torch.manual_seed(0)
+    f, y = torch.randn(50, 1, dtype=torch.float64), times(50).double()
+    y[10:20, 1] = y[0, 1]  # ties
+    terms = fb.Cox().nll(f, y)
+    for i in (0, 3, 12, 49):
+        wanted = f[y[:, 1] >= y[i, 1]].logsumexp(0) - f[i] if y[i, 0] else torch.zeros(1)
+        torch.testing.assert_close(terms[i : i + 1], wanted.to(terms))
+    torch.testing.assert_close(terms.sum(), partial_nll(f, y).squeeze())
+    torch.testing.assert_close(fb.Cox().loss(f, y), terms.sum() / 50)
+
+
+def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_groups():
+    r"""Groups of 2 and 2 without ties: the score has one root in :math:`r = e^\beta`, that of a polynomial.
+
+    Times 1 (treated), 2 (not), 3 (treated), 4 (not), all of them events, so
+    :math:`L = \frac{r}{2r + 2} \cdot \frac{1}{r + 2} \cdot \frac{r}{r + 1} \cdot 1`, and
+    :math:`2 / r = 2 / (r + 1) + 1 / (r + 2)`, which is :math:`r^2 - r - 4 = 0`.
+    """
+    beta = torch.tensor((1 + 17**0.5) / 2, dtype=torch.float64).log().requires_grad_()
+    treated = torch.tensor([0.0, 1, 0, 1], dtype=torch.float64)
+    y = torch.tensor([[1.0, 4], [1, 1], [1, 2], [1, 3]], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(fb.Cox().nll(beta * treated, y).sum(), beta)
+    assert abs(float(gradient)) < 1e-12
+    (elsewhere,) = torch.autograd.grad(fb.Cox().nll(0.9 * beta * treated, y).sum(), beta)
+    assert abs(float(elsewhere)) > 0.01
+
+
+@pytest.mark.parametrize("written", ["cox", "{class_path: lightning_fedbayes.Cox}"])
+def test_a_yaml_file_names_a_likelihood(written):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(fb.Laplace, "laplace")
+    assert parser.instantiate(parser.parse_string(f"laplace: {{likelihood: {written}}}")).laplace.likelihood == fb.Cox()
 
 
 @pytest.mark.parametrize("output", ["classes", "segmentation", "tokens", "one logit", "labels"])
@@ -242,7 +383,7 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
 
 
 @pytest.mark.filterwarnings("ignore:the temperature")
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", CALIBRATED)
 def test_a_temperature_is_scipy_s_optimum(output):
     make, targets, known = OUTPUTS[output]
     torch.manual_seed(0)

@@ -18,11 +18,10 @@ import lightning_fedbayes as fb
 from benchmarks.federations.data import Federation, joined
 from lightning_fedbayes.callbacks.calibration import class_scores, interval_scores
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
-from lightning_fedbayes.metrics.functional import calibration_diagram, concordance_index
+from lightning_fedbayes.metrics.functional import calibration_diagram, concordance_index, cox_loss
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
-from lightning_fedbayes.modules.survival import cox_loss
 
 SAMPLES = 20
 """Draws of the parameters for a prediction."""

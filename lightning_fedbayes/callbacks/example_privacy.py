@@ -25,6 +25,7 @@ from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import kl_divergence
+from lightning_fedbayes.metrics.likelihoods import check_by_example
 from lightning_fedbayes.modules import BayesianModule
 
 FULL_PRECISION = ("32-true", "64-true")
@@ -68,8 +69,9 @@ class ExamplePrivacy(L.Callback):
     Raises:
         FederationError: before training starts: an argument outside its range, Opacus is not installed, no
             FederatedBayes with the sequential engine beside it, several processes or optimizers, half precision,
-            buffers that clients send, or layers whose examples have no gradients of their own. In the first step: a
-            part of the loss that reaches parameters past the layers, or parameters that it does not reach.
+            buffers that clients send, layers whose examples have no gradients of their own, or a likelihood that takes
+            them together. In the first step: a part of the loss that reaches parameters past the layers, or parameters
+            that it does not reach.
     """
 
     takes_single_gradients: ClassVar[bool] = True
@@ -111,6 +113,8 @@ class ExamplePrivacy(L.Callback):
             raise FederationError(
                 f"precision={trainer.precision!r}: a gradient is clipped and noised in full precision; use '32-true'"
             )
+        why = "To clip the gradient of each hides none: take FederatedBayes(privacy=UpdatePrivacy(...))"
+        check_by_example(pl_module, why, FederationError)
         check_network(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

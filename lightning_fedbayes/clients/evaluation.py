@@ -36,6 +36,7 @@ from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.functional import (
     calibration_diagram,
+    concordance_index,
     gaussian_nll,
     interval_coverage,
     negative_log_likelihood,
@@ -46,10 +47,12 @@ from lightning_fedbayes.metrics.likelihoods import (
     Bernoulli,
     Categorical,
     ClassPrediction,
+    Cox,
     Gaussian,
     Likelihood,
     RegressionPrediction,
     Rows,
+    SurvivalPrediction,
     likelihood_of,
     said_by,
 )
@@ -61,7 +64,7 @@ OF_DRAWS = ("logits", "probs")
 Collate = Callable[[list[Any]], Any]
 """List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
-HIGHER_IS_BETTER = ("accuracy", "coverage")
+HIGHER_IS_BETTER = ("accuracy", "coverage", "c_index")
 REMEDY = (
     "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
 )
@@ -76,8 +79,9 @@ class ClientScores:
         names: of the clients.
         num_examples: of each client, the weights of :meth:`mean`.
         values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
-            bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval).
-            NaN where a client has no value; it counts nowhere then.
+            bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval);
+            of risks "c_index" and "nll", with pairs and risk sets within each client. NaN where a client has no value;
+            it counts nowhere then.
 
     >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
     >>> scores.mean("accuracy"), scores.worst("accuracy"), scores.spread("accuracy")
@@ -140,7 +144,8 @@ class ClientScores:
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
         values = self._of(figure)
-        return float(values[~values.isnan()].std(correction=0))
+        values = values[~values.isnan()]
+        return float(values.std(correction=0)) if len(values) else math.nan
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each client: "client", "examples" and the figures."""
@@ -160,12 +165,8 @@ class ClientScores:
 
     def summary(self) -> dict[str, float]:
         """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
-        return {
-            f"clients/{figure}{end}": value for figure in self.values
-            for end, value in (
-                ("", self.mean(figure)), ("_worst", self.worst(figure)), ("_spread", self.spread(figure)),
-            )
-        }
+        ends = (("", self.mean), ("_worst", self.worst), ("_spread", self.spread))
+        return {f"clients/{figure}{end}": of(figure) for figure in self.values for end, of in ends}
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as a CSV file with a head."""
@@ -257,8 +258,6 @@ def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = N
         yield batch
 
 
-
-
 def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
@@ -315,15 +314,17 @@ def predicted(module: L.LightningModule, batch: Any) -> Predicted:
     """
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
-    if not isinstance(prediction, ClassPrediction | RegressionPrediction):
+    if not isinstance(prediction, ClassPrediction | RegressionPrediction | SurvivalPrediction):
         raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
     return (said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
 
 
-def likelihood_by(prediction: ClassPrediction | RegressionPrediction) -> Likelihood:
+def likelihood_by(prediction: ClassPrediction | RegressionPrediction | SurvivalPrediction) -> Likelihood:
     """Return the likelihood that the shapes of a prediction tell."""
     if isinstance(prediction, RegressionPrediction):
         return Gaussian(0.0)
+    if isinstance(prediction, SurvivalPrediction):
+        return Cox()
     probs, label = prediction.probs, prediction.label
     if probs.shape == label.shape:
         return Bernoulli()
@@ -332,10 +333,8 @@ def likelihood_by(prediction: ClassPrediction | RegressionPrediction) -> Likelih
 
 def means_of(found: Predicted) -> Predicted:
     """Return the mean predictive of draws, as :func:`figures_of` takes it."""
-    kept = {name: found[name] for name in ("target", "mean", "variance", "nll", "counts") if name in found}
+    kept = {name: value for name, value in found.items() if name not in OF_DRAWS}
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
-
-
 
 
 def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
@@ -368,14 +367,18 @@ def figures_of(found: Predicted) -> dict[str, float]:
     """Return the figures of a client's predictions.
 
     Args:
-        found: "probs" (batch, classes) and "target" (batch,), or "mean", "variance" and "target", (batch, targets).
+        found: "probs" (batch, classes) and "target" (batch,); "mean", "variance" and "target", (batch, targets); or
+            "log_risk" (batch,) and "target" (batch, 2).
 
     Raises:
-        FedBayesError: it holds neither.
+        FedBayesError: it holds none of these.
     """
     target = found["target"]
     if "probs" in found:
         return class_figures(found["probs"], target)
+    if "log_risk" in found:
+        c_index = float(concordance_index(found["log_risk"], target[:, 1], target[:, 0]))
+        return {"c_index": c_index, "nll": float(nll_of(found).mean())}
     if "mean" not in found:
         raise FedBayesError(f"there are neither probabilities of classes nor mean and variance: {REMEDY}")
     mean, variance = found["mean"], found["variance"]
@@ -391,6 +394,8 @@ def nll_of(found: Predicted) -> Tensor:
     """Return the NLL of each row in nats, summed over targets; of "probs" that of their mean over draws."""
     if "nll" in found:
         return found["nll"]
+    if "log_risk" in found:
+        return Cox().nll(found["log_risk"], found["target"])
     if "mean" in found:
         return gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
     probs = found["probs"] if found["probs"].ndim == 2 else found["probs"].mean(0)

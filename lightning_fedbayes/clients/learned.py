@@ -296,7 +296,8 @@ class CurvaturePosterior(LearnedPosterior):
     posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
 
     Raises:
-        FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen.
+        FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen; or
+            the likelihood is none of single examples.
     """
 
     linearised = True
@@ -313,6 +314,7 @@ class CurvaturePosterior(LearnedPosterior):
                     f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
                     f"loss: {remedy}"
                 )
+        source.check_likelihood(module)
         self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
         chosen = chosen_parameters(module, source.parameters)
         super().__init__({name: (p, self._prior_std**2) for name, p in chosen.items()})

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_at_least, listed, raised_as, shown
 from lightning_fedbayes.core.messages import SCALE
-from lightning_fedbayes.core.tables import Row, markdown_table, worst_rows
+from lightning_fedbayes.core.tables import Row, badness_of, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import tensors_of
 
 FARTHEST, FEWEST = 30.0, 3
@@ -185,7 +185,7 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
 
     Of all and of each client, the least alike first: examples, missing values, and for inputs and targets the root mean
     square over their entries of :math:`(m_k - m) / s`, "shift", 0 for data that are alike; mean and standard deviation
-    of their first four entries, and shares of up to twenty classes.
+    of their first four entries, and shares of up to twenty classes. NaN where a client has no value.
 
     Args:
         clients: name → its sums.
@@ -199,10 +199,11 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
     def cells(name: str, own: ScaleSums) -> dict[str, str | float]:
         missing = sum(int((own.num_examples - own.moments[stream][0]).sum()) for stream in streams)
         found: dict[str, str | float] = {"client": name, "examples": own.num_examples, "missing": missing}
-        units = {stream: own.units(stream, 0.0).flatten(1) for stream in streams}
+        known = {stream: own.moments[stream][0] > 0 for stream in streams}
+        units = {each: own.units(each, 0.0).where(known[each], math.nan).flatten(1) for each in streams}
         for stream, (mean, _) in units.items():
             centre, unit = whole.units(stream).flatten(1)
-            found[f"{stream} shift"] = float(((mean - centre) / unit).square().mean().sqrt())
+            found[f"{stream} shift"] = float(((mean - centre) / unit).square().nanmean().sqrt())
         for stream, pairs in units.items():
             for entry, (mean, std) in enumerate(pairs[:, :MOST_COLUMNS].T.tolist()):
                 found |= {f"{stream} {entry} mean": mean, f"{stream} {entry} std": std}
@@ -210,7 +211,7 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
         return found | {f"class {k}": share for k, share in enumerate(shares) if whole.moments["classes"][1][k]}
 
     def shift(row: Row) -> float:
-        return max(map(float, row[3 : 3 + len(streams)]), default=0.0)
+        return max((badness_of(float(each)) for each in row[3 : 3 + len(streams)]), default=0.0)
 
     everyone = cells("all", whole)
     alike = {str(name): own for name, own in clients.items() if own.num_examples and own.shapes == whole.shapes}

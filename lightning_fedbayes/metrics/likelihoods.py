@@ -18,19 +18,21 @@ from torch.nn import functional as F
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.private_torch import outside_of_vmap
 from lightning_fedbayes.metrics.functional import (
     kwon_aleatoric,
     kwon_epistemic,
     mutual_information,
     predictive_entropy,
 )
+from lightning_fedbayes.metrics.functional.survival import check_survival, cox_terms
 
 Rows: TypeAlias = dict[str, Tensor]
 r"""Rows that are scored, one for each example and position, N of them.
 
 Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,); of numbers "mean", "variance" and
-"target", (N, targets), and perhaps "nll", (N,). "counts", (batch,), are the rows of each example, which follow one
-another.
+"target", (N, targets), and perhaps "nll", (N,); of risks "log_risk" and "std", (N,), and "target", (N, 2). "counts",
+(batch,), are the rows of each example, which follow one another.
 """
 
 
@@ -89,6 +91,20 @@ class RegressionPrediction(NamedTuple):
         return self.mean - half, self.mean + half
 
 
+class SurvivalPrediction(NamedTuple):
+    """Prediction of a Bayesian Cox model for a batch.
+
+    Attributes:
+        log_risk: mean log of the relative hazard over draws of the parameters, shape (batch,).
+        std: standard deviation of the log risk over draws of the parameters, shape (batch,).
+        samples: the log risk under each draw of the parameters, shape (draws, batch).
+    """
+
+    log_risk: Tensor
+    std: Tensor
+    samples: Tensor
+
+
 class Likelihood(ABC):
     """Meaning of a network's outputs: plain data and pure functions.
 
@@ -99,6 +115,8 @@ class Likelihood(ABC):
     name: ClassVar[str] = "own"
     of_classes: ClassVar[bool] = False
     """True if targets are one of some classes, each with a probability."""
+    by_example: ClassVar[bool] = True
+    """False if the term of an example depends on the others of its batch, and says nothing by itself."""
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -175,6 +193,7 @@ class Likelihood(ABC):
             output: f of one example.
             target: its target.
         """
+        check_by_example(self, "No information of single examples adds up to that of all")
         flat = output.reshape(-1)
 
         def nll(each: Tensor) -> Tensor:
@@ -189,17 +208,17 @@ class _OfClasses(Likelihood):
 
     of_classes = True
 
-    @abstractmethod
     def by_class(self, probs: Tensor) -> Tensor:
         r"""Return draws of probabilities with the classes last, from those in the form of the outputs."""
+        return self.logits(probs)
 
     @abstractmethod
     def logits(self, outputs: Tensor) -> Tensor:
         r"""Return logits of draws with the classes last, shape (samples, batch, \*positions, classes)."""
 
-    @abstractmethod
     def labels(self, targets: Tensor) -> Tensor:
         r"""Return classes, int64, shape (batch, \*positions); -1 where none is known."""
+        return targets.long()
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
         """See :meth:`Likelihood.rows`."""
@@ -274,10 +293,6 @@ class Categorical(_OfClasses):
         """See the base class."""
         return outputs.movedim(2 if self.channels > 0 else -1, -1)
 
-    def by_class(self, probs: Tensor) -> Tensor:
-        """See the base class."""
-        return self.logits(probs)
-
     def _as_outputs(self, probs: Tensor) -> Tensor:
         return probs.movedim(-1, self.channels)
 
@@ -346,10 +361,6 @@ class Bernoulli(_OfClasses):
 
     def _as_outputs(self, probs: Tensor) -> Tensor:
         return probs[..., 1]
-
-    def labels(self, targets: Tensor) -> Tensor:
-        """See the base class."""
-        return targets.long()
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`Likelihood.nll`; of the shape of the outputs."""
@@ -487,7 +498,87 @@ class Gaussian(Likelihood):
         return torch.cat([found, output.chunk(2, 0)[1].reshape(-1) / 2**0.5])
 
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {each.name: each for each in (Categorical, Bernoulli, Gaussian)}
+@dataclass(frozen=True)
+class Cox(Likelihood):
+    r"""Times to an event, some of them censored, with the hazard :math:`\lambda_0(t) e^f` and any :math:`\lambda_0`.
+
+    The partial likelihood, whose risk sets are those of the batch, within a client; so it is stratified by client:
+
+    .. math:: -\log p = \sum_{i: e_i = 1} \Bigl( \log \sum_{j \in batch: t_j \ge t_i} e^{f_j} - f_i \Bigr)
+
+    When to use it: a network that ranks risks; give batches as large as memory allows. The term of one example is
+    nothing by itself: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it,
+    Bayesian layers and :class:`~lightning_fedbayes.IVON` do not need it. Risks have no scale: nothing calibrates them.
+
+    Shapes: outputs (batch,) or (batch, 1), log risks; targets (batch, 2): event, 1 or 0 (censored), and time.
+
+    Source: Cox (1972); ties by Breslow's method.
+
+    >>> Cox().nll(torch.zeros(3, 1), torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 2.0]]))  # log 3, censored, log 2
+    tensor([1.0986, 0.0000, 0.6931])
+    """
+
+    name: ClassVar[str] = "cox"
+    by_example = False
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.nll`: each example's term, shape (batch,); their sum is that of the batch."""
+        terms, order = cox_terms(*_survival(outputs, targets))
+        return terms[order.argsort()]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.loss`."""
+        return cox_terms(*_survival(outputs, targets))[0].sum() / len(targets)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """See :meth:`Likelihood.check`; of all clients that are stacked."""
+        _, *both = _survival(outputs, targets)
+        check_survival(*(outside_of_vmap(each).flatten() for each in both))
+
+    def predict(self, draws: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> SurvivalPrediction:
+        """See :meth:`Likelihood.predict`; for ``moments`` see :meth:`Gaussian.predict`."""
+        draws = _log_risks(draws, 2)
+        if moments is None:
+            return SurvivalPrediction(draws.mean(0), draws.std(0, correction=0), draws)
+        return SurvivalPrediction(moments[0].flatten(), moments[1].flatten().sqrt(), draws)
+
+    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
+        """See :meth:`Likelihood.rows`; a Cox model is scored by its mean log risks."""
+        self.check_draws(draws, targets)
+        return self.rows_of(self.predict(draws), targets)
+
+    def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
+        """See :meth:`Likelihood.rows_of`."""
+        if not isinstance(prediction, SurvivalPrediction):
+            return super().rows_of(prediction, targets)
+        _survival(prediction.log_risk, targets)
+        counts = torch.ones(len(targets), dtype=torch.int64)
+        return {"log_risk": prediction.log_risk, "std": prediction.std, "target": targets, "counts": counts}
+
+
+def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
+    """Return ``outputs`` with so many dimensions, without a last one of size 1; raise FedBayesError if it is larger."""
+    found = outputs.squeeze(-1) if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1 else outputs
+    if found.ndim != dimensions:
+        raise FedBayesError(
+            f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))}), but one log "
+            "risk per example is needed, shape (batch,) or (batch, 1); end the network with nn.Linear(features, 1)"
+        )
+    return found
+
+
+def _survival(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log risk, time and event of a batch, (batch,) each; raise FedBayesError if shapes are others."""
+    check_tensor("targets", targets, error=FedBayesError)
+    if targets.ndim != 2 or targets.shape[1] != 2:
+        raise FedBayesError(
+            f"targets have shape {tuple(targets.shape)}, but two columns are needed, event (1 or 0) and time; "
+            "stack them: torch.stack([event, time], 1)"
+        )
+    return _log_risks(outputs, 1), targets[:, 1], targets[:, 0]
+
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {each.name: each for each in (Categorical, Bernoulli, Gaussian, Cox)}
 """Those that have a name."""
 
 
@@ -513,6 +604,13 @@ def said_by(module: Any) -> Likelihood | None:
         return found if units is None else replace(found, units=units)
     noise = torch.as_tensor(variance).detach().sqrt()
     return Gaussian(noise if units is None else units[1] * noise, units)
+
+
+def check_by_example(whose: Any, why: str, error: type[FedBayesError] = FedBayesError) -> None:
+    """Raise ``error``, with ``why``, if examples say nothing by themselves to a likelihood, or to that of a module."""
+    known = whose if isinstance(whose, Likelihood) else said_by(whose)
+    if known is not None and not known.by_example:
+        raise error(f"likelihood '{known.name}': what an example says depends on the others of its batch. {why}")
 
 
 def units_of(module: Any) -> Tensor | None:

@@ -1,11 +1,11 @@
-"""Order of predicted risks against times to an event, over all batches."""
+"""Scores of predicted risks by times to an event, over all batches."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from lightning_fedbayes.metrics.examples import ExampleMetric
-from lightning_fedbayes.metrics.functional.survival import check_survival, concordance_index
+from lightning_fedbayes.metrics.functional.survival import check_survival, concordance_index, cox_loss
 
 
 class SurvivalMetric(ExampleMetric):
@@ -50,3 +50,13 @@ class ConcordanceIndex(SurvivalMetric):
     def score(self, *vectors: Tensor) -> Tensor:
         """Return Harrell's c."""
         return concordance_index(*vectors)
+
+
+class CoxNLL(SurvivalMetric):
+    """Negative log partial likelihood per example, with the risk sets of all batches together."""
+
+    higher_is_better = False
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return :func:`cox_loss` times the share of events."""
+        return cox_loss(*vectors) * vectors[2].float().mean()

@@ -4,9 +4,11 @@ from lightning_fedbayes.metrics.likelihoods import (
     Bernoulli,
     Categorical,
     ClassPrediction,
+    Cox,
     Gaussian,
     Likelihood,
     RegressionPrediction,
+    SurvivalPrediction,
 )
 from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
@@ -27,7 +29,7 @@ from lightning_fedbayes.modules.sampling import (
     outputs_with,
     sample_outputs,
 )
-from lightning_fedbayes.modules.survival import CoxRegressor, SurvivalPrediction, cox_loss
+from lightning_fedbayes.modules.survival import CoxRegressor
 
 __all__ = [
     "BayesianHead",
@@ -36,6 +38,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
+    "Cox",
     "CoxRegressor",
     "DeepEnsembleRegressor",
     "Gaussian",
@@ -52,7 +55,6 @@ __all__ = [
     "PosteriorPredictive",
     "RegressionPrediction",
     "SurvivalPrediction",
-    "cox_loss",
     "draws_from_clients",
     "draws_from_posterior",
     "is_stochastic",

@@ -23,6 +23,7 @@ from lightning_fedbayes.layers.scaler import FederatedScaler, ScaleSums, asking
 from lightning_fedbayes.metrics import (
     BrierScore,
     CalibrationDiagram,
+    ConcordanceIndex,
     DeterminantSharpness,
     GaussianCRPS,
     GaussianNLL,
@@ -33,8 +34,9 @@ from lightning_fedbayes.metrics import (
     NegativeLogLikelihood,
     PredictiveEntropy,
 )
-from lightning_fedbayes.metrics.likelihoods import Gaussian, Likelihood, Rows, get_likelihood, said_by
-from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive
+from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
+from lightning_fedbayes.metrics.survival import CoxNLL
+from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive, linear_moments
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
@@ -278,13 +280,13 @@ class Scores(nn.Module):
     """Scores of a validation or a test.
 
     Args:
-        metrics: collections of metrics, by attribute.
+        metrics: by attribute the metrics that take the same arguments, by their names.
     """
 
-    def __init__(self, **metrics: MetricCollection) -> None:
+    def __init__(self, **metrics: dict[str, Any]) -> None:
         super().__init__()
         for name, each in metrics.items():
-            self.add_module(name, each)
+            self.add_module(name, MetricCollection(each, compute_groups=False))
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
@@ -309,15 +311,9 @@ class ClassScores(Scores):
 
     def __init__(self) -> None:
         super().__init__(
-            predictive=MetricCollection(
-                {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
-                compute_groups=False,
-            ),
-            sampled=MetricCollection(
-                {"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
-                 "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
-                compute_groups=False,
-            ),
+            predictive={"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
+            sampled={"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
+                     "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
         )
 
     def update(self, rows: Rows) -> None:
@@ -341,13 +337,8 @@ class GaussianScores(Scores):
 
     def __init__(self) -> None:
         super().__init__(
-            gaussian=MetricCollection(
-                {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-                compute_groups=False,
-            ),
-            others=MetricCollection(
-                {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}, compute_groups=False
-            ),
+            gaussian={"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
+            others={"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)},
         )
 
     def update(self, rows: Rows) -> None:
@@ -356,6 +347,27 @@ class GaussianScores(Scores):
         self.gaussian.update(mean, variance, targets)
         self.others["sharpness"].update(torch.diag_embed(variance))
         self.others["rmse"].update(mean.contiguous(), targets.contiguous())
+
+
+class SurvivalScores(Scores):
+    """Harrell's c and NLL of mean log risks, over the pairs and risk sets of all batches together."""
+
+    survival: MetricCollection
+
+    def __init__(self) -> None:
+        super().__init__(survival={"c_index": ConcordanceIndex(), "nll": CoxNLL()})
+
+    def update(self, rows: Rows) -> None:
+        """Add "log_risk", (N,), and "target", (N, 2)."""
+        event, time = rows["target"].T
+        self.survival.update(rows["log_risk"], time, event)
+
+
+def scores_of(likelihood: Likelihood) -> ClassScores | GaussianScores | SurvivalScores:
+    """Return new scores of a likelihood's predictions."""
+    if isinstance(likelihood, Cox):
+        return SurvivalScores()
+    return ClassScores() if likelihood.of_classes else GaussianScores()
 
 
 class ScoredModule(L.LightningModule):
@@ -385,7 +397,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
 
     Validation and test log, behind "val/" and "test/", of classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
     mutual information ("epistemic") and Kwon's two traces, a mean over examples and positions; of numbers RMSE, NLL,
-    CRPS, coverage of the 90 % interval and sharpness. Their steps return what is scored,
+    CRPS, coverage of the 90 % interval and sharpness; of risks Harrell's c and NLL. Their steps return what is scored,
     :data:`~lightning_fedbayes.metrics.likelihoods.Rows`.
 
     Args:
@@ -407,7 +419,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         check_kind("scaler", scaler, FederatedScaler | bool, why, error=FedBayesError)
         self.scaler = FederatedScaler() if scaler is True else scaler or None
         self.likelihood: Likelihood = get_likelihood(likelihood)
-        self._scores = ClassScores() if self.likelihood.of_classes else GaussianScores()
+        self._scores = scores_of(self.likelihood)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the NLL of outputs and targets, summed over positions, a mean over the batch, in nats."""
@@ -436,7 +448,11 @@ class LikelihoodModule(ScoredModule, BayesianModule):
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""
-        return self._known().predict(self.sample(self.inputs_of(batch)))
+        inputs, known, posterior = self.inputs_of(batch), self._known(), self.global_round.posterior
+        draws = self.sample(inputs)
+        if self.predictive == "closed_form" and posterior is not None and isinstance(known, Gaussian | Cox):
+            return known.predict(draws, linear_moments(self.network, posterior, inputs))
+        return known.predict(draws)
 
     def _known(self) -> Likelihood:
         """Return the likelihood with the noise that the module has."""

@@ -94,7 +94,7 @@ class HybridBayesianClassifier(LikelihoodModule):
         if not self.likelihood.of_classes:
             raise FedBayesError(
                 f"likelihood '{self.likelihood.name}' is not of classes: give 'categorical' or 'bernoulli', or take a "
-                "HybridBayesianRegressor"
+                "HybridBayesianRegressor or a CoxRegressor"
             )
         if robustness and self.likelihood != Categorical():
             raise FedBayesError(f"robustness={robustness} is of one class per example: take likelihood='categorical'")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 from lightning_fedbayes.modules.linear_statistics import check_examples, check_real, with_bias
-from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 NoiseEstimate = Literal["evidence", "target"]
 

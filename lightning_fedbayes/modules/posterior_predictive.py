@@ -22,7 +22,7 @@ from lightning_fedbayes.metrics.likelihoods import (
     likelihood_of,
     said_by,
 )
-from lightning_fedbayes.modules.bayesian_module import BayesianModule, ClassScores, GaussianScores, ScoredModule
+from lightning_fedbayes.modules.bayesian_module import BayesianModule, ScoredModule, scores_of
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
@@ -257,7 +257,7 @@ class PosteriorPredictive(ScoredModule):
         else:
             rows = known.rows_of(self._predict(inputs, targets), targets)
         if self._scores is None:
-            self._scores = (ClassScores() if known.of_classes else GaussianScores()).to(self.device)
+            self._scores = scores_of(known).to(self.device)
         self._scores.update(rows)
         return rows
 

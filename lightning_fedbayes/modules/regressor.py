@@ -11,10 +11,9 @@ from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.scaler import FederatedScaler
-from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction, shaped_like
+from lightning_fedbayes.metrics.likelihoods import Gaussian, shaped_like
 from lightning_fedbayes.modules.bayesian_module import OPTIONS, LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
-from lightning_fedbayes.modules.predictive import linear_moments
 
 Noise = Literal["learnt", "per_client", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "per_client", "fixed", "residual", "none")
@@ -138,15 +137,3 @@ class HybridBayesianRegressor(LikelihoodModule):
             if variance is not None:  # 0 is that of a client that was never measured
                 part = torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
                 variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
-
-    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
-        """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""
-        inputs = self.inputs_of(batch)
-        draws = self.sample(inputs)
-        posterior = self.global_round.posterior
-        moments = None
-        if self.predictive == "closed_form" and posterior is not None:
-            moments = linear_moments(self.network, posterior, inputs)
-        known = self._known()
-        assert isinstance(known, Gaussian)
-        return known.predict(draws, moments)

@@ -369,7 +369,6 @@ class Aggregation:
             merged[2:] = [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
         return merged
 
-
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
         """Return the weights of all clients; normalised where updates were held back until all were known."""
         for each in everyone:
@@ -383,7 +382,6 @@ class Aggregation:
         if values and not self._streams and self.rule.uses_weights:
             values = normalised(values, self.weighting, len(clients))
         return dict(zip(clients, values, strict=True))
-
 
     def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
         """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
@@ -403,7 +401,6 @@ class Aggregation:
             self._weights[update.client] = weight
             if self._streams:
                 self._buffers.add(update.buffers, weight)
-
 
 
 def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:

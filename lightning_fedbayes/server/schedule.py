@@ -193,8 +193,6 @@ class Asynchronous:
         return self.max_staleness is not None and round - started > self.max_staleness
 
 
-
-
 class Arrival(NamedTuple):
     """Message that arrives: when, whose, and of which version of the global posterior, the round that it began in."""
 

@@ -352,7 +352,6 @@ class Server:
             raise self.failure(refusal, outcomes)
         return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
 
-
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
     ) -> tuple[Aggregate, dict[str, float]]:

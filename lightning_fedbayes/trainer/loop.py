@@ -237,7 +237,6 @@ class FitLoop:
         if progress.is_last_batch:  # now, when the optimizers have the options of the round again
             self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
-
     def stop_together(self, in_round: Callable[[], bool]) -> None:
         """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
 

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
@@ -277,6 +278,9 @@ def test_a_parameter_without_use_is_found():
         (lambda: federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[ExamplePrivacy()],
                           precision="bf16-mixed"), "precision='bf16-mixed'"),
         (lambda: trainer(1, [ExamplePrivacy()]).fit(Plain(), loader()), "needs a FederatedBayes"),
+        (lambda: federate(fb.CoxRegressor(nn.Linear(6, 1), 1), fb.FederatedBayes(fb.IIDPartition(3)), 1,
+                          loader(TensorDataset(torch.randn(30, 6), torch.ones(30, 2))), callbacks=[ExamplePrivacy()]),
+         "likelihood 'cox': what an example says depends on the others"),
         (lambda: ExamplePrivacy(clip=0.0), "clip=0.0"),
         (lambda: ExamplePrivacy(noise_multiplier=-1.0), "noise_multiplier=-1.0"),
         (lambda: ExamplePrivacy(delta=2.0), "delta=2.0"),

@@ -1,5 +1,6 @@
 """The page of a run: what it shows, from each logger's folder, in one file; and runs of which there is no page."""
 
+import csv
 import math
 import re
 import subprocess
@@ -12,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -205,6 +207,41 @@ def test_the_settings_and_the_network_are_told(record, shown):
     assert settings["fusion"] == "reverse_kl_barycenter"
     assert settings["client sizes"] == str(record.settings["client_sizes"])
     assert "network" not in settings
+
+
+class Filled(nn.Module):
+    """Zeros in the place of missing values."""
+
+    def forward(self, x):
+        return x.nan_to_num()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_the_table_of_the_clients_data_is_on_the_page_with_what_is_missing(engine, tmp_path):
+    torch.manual_seed(0)
+    clients = {name: TensorDataset(torch.randn(20, 2), 10 * k + torch.randn(20)) for k, name in enumerate("abc")}
+    clients["b"].tensors[0][:3, 1] = math.nan
+    model = fb.HybridBayesianRegressor(nn.Sequential(Filled(), mlp(2, 1, (4,))), bayesian_last=1)
+    L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=CSVLogger(str(tmp_path), name="csv"), log_every_n_steps=1,
+        callbacks=[fb.FederatedBayes(engine=engine)], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, DataLoader(fb.ClientDatasets(clients), 10))
+    run = tmp_path / "csv" / "version_0"
+    assert main(["report", str(run)]) == 0
+    text = (run / PAGE).read_text()
+    assert "<summary>federation/statistics</summary>" in text
+    head, *rows = next(table for table in Page(text).tables if "missing" in table[0])
+    found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert {name: (each["examples"], each["missing"]) for name, each in found.items()} == {
+        "all": ("60", "3"), "a": ("20", "0"), "b": ("20", "3"), "c": ("20", "0")}
+    known = clients["b"].tensors[0][3:, 1]
+    assert float(found["b"]["inputs 1 mean"]) == pytest.approx(float(known.mean()), rel=1e-3)
+    assert float(found["b"]["inputs 1 std"]) == pytest.approx(float(known.std(correction=0)), rel=1e-3)
+    assert float(found["c"]["targets 0 mean"]) == pytest.approx(float(clients["c"].tensors[1].mean()), rel=1e-3)
+    assert found["all"]["targets shift"] == "0"
+    with (run / "federation_statistics.csv").open() as file:
+        assert [row[:3] for row in csv.reader(file)] == [row[:3] for row in (head, *rows)]
 
 
 def test_clients_that_failed_and_names_of_any_kind_are_told():

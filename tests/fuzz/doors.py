@@ -586,6 +586,7 @@ DOORS = {
     "Categorical.rows": (fb.Categorical().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.arange(8) % 3}),
     "Bernoulli.rows": (fb.Bernoulli().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
     "Gaussian.rows": (fb.Gaussian(1.0).rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
+    "Cox.rows": (fb.Cox().rows, {"draws": X.new_zeros(2, 8, 1), "targets": torch.ones(8, 2)}),
     "Laplace": (fb.Laplace, {"likelihood": "categorical", "curvature": "ggn", "prior_std": 1.0,
                              "temperature": 1.0, "parameters": ("*",), "unpack": None}),
     "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
@@ -601,7 +602,7 @@ DOORS = {
         {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None, "scaler": True}),
     "CoxRegressor": (fb.CoxRegressor, {"network": network(), **OF_HYBRID}),
     "BayesianModule.unpack": (Plain(network()).unpack, {"batch": [X, Y]}),
-    "cox_loss": (modules.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
+    "cox_loss": (functional.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
         lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
         {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None, "scaler": True}),

@@ -30,7 +30,7 @@ NO_DOORS = {
     "Likelihood", "LikelihoodModule", "PosteriorSource", "Preaggregation", "ReliabilityRule", "ServerOptimizer",
     "SplitDataModule", "SumRule", "TensorDataModule", "UpdateAttack",
     # without arguments of their own
-    "Bernoulli", "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
+    "Bernoulli", "Cox", "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "OutOfDistributionAUROC", "Population", "Sums",

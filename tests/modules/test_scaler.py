@@ -147,6 +147,24 @@ def test_the_table_says_which_client_is_unlike():
     assert found["1"]["inputs 0 std"] == 1
 
 
+def test_a_column_that_a_client_lacks_is_missing_and_no_shift():
+    x, y, lacking = torch.randn(6, 2) + 50, torch.randn(6), torch.randn(6, 2) + 50
+    lacking[:, 1] = math.nan
+    lacking[0, 0] = math.inf
+    parts = {"whole": (x, y), "lacking": (lacking, y), "nothing": (torch.full((6, 2), math.nan), y * math.nan)}
+    clients = {name: ScaleSums.of(TensorDataset(*pair)) for name, pair in parts.items()}
+    _, (columns, rows) = compared(clients)
+    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert [found[name]["missing"] for name in ("all", "whole", "lacking", "nothing")] == [25, 0, 7, 18]
+    assert rows[-1][0] == "nothing"
+    for name in ("inputs 1 mean", "inputs 1 std"):
+        assert [math.isnan(found[client][name]) for client in ("all", "whole", "lacking")] == [False, False, True]
+    mean, std = torch.cat([x[:, 0], lacking[1:, 0]]).double().mean(), torch.cat([x[:, 0], lacking[1:, 0]]).double()
+    assert found["lacking"]["inputs shift"] == pytest.approx(
+        float((lacking[1:, 0].double().mean() - mean).abs() / std.std(correction=0)))
+    assert math.isnan(found["nothing"]["targets shift"])
+
+
 def test_the_table_has_at_most_a_hundred_clients():
     clients = sums(*([float(k)] for k in range(150)))
     assert len(compared(clients)[1][1]) == 101

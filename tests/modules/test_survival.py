@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, FederatedBayes
-from lightning_fedbayes.metrics.functional import concordance_index
-from lightning_fedbayes.modules import cox_loss, mlp
+from lightning_fedbayes.metrics.functional import concordance_index, cox_loss
+from lightning_fedbayes.modules import mlp
 from tests.modules.helpers import loader, summed_kl, trainer
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
@@ -212,6 +212,15 @@ def test_clients_train_a_model_stratified_by_client(engine):
     weight = fb.read_posterior(model.network).mean["weight"].flatten()
     assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.4)
     assert run.callback_metrics["val/c_index"] > 0.75
+
+
+def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
+    data = ClientDatasets({str(k): simulated(60) for k in range(2)})
+    model, callback = linear(), FederatedBayes(fusion="auto")
+    trainer(max_epochs=2, callbacks=[callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
+    losses = [value for name, value in callback.history[-1].items() if name.startswith("held_out_loss/")]
+    assert len(losses) > 1
+    assert all(math.isfinite(value) for value in losses)
 
 
 @pytest.mark.parametrize(

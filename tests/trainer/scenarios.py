@@ -50,8 +50,15 @@ def classes(count, seed):
     return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(99))).argmax(1))
 
 
-def clients(sizes=SIZES, broken=False):
-    parts = {f"c{k}": classes(size, k) for k, size in enumerate(sizes)}
+def incomes(count, seed):
+    """Examples whose targets are of the order of a thousand, and of another mean and spread at each client."""
+    inputs, _ = classes(count, seed).tensors
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(seed + 200))
+    return TensorDataset(inputs, 1000 + 30 * seed + 100 * inputs[:, 0] + (5 + seed) * noise)
+
+
+def clients(sizes=SIZES, broken=False, data=classes):
+    parts = {f"c{k}": data(size, k) for k, size in enumerate(sizes)}
     return fb.ClientDatasets(parts | ({"broken": Broken()} if broken else {}))
 
 
@@ -72,6 +79,10 @@ class Features(nn.Module):
 
     def forward(self, x):
         return self.output(torch.tanh(x @ self.projection)) + 0 * self.table.sum()
+
+
+def line():
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 class Hooked(fb.HybridBayesianClassifier):
@@ -193,6 +204,10 @@ SCENARIOS = {
     "own_method": {"bayesian": 1, "fusion": of_the_page()["MyFedDyn"](0.1), "engine": "sequential", "fraction": 0.8},
     "on_disk": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "fraction": 0.8, "disk": True},
     "on_disk_stacked": {"bayesian": 0, "fusion": "ditto", "engine": "vectorized", "norm": True, "disk": True},
+    "scaled": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "make": line, "data": incomes,
+               "kind": fb.HybridBayesianRegressor, "broken": True},
+    "scaled_stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "make": line,
+                       "data": incomes, "kind": fb.HybridBayesianRegressor, "fraction": 0.8},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},
@@ -208,7 +223,7 @@ def rank():
 def run(
     devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, make=None, kind=fb.HybridBayesianClassifier,
     batch_size=8, estimator="flipout", strategy="fedbayes", shuffled=False, callbacks=(), resume=None, disk=False,
-    **options,
+    data=classes, **options,
 ):
     """Train, and return the result of this process."""
     L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
@@ -217,14 +232,15 @@ def run(
         options["keep"] = fb.Kept(["optimizer", "posterior"], Path(folder) / "clients")
     federation = fb.FederatedBayes(seed=3, **options)
     calls = Calls()
-    checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
+    best = {"monitor": "val/accuracy", "mode": "max"} if data is classes else {"monitor": "val/rmse", "mode": "min"}
+    checkpoint = ModelCheckpoint(folder, **best, save_last=True, filename="{epoch}-{step}")
     trainer = L.Trainer(
         max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy if devices > 1 else "auto",
-        callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), calls, *callbacks],
+        callbacks=[federation, checkpoint, EarlyStopping(**best, patience=5), calls, *callbacks],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
-    held_out = DataLoader(classes(48, 77), batch_size=16, shuffle=shuffled)
-    loader = DataLoader(clients(sizes, broken), batch_size=batch_size, shuffle=True)
+    held_out = DataLoader(data(48, 77), batch_size=16, shuffle=shuffled)
+    loader = DataLoader(clients(sizes, broken, data), batch_size=batch_size, shuffle=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, loader, held_out, ckpt_path=resume)
@@ -233,6 +249,7 @@ def run(
         "warnings": [str(warning.message) for warning in told],
         "posterior": federation.posterior.state_dict(),
         "buffers": dict(module.named_buffers()),
+        "statistics": trainer.train_dataloader.statistics,
         "history": federation.history,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,

@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.auto import CANDIDATES
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.trainer import check_trainer, checks
 
-from .scenarios import SCENARIOS, run
+from .scenarios import SCENARIOS, SIZES, incomes, run
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 OF_TWO = {
@@ -96,6 +96,23 @@ def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name
         torch.testing.assert_close(result["states"], expected["states"], rtol=1e-6, atol=1e-8)
         if SCENARIOS[name]["engine"] == "sequential":  # a stack of fewer clients takes more steps
             assert (result["steps"], result["best"]) == (expected["steps"], expected["best"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["scaled", "scaled_stacked"])
+def test_the_scale_of_the_targets_is_that_of_one_process_to_the_bit(several, alone, name):
+    """Each process adds up some of the clients, and all of them have all sums, and the table of clients."""
+    devices, folder = several
+    expected, scale = alone(name), "scaler.target_units"
+    targets = torch.cat([incomes(size, k).tensors[1] for k, size in enumerate(SIZES)]).double()
+    wanted = torch.stack([targets.mean(), targets.std(correction=0)])
+    torch.testing.assert_close(expected["buffers"][scale].flatten(), wanted, rtol=1e-12, atol=0)
+    columns, rows = expected["statistics"]
+    assert (columns[:2], len(rows)) == (["client", "examples"], len(SIZES) + 1)
+    for rank in range(devices):
+        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        assert torch.equal(result["buffers"][scale], expected["buffers"][scale])
+        assert result["statistics"] == expected["statistics"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes
-from lightning_fedbayes.callbacks.calibration.predictions import check_apart, rows_of_clients
+from lightning_fedbayes.callbacks.calibration.predictions import UNSCALED, check_apart, rows_of_clients
 from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, callback_of, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
 from lightning_fedbayes.clients.privacy.door import EXACT, Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind, listed
 from lightning_fedbayes.core.messages import Kind
+from lightning_fedbayes.metrics.likelihoods import check_by_example
 
 Found = Mapping[str, tuple[Tensor, ...]]
 """Client name → its logits and targets, or its means, standard deviations and targets."""
@@ -101,6 +102,7 @@ class CalibrationCallback(Reader):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what does not go together, before anything runs, and what a client's door would not let out."""
         self._compared = False
+        check_by_example(pl_module, UNSCALED)
         federation = callback_of(trainer, FederatedBayes)
         privacy = None if federation is None else federation.settings.privacy
         examples = callback_of(trainer, ExamplePrivacy) is not None

@@ -37,6 +37,7 @@ from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemper
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
 from lightning_fedbayes.core.errors import (
+    LARGEST,
     FedBayesError,
     FederationError,
     check_at_least,
@@ -207,6 +208,7 @@ class FederatedConformal(CalibrationCallback):
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
+        check_at_least("seed", seed, -LARGEST, error=FedBayesError)
         seeds = (derive_seed(seed, "evaluation", self.releases, number) for number in range(len(clients)))
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         self.releases += self.epsilon is not None

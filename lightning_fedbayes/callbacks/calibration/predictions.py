@@ -15,6 +15,10 @@ from lightning_fedbayes.clients.evaluation import Predicted, has_predict_step, p
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import check_dataset
+from lightning_fedbayes.metrics.likelihoods import check_by_example
+
+UNSCALED = "There is no probability or interval of one to be calibrated: leave calibrations out; risks have a c-index"
+"""Reason that some likelihoods are not calibrated."""
 
 
 def predictions_of(
@@ -74,6 +78,7 @@ def rows_of_clients(
     With ``numbers`` mean and variance are those of ``predict_step``, if there is one, perhaps exact; otherwise draws.
     """
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
+    check_by_example(predictive, UNSCALED)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
     check_at_least("first", first, 0, error=FedBayesError)

@@ -199,8 +199,6 @@ def _are_close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-
-
 class Still(TorchFunctionMode):
     """Inside, random draws of torch are constants."""
 

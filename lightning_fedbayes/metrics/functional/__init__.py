@@ -20,7 +20,7 @@ from lightning_fedbayes.metrics.functional.scores import (
     interval_coverage,
     negative_log_likelihood,
 )
-from lightning_fedbayes.metrics.functional.survival import concordance_index
+from lightning_fedbayes.metrics.functional.survival import concordance_index, cox_loss
 from lightning_fedbayes.metrics.functional.uncertainty import (
     accuracy_retained_area,
     accuracy_retained_curve,
@@ -41,6 +41,7 @@ __all__ = [
     "brier_score",
     "calibration_diagram",
     "concordance_index",
+    "cox_loss",
     "determinant_sharpness",
     "ensemble_crps",
     "epistemic_covariance",

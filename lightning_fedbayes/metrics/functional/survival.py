@@ -1,4 +1,4 @@
-"""Order of predicted risks against times to an event, some of them censored."""
+"""Times to an event, some of them censored: the order of predicted risks, and the Cox loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors
+from lightning_fedbayes.metrics.functional.utilities import at_least_float32, check_not_nan, check_vectors
 
 PAIRS = 2**24
 """Most pairs of examples that are compared at once."""
@@ -49,6 +49,49 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         pairs = pairs + outlived.sum()
         halves = halves + 2 * (outlived & (risk[index] > risk)).sum() + (outlived & (risk[index] == risk)).sum()
     return halves / (2 * pairs)
+
+
+def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    r"""Negative log partial likelihood of the Cox model per event, in nats.
+
+    .. math:: -\frac{1}{\sum_i e_i} \sum_{i: e_i = 1} \Bigl( h_i - \log \sum_{j: t_j \ge t_i} e^{h_j} \Bigr)
+
+    for the hazard :math:`\lambda_0(t) e^{h_i}` with any baseline :math:`\lambda_0`. The risk set of an event is all
+    examples of the batch that are observed at least until then, those with the same time among them: ties are treated
+    by Breslow's method. A constant added to all log risks changes nothing. Use it to train on times to an event of
+    which some are censored; give batches as large as memory allows, or whole data sets, because risk sets lie within a
+    batch. Times the share of events it is the loss of FLamby's Fed-TCGA-BRCA, which is a mean over all examples and,
+    among equal times, depends on their order.
+
+    Args:
+        log_risk: log of the relative hazard h, shape (batch,).
+        time: observed time to the event or to censoring, any unit, at least 0, shape (batch,).
+        event: 1 (or True) where the event was observed, 0 where the example was censored, shape (batch,).
+
+    Returns: a scalar, at least 0; 0 with gradients of 0 if no event was observed.
+
+    Raises:
+        FedBayesError: shapes differ, no examples, ``time`` is not finite or negative, or ``event`` is not 0 or 1.
+
+    Source: Cox (1972); Breslow (1974); FLamby: Ogier du Terrail et al. (2022).
+
+    >>> cox_loss(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 0, 0]))  # log 3
+    tensor(1.0986)
+    """
+    happened = check_survival(time, event, log_risk=log_risk)
+    return cox_terms(log_risk, time, happened)[0].sum() / happened.sum().clamp_min(1)
+
+
+def cox_terms(log_risk: Tensor, time: Tensor, event: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each example adds to :func:`cox_loss`, from the last time to the first, and the examples' order.
+
+    It does not look at values, so that ``torch.vmap`` can map it.
+    """
+    order = time.argsort(descending=True)
+    log_risk, time, event = at_least_float32(log_risk)[order], time[order], event[order]
+    last_of_equal_time = torch.searchsorted(-time, -time, right=True) - 1
+    log_risk_set = log_risk.logcumsumexp(0)[last_of_equal_time]
+    return torch.where(event != 0, log_risk_set - log_risk, 0), order
 
 
 def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.metrics.likelihoods import Likelihood, get_likelihood, likelihood_of
+from lightning_fedbayes.metrics.likelihoods import Likelihood, check_by_example, get_likelihood, likelihood_of
 from lightning_fedbayes.sources.curvature.evidence import chosen_precision
 
 Curvature = Literal["ggn", "empirical"]
@@ -249,7 +249,13 @@ class Laplace:
             known.check(outputs, targets)
         except FedBayesError as error:
             raise FederationError(f"Laplace: {error}") from None
+        self.check_likelihood(known)
         return known
+
+    def check_likelihood(self, whose: Any) -> None:
+        """Raise FederationError if examples have no information by themselves in a likelihood, or that of a module."""
+        remedy = "Laplace adds up what each says by itself: take Bayesian layers, fb.IVON or fb.SWAG"
+        check_by_example(self.likelihood or whose, remedy, FederationError)
 
     def terms(self, known: Likelihood, output: Tensor, target: Tensor) -> Tensor:
         """Return functions of one example whose squared gradients, added up, are its information: shape (terms,).
