@@ -47,7 +47,8 @@ class ClientReport(Reader):
 
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
     module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` is given: its predictions
-    are drawn from the global posterior; where it is not, one line says so.
+    are drawn from the global posterior, and all of these names have "draws/" behind "val/", as "val/draws/clients/nll";
+    where it is not, one line says so.
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
@@ -93,11 +94,12 @@ class ClientReport(Reader):
             evaluator.begin()
         if self.across is not None:
             named = ", ".join(f"{name} ({' and '.join(why)})" for name, why in self.across.outlying().items())
+            table = f"val/{evaluator.by('own')}across"
             if named:
-                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see val/across.")
+                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see {table}.")
             if trainer.loggers:
-                log_table(trainer, "val/across", *self.across.table(), trainer.current_epoch)
-                log_figure(trainer, "val/across", self.across.plot(), trainer.current_epoch)
+                log_table(trainer, table, *self.across.table(), trainer.current_epoch)
+                log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log; what cannot be scored is said once, and costs nobody a run."""
@@ -114,13 +116,14 @@ class ClientReport(Reader):
             say(f"There are no scores of each client: {error}")
             return
         self.scores[stage] = scores
-        figures = scores.summary()
+        figures = {evaluator.by("client") + name: value for name, value in scores.summary().items()}
         clients = getattr(evaluator.loaders[0], "dataset", None)
         if self.personal is not None and isinstance(clients, ClientDatasets):
             own = self._own_scores(evaluator, module, self.personal, clients)
             if own is not None:
                 self.scores[f"personal/{stage}"] = own
-                figures |= {name.replace("clients/", "personal/"): value for name, value in own.summary().items()}
+                begin = f"{evaluator.by('own')}personal/"
+                figures |= {name.replace("clients/", begin): value for name, value in own.summary().items()}
         module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
 
     def _own_scores(
@@ -166,9 +169,10 @@ class ClientReport(Reader):
             return None
 
     def _table(self, trainer: L.Trainer, stage: str) -> None:
-        for key, name in ((stage, f"{stage}/clients"), (f"personal/{stage}", f"{stage}/personal")):
+        by = evaluator_of(trainer).by
+        for key, name in ((stage, f"{by('client')}clients"), (f"personal/{stage}", f"{by('own')}personal")):
             if key in self.scores and trainer.loggers:
-                log_table(trainer, name, *self.scores[key].table(), trainer.current_epoch)
+                log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:

@@ -29,6 +29,7 @@ from lightning_fedbayes.clients.evaluation import (
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
+from lightning_fedbayes.core.run_file import BY_DRAWS
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.metrics.likelihoods import (
@@ -108,6 +109,9 @@ class Evaluator:
     ``forward``, and its likelihood says what they mean. These draws are seeded by the batch, and leave the global
     generators alone.
 
+    Figures of what the package has drawn itself have names that begin with :data:`BY_DRAWS`, behind "val/" or "test/";
+    those of what the module's own step has returned, or its ``forward`` gives, have no such word (:meth:`by`).
+
     Whose an example is follows from its position, where a loader gives all examples in their order. Elsewhere
     (shuffled or sampled, ``limit_val_batches`` below 1, another sampler of Lightning's, a collate function of the
     user's) the clients' data sets are predicted in one further pass.
@@ -117,7 +121,16 @@ class Evaluator:
         self._predictive: PosteriorPredictive | None = None
         self._samples = DRAWS
         self._right, self._has_said = [0, 0, 0], False
+        self._again, self._can_draw = set[str](), False
         self.begin()
+
+    def by(self, what: str) -> str:
+        """Return what stands before the names of figures: :data:`BY_DRAWS`, or nothing.
+
+        ``what`` they are of, in the last validation or test: "batches" as readers see them, the predictions by
+        "client", their "logits", or those by the clients' "own" posteriors.
+        """
+        return BY_DRAWS if self._can_draw and what in self._again else ""
 
     def has_clients(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
         """Return True if the data are the clients' own: a ClientDatasets, or a loader for each of the federation's."""
@@ -167,6 +180,7 @@ class Evaluator:
             is_random(each) for each in posterior.variance.values()
         )
         self._posterior = posterior if draws else None
+        self._can_draw = draws or callable(getattr(module, "sample", None))
         return readers
 
     def collect(
@@ -179,12 +193,16 @@ class Evaluator:
         readers = self._open(trainer, module)
         if not readers or self._last == (loader, number):
             return
+        if self._last is None:
+            self._again = set() if self._posterior is None else {"own"}
         self._last = loader, number
         found = returned(outputs, module)
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
+            lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
             try:
                 with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
                     found = {**self._predict(module, batch), **(found or {})}
+                self._again |= lacks
             except FedBayesError as error:
                 self._asks, self._error = False, error if found is None else None
         if found is not None:
@@ -339,6 +357,8 @@ class Evaluator:
     def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
         """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
         are_new, found = not self._has_given, dict[str, Predicted]()
+        if are_new or self._posterior is not None:  # else the module's steps predict likewise
+            self._again |= {"client", "logits", "own", *(["batches"] if are_new else [])}
 
         def predict(batch: Any) -> Predicted:
             own = self._predict(module, batch)

@@ -83,7 +83,8 @@ def test_draws_of_the_parameters_are_one_further_pass(monkeypatch):
     assert sum(examples for examples, _ in drawn) == 2 * EXAMPLES
     assert {samples for _, samples in drawn} == {10}
     assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
-    assert {"val/clients/nll", "val/scaled/temperature", "val/aps_80/threshold"} <= set(made.callback_metrics)
+    assert {"val/draws/clients/nll", "val/draws/scaled/temperature", "val/draws/aps_80/threshold"} <= set(
+        made.callback_metrics)
 
 
 def test_a_regressor_is_predicted_once_too():
@@ -168,7 +169,8 @@ def test_draws_of_a_shuffled_validation_are_one_pass_too(monkeypatch):
                         lambda self, x, samples=None: drawn.append(len(x)) or sample(self, x, samples))
     _, made, federation = rounds_of(Plain(optimizer=fb.IVON), everything(), held_out(shuffle=True), part="net")
     assert sum(drawn) == 2 * EXAMPLES
-    assert {"val/clients/nll", "val/retained_area_entropy", "val/scaled/temperature"} <= set(made.callback_metrics)
+    assert {f"val/draws/{name}" for name in ("clients/nll", "retained_area_entropy", "scaled/temperature")} <= set(
+        made.callback_metrics)
     assert "sites/elbo" in federation.history[-1]
 
 
