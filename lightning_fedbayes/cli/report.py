@@ -13,7 +13,7 @@ from lightning_fedbayes.cli.chart import COLOURS, by_round, chart
 from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.cli.results import spoken, without_draws
 from lightning_fedbayes.core.run_file import BY_DRAWS, RunRecord, Table, file_of, home_of, read
-from lightning_fedbayes.core.tables import html_table, texts
+from lightning_fedbayes.core.tables import html_table
 
 PAGE = "report.html"
 GROUPS = {
@@ -94,7 +94,7 @@ def page(run: RunRecord, name: str) -> str:
         _section("Calibration, and what uncertainty is worth", _curves(run.curves)),
         _section("Clients", _client_charts(figures)), _clients(run.tables.get("federation/clients")),
         _section("What travelled", _traffic(figures)),
-        f"<h2>Settings</h2>{_table(('setting', 'value'), settings)}",
+        f"<h2>Settings</h2>{html_table(('setting', 'value'), settings)}",
         "<h2>Everything</h2>", _details("figures", ("figure", "first", "last"), firsts_and_lasts),
         *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
     ]
@@ -170,7 +170,7 @@ def _clients(table: Table | None) -> str:
     reasons = {row[0]: row[-1] for row in rows if row[-1]}
     told = [f'<p class="soft">{escape(f"{name} was left out, last for {why}")}</p>' for name, why in reasons.items()]
     heads = [each.replace("_", " ") + columns[each] for each in CLIENT_COLUMNS]
-    return "".join([_table(heads, [[row[place] for place in places] for row in rows]), *told])
+    return "".join([html_table(heads, [[row[place] for place in places] for row in rows]), *told])
 
 
 def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
@@ -190,11 +190,6 @@ def _section(title: str, charts: Iterable[str]) -> str:
     return f'<h2>{escape(title)}</h2><div class="charts">{shown}</div>' if shown else ""
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table of HTML, floats with four significant digits."""
-    return html_table([escape(each) for each in columns], [list(map(escape, row)) for row in texts(rows)])
-
-
 def _details(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table that opens at a click, and can be moved where the window is narrow."""
-    return f'<details><summary>{escape(title)}</summary><div class="wide">{_table(columns, rows)}</div></details>'
+    return f'<details><summary>{escape(title)}</summary><div class="wide">{html_table(columns, rows)}</div></details>'
