@@ -46,9 +46,9 @@ class ClientReport(Reader):
     out. Of more than 24 clients it takes 24, at equal distances.
 
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
-    module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` is given: its predictions
-    are drawn from the global posterior, and all of these names have "draws/" behind "val/", as "val/draws/clients/nll";
-    where it is not, one line says so.
+    module of the user's own is scored where this report or an :class:`~lightning_fedbayes.UncertaintyReport` is given:
+    its predictions are drawn from the global posterior, and all of these names have "draws/" behind "val/", as
+    "val/draws/clients/nll". Of the report that a federation brings along one line says that there are none.
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
@@ -57,15 +57,17 @@ class ClientReport(Reader):
         personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 
+    by_client = True
+
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
         self.across: CrossScores | None = None
         self.personal: FederatedBayes | None = None
         self._is_silent = False
 
-    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
-        """Return True if the module has a ``predict_step`` of its own."""
-        return has_predict_step(module)
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
+        """Return True if a user has given the report, or the module has a ``predict_step`` of its own."""
+        return (self.is_given and has_clients) or has_predict_step(module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the clients on their validation data."""
@@ -139,10 +141,8 @@ class ClientReport(Reader):
             ]
         except FedBayesError:
             return None
-        return ClientScores.of(
-            {name: each.num_examples[0] for name, each in zip(clients.names, scores, strict=True)},
-            {name: {f: float(v[0]) for f, v in each.values.items()} for name, each in zip(clients.names, scores)},
-        )
+        values = {figure: torch.cat([each.values[figure] for each in scores]) for figure in scores[0].values}
+        return ClientScores(tuple(clients.names), tuple(each.num_examples[0] for each in scores), values)
 
     def _own_on(
         self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, client: str,
@@ -182,6 +182,7 @@ def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBay
     """
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
+    second.is_given = second.is_given and second in callbacks
     for report, place in ((first, beside), (second, first)):
         if report not in callbacks:
             callbacks.insert(callbacks.index(place) + 1, report)

@@ -80,7 +80,7 @@ class UncertaintyReport(Reader):
     def __init__(self, samples: int | None = 10) -> None:
         if samples is not None:
             check_at_least("samples", samples, 1)
-        self.samples = samples
+        self.samples, self.is_given = samples, samples is not None
         self.label_counts: Tensor | None = None
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class UncertaintyReport(Reader):
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 
-    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if the posterior predicts."""
         return self.samples is not None and posterior is not None
 
@@ -259,8 +259,5 @@ class UncertaintyReport(Reader):
             return
         round = trainer.current_epoch
         log_figure(trainer, f"{self._begin}calibration", self._calibration.plot()[0], round)
-        curves = {}
-        for name, metric in self._retained.items():
-            curve = metric.compute()
-            curves[name] = (curve.fraction, curve.accuracy)
+        curves = {name: metric.compute()[:2] for name, metric in self._retained.items()}
         log_figure(trainer, f"{self._begin}accuracy_retained", plots.accuracy_retained(curves), round)

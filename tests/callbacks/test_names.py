@@ -73,6 +73,13 @@ def test_figures_by_draws_stand_beside_the_module_s_own_at_the_mean():
     assert figures_of(Own()) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
 
 
+def test_a_report_on_clients_that_is_given_asks_for_predictions():
+    assert figures_of(Own(), callbacks=[fb.ClientReport()]) == {"acc"} | drawn(BY_BATCH | BY_CLIENT)
+    assert figures_of(Own(optimizer=torch.optim.SGD), callbacks=[fb.ClientReport()]) == {"acc"} | BY_BATCH | BY_CLIENT
+    assert figures_of(Own(), callbacks=[]) == {"acc"}
+    assert figures_of(Own(), DataLoader(blobs(30), 8), [fb.ClientReport()]) == {"acc"}
+
+
 def test_a_test_has_the_same_names():
     found = figures_of(Own(), test=True)
     assert {"acc", "draws/clients/nll", "draws/scaled/ece", "draws/lac_80/coverage"} <= found

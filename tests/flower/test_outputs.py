@@ -81,3 +81,23 @@ def test_figures_of_a_client_s_callbacks_say_whose_they_are(kind, by, tmp_path):
     run(LocalGrid(apps), strategy, rounds=1, make=make)
     found = {name for name in strategy.client_scores.values if "scaled" in name}
     assert found == {f"val/{by}scaled/temperature", f"personal/val/{by}scaled/temperature"}
+
+
+def test_a_client_refuses_before_training_what_its_callbacks_cannot_use(caplog):
+    """Its Trainer validates nothing while it trains, and the server's first question after that would find it."""
+    class Untrained(Plain):
+        def training_step(self, batch, batch_idx):
+            pytest.fail("training has begun")
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def make():
+        return Untrained(torch.nn.Linear(6, 1))
+
+    app = client_app(make(), BlobData(), share_errors=True, trainer={
+        "accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]})
+    strategy = FusionStrategy(wait_for=CLIENTS, evaluate=True, safeguards=fb.Safeguards(max_failed_rounds=1))
+    with caplog.at_level("INFO"), pytest.raises(fb.FederationError, match="in a row"):
+        run(LocalGrid([app] * CLIENTS), strategy, rounds=2, make=make)
+    assert "client 0 failed in training: FedBayesError: Untrained: outputs (8, 1) and targets (8,)" in caplog.text

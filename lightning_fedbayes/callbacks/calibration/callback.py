@@ -52,11 +52,11 @@ class CalibrationCallback(Reader):
 
     @abstractmethod
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return what is calibrated of a client's predictions; raise FedBayesError if they are of another kind."""
+        """Return what is calibrated of a client's predictions, and checked of a batch before training.
 
-    def check(self, found: Predicted) -> None:
-        """See :meth:`Reader.check`."""
-        self.read(found)
+        Raises:
+            FedBayesError: they are of another kind.
+        """
 
     @abstractmethod
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
