@@ -152,7 +152,6 @@ class Engine(ABC):
             self.model.set_prior(None)
         self._prior = None
 
-
     def problem(self, client: int, state: ClientState) -> LocalProblem:
         """Ask the method what a client minimises, and remember it until the client's report.
 
@@ -325,7 +324,6 @@ class Engine(ABC):
         self.states.forget(client)
         self.log.forget(client)
 
-
     def take_trained(self, everyone: Sequence[Results]) -> None:
         """Take figures and states of the clients of all processes in place of this one's own."""
         self.log.take([logged for logged, _ in everyone])
@@ -341,8 +339,6 @@ class Engine(ABC):
     def close(self) -> None:
         """Give the optimizers back as they were, and the folder of states to others; a second call does nothing."""
         self.states.close()
-
-
 
 
 @contextmanager

@@ -128,7 +128,6 @@ class Federation:
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
 
-
     def take_over(self) -> None:
         """Make the module's present parameters and buffers the global model, if a hook has changed them."""
         model = self.engine.model
@@ -187,8 +186,6 @@ class Federation:
                     self.engine.states.keep(message.client, state)
                 outcomes.append(self._admit(message, started))
         return outcomes
-
-
 
     @property
     def is_complete(self) -> bool:
@@ -264,7 +261,6 @@ class Federation:
             result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result
-
 
     @staticmethod
     def notes_of(result: RoundResult) -> list[Any]:
@@ -379,7 +375,6 @@ class Federation:
         self.engine.model.load_global()
         self.in_flight.drop(self.round)
         self.stage = "between"
-
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""

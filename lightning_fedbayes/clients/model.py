@@ -110,7 +110,6 @@ class ResidentModel:
             self.remember_global()
         return bool(joined - self.local_names)
 
-
     def check_frozen(self) -> None:
         """Raise FederationError if a client has changed what is frozen."""
         for name, p in self.frozen.items():
@@ -201,7 +200,6 @@ class ResidentModel:
         finally:
             self.global_parameters, self.global_buffers, self._global_variances = before
             self.load_global()
-
 
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
         """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`).

@@ -201,8 +201,6 @@ class LocalPriors:
         set_prior(self.module, None)
 
 
-
-
 class Measured:
     r"""Sums along local training, of one client or of each client in a stack: gradients, their squares, Price's traces.
 

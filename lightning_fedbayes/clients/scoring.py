@@ -54,8 +54,6 @@ def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
     return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 
 
-
-
 def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
     """Return the negative log-likelihood, per example in nats, of the module's ``predict_step`` on a batch."""
     rows = predicted(module, batch)

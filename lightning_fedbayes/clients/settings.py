@@ -144,7 +144,6 @@ class FederationSettings:
         if method.keeps_posteriors and not self.keeps_posteriors:
             self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))
 
-
     @property
     def method(self) -> Method:
         """The federated method; known once the network is, where nothing was said."""
@@ -202,8 +201,6 @@ class FederationSettings:
         return found | found.pop("safeguards").__dict__
 
 
-
-
 def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
     """Raise FederationError if every round would have too few clients."""
     cohort = cohort_size(clients, fraction)
@@ -212,8 +209,6 @@ def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
             f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
             "every round would fail"
         )
-
-
 
 
 def attacks_of(adversaries: Any) -> tuple[Attack, ...]:

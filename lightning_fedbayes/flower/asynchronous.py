@@ -206,7 +206,6 @@ class Course:
         held = {client: each.started for client, each in self._heard.items()}
         return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
 
-
     # -- who begins ----------------------------------------------------------------------------------------------------
 
     def _go_on(self, grid: Grid, round: int) -> None:
@@ -230,7 +229,6 @@ class Course:
             known = [known[place] for place in torch.randperm(len(known), generator=draws).tolist()]
         free = [client for client in known if client not in self.busy and client not in self._heard]
         return free[: max(0, together - len(self._waited(round)))]
-
 
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
@@ -278,7 +276,6 @@ class Course:
         valid = sum(isinstance(each.message, ClientUpdate) for each in self._heard.values())
         nobody = not self._waited(round) and (late or bool(self._heard))
         return list(self._heard) if valid >= buffer or nobody else None
-
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:

@@ -141,8 +141,6 @@ def number_or_none(context: Context) -> int:
     return number if isinstance(number, int) else -1
 
 
-
-
 def question_in(message: flwr.app.Message, context: Context) -> Question:
     """Return the question in a message of the server.
 

@@ -76,8 +76,6 @@ def records_of(message: Message) -> RecordDict:
     return records
 
 
-
-
 def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_round: int) -> Message:
     """Return the message in a client's reply; nothing in it is trusted.
 

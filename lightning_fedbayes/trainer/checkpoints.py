@@ -71,8 +71,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         )
 
 
-
-
 def use_whole_checkpoints(trainer: L.Trainer) -> None:
     """Let ``trainer`` read and write by :class:`WholeCheckpointIO`, unless it has a plug-in of its own."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

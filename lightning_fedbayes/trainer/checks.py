@@ -111,8 +111,6 @@ def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
             yield "ModelCheckpoint inside a round, when processes are at different steps; use every_n_epochs="
 
 
-
-
 def check_same_number(before: Clients, clients: Clients) -> None:
     """Raise FederationError if reloaded data have another number of clients."""
     if len(before) != len(clients):

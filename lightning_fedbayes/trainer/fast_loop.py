@@ -115,8 +115,6 @@ def batch_watchers(trainer: L.Trainer) -> Iterator[tuple[L.Callback, str]]:
                 yield callback, hook
 
 
-
-
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Return True if the optimizer evaluates the loss itself, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -129,8 +129,6 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
     return found
 
 
-
-
 # -- client ------------------------------------------------------------------------------------------------------------
 
 

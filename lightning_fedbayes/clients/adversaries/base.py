@@ -221,8 +221,6 @@ def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[i
     return assigned
 
 
-
-
 def _number(attack: Attack, client: int | str, numbers: Mapping[str, int]) -> int:
     """Return the number of a client that is given by number or name; raise FederationError if there is none."""
     if isinstance(client, int):

@@ -51,8 +51,6 @@ def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         layer.__dict__.setdefault(STATES, []).append(state)
 
 
-
-
 def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
     """Gradient of every example with respect to the layer's parameters; the form that Opacus asks of a grad sampler.
 

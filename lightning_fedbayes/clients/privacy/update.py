@@ -91,8 +91,6 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
     return vector * (clip / vector.norm().clamp_min(clip))
 
 
-
-
 @dataclass(frozen=True)
 class UpdatePrivacy:
     r"""(ε, δ)-differential privacy for every client as a whole, against the server too.

@@ -193,7 +193,6 @@ class VectorizedEngine(Engine):
         losses, rest = outputs
         return rest if losses is None else {"loss": losses.mean(), **rest}
 
-
     def _index(self, slot: int, step: int) -> int:
         """Return the number of the batch in the client's local epoch."""
         return step % (self._lengths[slot] // self.plan.local_epochs)

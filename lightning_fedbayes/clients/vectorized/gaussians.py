@@ -263,8 +263,6 @@ def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
     return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)
 
 
-
-
 def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:
     """Return the small ones with the dtype and device of the first, in single or double precision."""
     kinds = [

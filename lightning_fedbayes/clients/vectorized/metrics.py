@@ -126,7 +126,6 @@ class Call:
         return torch.stack([values[row].reshape(()) if row in values else mean for row in range(rows)])
 
 
-
 class StandIn(nn.Module):
     """Stands in the place of a metric or a collection while a stack trains: notes calls, and refuses everything else.
 
@@ -220,8 +219,6 @@ def logged_value(value: Any, rows: int) -> Any:
     if isinstance(value, Member):
         return dict(value.collection.items(copy_state=False))[value.key]
     return value
-
-
 
 
 def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:

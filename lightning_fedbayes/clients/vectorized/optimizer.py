@@ -109,7 +109,6 @@ class StackedOptimizer:
         """Number of draws, and of evaluations of the loss, per step."""
         return self.optimizer.samples if isinstance(self.optimizer, IVON) else 1
 
-
     def write_back(self) -> None:
         """Write parameters and state of the selected clients into :attr:`rows` and the stacked state."""
         if not self._selected:
@@ -193,8 +192,6 @@ class StackedOptimizer:
         return self.stacked_state[i][key]
 
 
-
-
 def _without(state: OptimizerState, keys: Collection[str]) -> OptimizerState:
     """Return what a client's state holds besides ``keys``."""
     return {i: {key: value for key, value in entries.items() if key not in keys} for i, entries in state.items()}
@@ -259,8 +256,6 @@ def clip_values(gradients: Sequence[Tensor], max_value: float) -> None:
     """Clamp every entry to [−``max_value``, ``max_value``], in place."""
     for gradient in gradients:
         gradient.clamp_(-max_value, max_value)
-
-
 
 
 LARGEST = 8

@@ -154,8 +154,6 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
     return layouts
 
 
-
-
 def _check_modes(modes: Modes) -> None:
     """Raise CannotVectorize unless later steps leave the ``modes`` that the first one has left."""
     if not modes.is_now():

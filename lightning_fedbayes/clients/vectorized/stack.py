@@ -213,7 +213,6 @@ class ClientStack:
         for path in {} if self._local is None else self._rhos.values():
             parameters[path].grad = None
 
-
     def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
