@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import lightning as L
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -156,7 +157,39 @@ def cube(seed: int) -> Figure:
         prediction = in_original_units(predict(at / x.std()), 0.0, float(y.std()))
     columns = (at, prediction.mean, prediction.variance.sqrt(), x, y)
     at, mean, std, x, y = (column.squeeze(1) for column in columns)
-    return plots.prediction_interval(at, mean, std, (x, y))
+    return drawn(at, mean, std, x, y)
+
+
+def drawn(at: Tensor, mean: Tensor, std: Tensor, x: Tensor, y: Tensor) -> Figure:
+    """Draw predictive mean and intervals of one and two standard deviations at ascending inputs, and data (x, y)."""
+    inputs, middle, width = (column.numpy() for column in (at, mean, std))
+    figure = plots.empty_figure(5, 3.75)
+    axes = figure.add_subplot()
+    for widths, alpha in ((2, 0.18), (1, 0.3)):
+        axes.fill_between(inputs, middle - widths * width, middle + widths * width, color=plots.PALETTE[0], alpha=alpha,
+                          linewidth=0, label=f"± {widths} sd")
+    axes.plot(inputs, middle, color=plots.PALETTE[0], linewidth=1.8, label="predictive mean")
+    axes.scatter(x.numpy(), y.numpy(), s=10, color=plots.INK, zorder=3, label="data")
+    axes.set(xlabel="input x", ylabel="target y", title="Predictive distribution", xlim=(inputs[0], inputs[-1]))
+    axes.legend()
+    return figure
+
+
+def intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor) -> Figure:
+    """Draw interval and target of every example, in ascending order of the predicted mean."""
+    order = mean.flatten().argsort()
+    middle, below, above, truth = (column.flatten()[order].numpy() for column in (mean, low, high, target))
+    rank, inside = np.arange(1, len(order) + 1), (below <= truth) & (truth <= above)
+    figure = plots.empty_figure(5, 3.75)
+    axes = figure.add_subplot()
+    axes.vlines(rank, below, above, color=plots.PALETTE[5], alpha=0.6, linewidth=max(1.0, min(6.0, 200 / len(order))))
+    axes.plot(rank, middle, color=plots.PALETTE[0], linewidth=1.8, label="predictive mean")
+    for chosen, color, label in ((inside, plots.INK, "inside"), (~inside, plots.PALETTE[1], "outside")):
+        axes.scatter(rank[chosen], truth[chosen], s=10, color=color, zorder=3, label=f"target {label}")
+    axes.set(xlabel="example, by predicted mean", ylabel="target y",
+             title=f"Prediction intervals ({inside.mean():.0%} of targets inside)")
+    axes.legend()
+    return figure
 
 
 def main() -> None:
@@ -176,8 +209,7 @@ def main() -> None:
                 prediction, target = predictions_of(method, seed)
                 results[row, seed] = scores(prediction, target)
                 if seed == 0 and method == SHOWN:
-                    columns = (prediction.mean, *prediction.interval(LEVEL), target)
-                    figure = plots.prediction_intervals(*(column.squeeze(1) for column in columns))
+                    figure = intervals(prediction.mean, *prediction.interval(LEVEL), target)
                     figure.savefig(arguments.output / "intervals.png")
                 bar.update()
         bar.set_description("toy data")

@@ -124,10 +124,10 @@ def test_every_output_goes_through_everything(output, posterior, engine):
     report, clients = fb.UncertaintyReport(samples=4), fb.ClientReport()
     made = federate(module, callback, 2, DataLoader(data, 8), held_out,
                     callbacks=[report, clients, scaling, conformal])
-    assert math.isfinite(float(made.callback_metrics["val/clients/nll"]))
+    assert math.isfinite(float(made.callback_metrics["val/draws/clients/nll"]))
     assert 0.001 < scaling.temperature < 1000
     assert math.isfinite(conformal.threshold)
-    assert ("val/retained_area_entropy" in made.callback_metrics) == known.of_classes
+    assert ("val/draws/retained_area_entropy" in made.callback_metrics) == known.of_classes
     x, y = next(iter(held_out))
     predictive = fb.PosteriorPredictive(module, callback.posterior, samples=3)
     prediction = predictive.predict_step((x, y))

@@ -46,8 +46,9 @@ class ClientReport(Reader):
     out. Of more than 24 clients it takes 24, at equal distances.
 
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
-    module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` is given: its predictions
-    are drawn from the global posterior; where it is not, one line says so.
+    module of the user's own is scored where this report or an :class:`~lightning_fedbayes.UncertaintyReport` is given:
+    its predictions are drawn from the global posterior, and all of these names have "draws/" behind "val/", as
+    "val/draws/clients/nll". Of the report that a federation brings along one line says that there are none.
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
@@ -56,15 +57,17 @@ class ClientReport(Reader):
         personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 
+    by_client = True
+
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
         self.across: CrossScores | None = None
         self.personal: FederatedBayes | None = None
         self._is_silent = False
 
-    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
-        """Return True if the module has a ``predict_step`` of its own."""
-        return has_predict_step(module)
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
+        """Return True if a user has given the report, or the module has a ``predict_step`` of its own."""
+        return (self.is_given and has_clients) or has_predict_step(module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the clients on their validation data."""
@@ -93,11 +96,12 @@ class ClientReport(Reader):
             evaluator.begin()
         if self.across is not None:
             named = ", ".join(f"{name} ({' and '.join(why)})" for name, why in self.across.outlying().items())
+            table = f"val/{evaluator.by('own')}across"
             if named:
-                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see val/across.")
+                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see {table}.")
             if trainer.loggers:
-                log_table(trainer, "val/across", *self.across.table(), trainer.current_epoch)
-                log_figure(trainer, "val/across", self.across.plot(), trainer.current_epoch)
+                log_table(trainer, table, *self.across.table(), trainer.current_epoch)
+                log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log; what cannot be scored is said once, and costs nobody a run."""
@@ -114,13 +118,14 @@ class ClientReport(Reader):
             say(f"There are no scores of each client: {error}")
             return
         self.scores[stage] = scores
-        figures = scores.summary()
+        figures = {evaluator.by("client") + name: value for name, value in scores.summary().items()}
         clients = getattr(evaluator.loaders[0], "dataset", None)
         if self.personal is not None and isinstance(clients, ClientDatasets):
             own = self._own_scores(evaluator, module, self.personal, clients)
             if own is not None:
                 self.scores[f"personal/{stage}"] = own
-                figures |= {name.replace("clients/", "personal/"): value for name, value in own.summary().items()}
+                begin = f"{evaluator.by('own')}personal/"
+                figures |= {name.replace("clients/", begin): value for name, value in own.summary().items()}
         module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
 
     def _own_scores(
@@ -136,10 +141,8 @@ class ClientReport(Reader):
             ]
         except FedBayesError:
             return None
-        return ClientScores.of(
-            {name: each.num_examples[0] for name, each in zip(clients.names, scores, strict=True)},
-            {name: {f: float(v[0]) for f, v in each.values.items()} for name, each in zip(clients.names, scores)},
-        )
+        values = {figure: torch.cat([each.values[figure] for each in scores]) for figure in scores[0].values}
+        return ClientScores(tuple(clients.names), tuple(each.num_examples[0] for each in scores), values)
 
     def _own_on(
         self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, client: str,
@@ -166,9 +169,10 @@ class ClientReport(Reader):
             return None
 
     def _table(self, trainer: L.Trainer, stage: str) -> None:
-        for key, name in ((stage, f"{stage}/clients"), (f"personal/{stage}", f"{stage}/personal")):
+        by = evaluator_of(trainer).by
+        for key, name in ((stage, f"{by('client')}clients"), (f"personal/{stage}", f"{by('own')}personal")):
             if key in self.scores and trainer.loggers:
-                log_table(trainer, name, *self.scores[key].table(), trainer.current_epoch)
+                log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
@@ -178,6 +182,7 @@ def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBay
     """
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
+    second.is_given = second.is_given and second in callbacks
     for report, place in ((first, beside), (second, first)):
         if report not in callbacks:
             callbacks.insert(callbacks.index(place) + 1, report)

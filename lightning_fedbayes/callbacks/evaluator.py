@@ -29,6 +29,7 @@ from lightning_fedbayes.clients.evaluation import (
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
+from lightning_fedbayes.core.run_file import BY_DRAWS
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.metrics.likelihoods import (
@@ -40,6 +41,7 @@ from lightning_fedbayes.metrics.likelihoods import (
     said_by,
 )
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
+from lightning_fedbayes.trainer.data import validate_batch
 
 C = TypeVar("C", bound=L.Callback)
 Datasets = ClientDatasets | Mapping[str, Dataset]
@@ -56,22 +58,35 @@ class Reader(L.Callback):
     """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
 
     Attributes:
+        is_given: a user has given it, so that training is refused where it would be in vain.
+        by_client: it needs validation data of clients.
         calibrates: it needs the predictions of every client, also where the module's steps return none.
         needs_logits: it needs the logits of every draw, not the mean probabilities alone.
     """
 
+    is_given = True
+    by_client = False
     calibrates = False
     needs_logits = False
 
-    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if ``module`` is to predict once more where its steps return no predictions."""
         return self.calibrates
 
     def see(self, found: Predicted) -> None:
         """Receive the predictions of one batch."""
 
-    def check(self, found: Predicted) -> None:
-        """Raise FedBayesError if it cannot use such predictions, those of a batch before training."""
+    def read(self, found: Predicted) -> tuple[Tensor, ...]:
+        """Return what it keeps of a client's predictions; raise FedBayesError if it cannot use them."""
+        return ()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check a batch, without a trace, if Lightning's own check has validated none; once for each module."""
+        evaluator = evaluator_of(trainer)
+        if self.is_given and evaluator.checked is not pl_module:
+            evaluator.checked = pl_module
+            own = [each for each in callbacks_of(trainer) if isinstance(each, Reader) or hasattr(each, "posterior_of")]
+            validate_batch(trainer, pl_module, own)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin anew."""
@@ -117,11 +132,22 @@ class Evaluator:
         self._predictive: PosteriorPredictive | None = None
         self._samples = DRAWS
         self._right, self._has_said = [0, 0, 0], False
+        self.checked: L.LightningModule | None = None
+        self._again, self._can_draw = set[str](), False
         self.begin()
+
+    def by(self, what: str) -> str:
+        """Return what stands before the names of figures: :data:`BY_DRAWS` if the package itself has drawn what they
+        are of, or nothing, as for what the module's step has returned, or its ``forward`` gives.
+
+        In the last validation or test they are of ``what``: "batches" as readers see them, the predictions by
+        "client", their "logits", or those by the clients' "own" posteriors.
+        """
+        return BY_DRAWS if self._can_draw and what in self._again else ""
 
     def has_clients(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
         """Return True if the data are the clients' own: a ClientDatasets, or a loader for each of the federation's."""
-        return bool(self._open(trainer, module)) and self._has_clients
+        return not trainer.sanity_checking and bool(self._open(trainer, module)) and self._has_clients
 
     def begin(self) -> None:
         """Forget the last validation or test, but for what there is to say of it."""
@@ -138,7 +164,7 @@ class Evaluator:
         if self._readers is not None:
             return self._readers
         callbacks = callbacks_of(trainer)
-        self._readers = readers = [] if trainer.sanity_checking else [c for c in callbacks if isinstance(c, Reader)]
+        readers = [each for each in callbacks if isinstance(each, Reader)]
         federation = next((each for each in callbacks if hasattr(each, "posterior_of")), None)
         self._seed = 0 if federation is None else federation.settings.seed
         loaders: Any = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
@@ -155,18 +181,24 @@ class Evaluator:
             gives_all(loader, number, together=isinstance(data, ConcatDataset))
             for loader, number in zip(self.loaders, numbers)
         )
+        if trainer.sanity_checking:  # those that would be in vain without predictions
+            readers = [each for each in readers if each.is_given and (self._has_clients or not each.by_client)]
+        self._readers = readers
         self._calibrates = any(reader.calibrates for reader in readers)
         self._needs_logits = any(reader.needs_logits for reader in readers)
         self._keeps = self._calibrates or self._has_clients
         posterior: GaussianPosterior | None = None
-        with suppress(FedBayesError):  # there is none yet
-            posterior = None if federation is None else federation.posterior
-        self._asks = any(reader.asks(module, posterior) for reader in readers)
-        self._samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), DRAWS)
+        if federation is not None:
+            with suppress(FedBayesError):  # there is none yet
+                posterior = GaussianPosterior.point_mass({}) if trainer.sanity_checking else federation.posterior
+        self._asks = any(reader.asks(module, posterior, has_clients=self._has_clients) for reader in readers)
+        samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), None)
+        self._samples, self._takes_outputs = samples or DRAWS, self._calibrates or samples is not None
         draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
             is_random(each) for each in posterior.variance.values()
         )
         self._posterior = posterior if draws else None
+        self._can_draw = draws or callable(getattr(module, "sample", None))
         return readers
 
     def collect(
@@ -179,12 +211,16 @@ class Evaluator:
         readers = self._open(trainer, module)
         if not readers or self._last == (loader, number):
             return
+        if self._last is None:
+            self._again = set() if self._posterior is None else {"own"}
         self._last = loader, number
         found = returned(outputs, module)
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
+            lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
             try:
                 with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
                     found = {**self._predict(module, batch), **(found or {})}
+                self._again |= lacks
             except FedBayesError as error:
                 self._asks, self._error = False, error if found is None else None
         if found is not None:
@@ -197,22 +233,22 @@ class Evaluator:
         return found is None or (self._needs_logits and "probs" in found and "logits" not in found)
 
     def _try(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any) -> None:
-        """Raise what would keep a calibration from its predictions, on a batch of the check before training."""
-        readers = [each for each in callbacks_of(trainer) if isinstance(each, Reader) and each.calibrates]
-        if not readers or trainer.state.fn != "fit":
-            return
-        self._posterior, self._calibrates = None, True
-        self._needs_logits = any(reader.needs_logits for reader in readers)
-        with drawing(module.device, 0):
-            found = returned(outputs, module)
-            if self._lacks(found):
+        """Raise what would keep readers from their predictions, on a batch of the check before training."""
+        readers = self._open(trainer, module)
+        self.checked = module
+        if self._calibrates:
+            by_name(data_of(self.loaders)[0])
+        found = returned(outputs, module)
+        if self._lacks(found) and self._asks:
+            with drawing(module.device, 0):
                 try:
                     found = {**self._predict(module, batch), **(found or {})}
                 except FedBayesError:
                     if found is None:
                         raise
-        for reader in readers:
-            reader.check(self._keep(found or {}))
+        if found is not None:
+            for reader in readers:
+                reader.read(self._keep(found))
 
     def _give(self, found: Predicted) -> None:
         """Give predictions to the readers."""
@@ -241,8 +277,8 @@ class Evaluator:
         if has_predict_step(module) and (are_numbers or not self._needs_logits):
             try:
                 return predicted(module, batch)
-            except FedBayesError:  # of a user's own predictions; a calibration can do with logits
-                if not self._calibrates:
+            except FedBayesError:  # of a user's own predictions; others than a ClientReport can do with outputs
+                if not self._takes_outputs:
                     raise
         try:
             return rows_by_outputs(module, batch)
@@ -292,7 +328,7 @@ class Evaluator:
 
     def complete(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """See to it that all readers have the predictions that they have asked for."""
-        if self._open(trainer, module) and self._asks and not self._has_given:
+        if not trainer.sanity_checking and self._open(trainer, module) and self._asks and not self._has_given:
             try:
                 self.predictions(trainer, module)
             except FedBayesError:
@@ -339,6 +375,8 @@ class Evaluator:
     def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
         """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
         are_new, found = not self._has_given, dict[str, Predicted]()
+        if are_new or self._posterior is not None:  # else the module's steps predict likewise
+            self._again |= {"client", "logits", "own", *(["batches"] if are_new else [])}
 
         def predict(batch: Any) -> Predicted:
             own = self._predict(module, batch)

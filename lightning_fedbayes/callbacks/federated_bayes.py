@@ -409,9 +409,7 @@ class FederatedBayes(L.Callback):
             if self.settings.privacy is not None:
                 pl_module.log_dict(self.settings.privacy.figures(max(self._report.records.rounds)))
             assert self._loop is not None
-            self._report.log_round(
-                trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
-            )
+            self._report.log_round(trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the test's figures: it is their x-axis."""
@@ -432,7 +430,7 @@ class FederatedBayes(L.Callback):
         self._drop_unfinished_round()
         self.federation.check_trained()
         self.federation.take_over()  # what hooks have changed after the last round
-        self._report.finish(trainer, self._uncertainty.client_accuracy, self.history)
+        self._report.finish(trainer, self._uncertainty, self.history)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After a checkpoint of a complete federation, which trains nothing, hold its clients, too."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
 from lightning_fedbayes.callbacks.records import ClientRecords, divergence_of
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
@@ -167,7 +168,7 @@ class FederationReport:
 
     def log_round(
         self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str], step_names: set[str],
-        accuracy: Tensor | None,
+        scored: UncertaintyReport,
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
@@ -179,7 +180,7 @@ class FederationReport:
             figures: name → value; "round", counted from 1, becomes the x-axis.
             training_names: names of the figures that the module has logged of its training per epoch.
             step_names: names of those that it has logged of single steps, whose x-axis stays the step.
-            accuracy: accuracy of the global model for each client, by the last validation; None if unknown.
+            scored: knows the accuracy of the global model for each client, by the last validation.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
@@ -187,7 +188,7 @@ class FederationReport:
         if not trainer.loggers:
             return
         shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
-        curves = self._client_curves(accuracy)
+        curves = self._client_curves(scored)
         place = {"round": figures["round"], "epoch": trainer.current_epoch}
         self._note_figures(trainer, int(figures["round"]), {**named, **curves})
         names = (training_names | set(trainer.callback_metrics) | set(curves)) - step_names - {"round"}
@@ -225,11 +226,12 @@ class FederationReport:
         self._told |= set(figures) - constant - {"round"}
         return [name for name in figures if name in self._told]
 
-    def _client_curves(self, accuracy: Tensor | None) -> dict[str, float]:
+    def _client_curves(self, scored: UncertaintyReport) -> dict[str, float]:
         """Return the round's accuracy and training loss of each client, or quantiles of them if there are many."""
         values: dict[str, dict[int, float]] = {"client_train_loss": self._losses}
+        accuracy = scored.client_accuracy
         if accuracy is not None and accuracy is not self._drawn:  # there has been a validation in this round
-            values["client_accuracy"] = dict(enumerate(accuracy.tolist()))
+            values[f"{scored.by}client_accuracy"] = dict(enumerate(accuracy.tolist()))
         self._drawn, self._losses = accuracy, {}
         curves: dict[str, float] = {}
         for name, of_clients in values.items():
@@ -254,16 +256,17 @@ class FederationReport:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, trainer: L.Trainer, accuracy: Tensor | None, history: Sequence[Mapping[str, float]]) -> None:
+    def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
         """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
 
-        Of a federation by sites print a line on how far it has come. ``accuracy`` is that of :meth:`log_round`,
+        Of a federation by sites print a line on how far it has come. ``scored`` is that of :meth:`log_round`,
         ``history`` the figures of every round.
         """
         tell_of_sites(history)
         known = self.records
         if not trainer.loggers or not len(known):
             return
+        accuracy = scored.client_accuracy
         scores = [math.nan] * len(known) if accuracy is None else accuracy.tolist()
         failures = [known.last_failure.get(client, "") for client in range(len(known))]
         rows = [list(row) for row in zip(
@@ -271,7 +274,8 @@ class FederationReport:
             scores, known.seconds, known.megabytes_up, failures, strict=True,
         )]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
-        log_table(trainer, "federation/clients", CLIENT_COLUMNS, shown, round=trainer.current_epoch)
+        columns = [f"{scored.by}{name}" if name == "accuracy" else name for name in CLIENT_COLUMNS]
+        log_table(trainer, "federation/clients", columns, shown, round=trainer.current_epoch)
         self._log_reliabilities(trainer)
         log_choices(trainer, history)
 

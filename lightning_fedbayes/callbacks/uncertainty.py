@@ -61,7 +61,8 @@ class UncertaintyReport(Reader):
     Logged at the end: the two pictures.
 
     A module without Bayesian layers returns no such thing. In a federation the report predicts for it from the global
-    posterior (of :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`.
+    posterior (of :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`. Figures
+    have "draws/" behind "val/" then, as "val/draws/retained_area_entropy".
 
     Where the validation data are the clients' own, :class:`ClientReport` logs their accuracies. Elsewhere those per
     class are averaged with each client's label proportions, an unbiased estimate under label skew, and logged as
@@ -73,17 +74,19 @@ class UncertaintyReport(Reader):
 
     Attributes:
         client_accuracy: of each client of the federation, on its own data or estimated; None if nothing is known.
+        by: "draws/" if that is of predictions that the package has drawn itself, otherwise nothing.
     """
 
     def __init__(self, samples: int | None = 10) -> None:
         if samples is not None:
             check_at_least("samples", samples, 1)
-        self.samples = samples
+        self.samples, self.is_given = samples, samples is not None
         self.label_counts: Tensor | None = None
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
         self.client_names: tuple[str, ...] = ()
         self.client_accuracy: Tensor | None = None
+        self.by = self._begin = ""
         self._calibration = CalibrationDiagram()
         self._retained = {name: AccuracyRetained() for name in MEASURES}
         self._reset()
@@ -111,7 +114,7 @@ class UncertaintyReport(Reader):
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 
-    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if the posterior predicts."""
         return self.samples is not None and posterior is not None
 
@@ -173,34 +176,37 @@ class UncertaintyReport(Reader):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As :meth:`on_validation_epoch_end`, and draw."""
         self._log(trainer, pl_module, "test")
-        self.draw(trainer, "test")
+        self.draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the last validation."""
-        self.draw(trainer, "val")
+        self.draw(trainer)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        evaluator_of(trainer).complete(trainer, pl_module)
+        evaluator = evaluator_of(trainer)
+        evaluator.complete(trainer, pl_module)
         if not self._seen or trainer.sanity_checking:
             return
         self._count()
         retained = {name: metric.compute() for name, metric in self._retained.items()}
-        figures = {f"{stage}/retained_area_{name}": float(curve.area) for name, curve in retained.items()}
+        self._begin = f"{stage}/{evaluator.by('batches')}"
+        figures = {f"{self._begin}retained_area_{name}": float(curve.area) for name, curve in retained.items()}
         if trainer.loggers:
-            self._log_curves(trainer, stage, retained)
+            self._log_curves(trainer, retained)
         own = self._own_accuracy(trainer, pl_module)
         known = own is not None and not bool(own.isnan().all())
         self.client_accuracy = own if known else self._estimated_accuracy()
+        self.by = evaluator.by("client" if known else "batches")
         if own is None and self.client_accuracy is not None:
             known = ~torch.isnan(self.client_accuracy)
             if bool(known.any()):
                 sizes = torch.tensor(self.client_sizes, dtype=torch.float64)[known]
                 accuracies = self.client_accuracy[known]
-                figures[f"{stage}/client_accuracy"] = float(weighted_accuracy(accuracies, sizes))
-                figures[f"{stage}/worst_client_accuracy"] = float(worst_fraction_accuracy(accuracies))
+                figures[f"{self._begin}client_accuracy"] = float(weighted_accuracy(accuracies, sizes))
+                figures[f"{self._begin}worst_client_accuracy"] = float(worst_fraction_accuracy(accuracies))
         pl_module.log_dict(figures)
 
-    def _log_curves(self, trainer: L.Trainer, stage: str, retained: Mapping[str, RetainedCurve]) -> None:
+    def _log_curves(self, trainer: L.Trainer, retained: Mapping[str, RetainedCurve]) -> None:
         """Log the calibration diagram and the accuracy-retained curves as data."""
         round = trainer.current_epoch + (trainer.state.fn == "fit")
         bins = self._calibration.compute()
@@ -208,14 +214,14 @@ class UncertaintyReport(Reader):
         columns = {"confidence": bins.confidence, "accuracy": bins.accuracy, "perfect calibration": bins.confidence,
                    "share of examples": bins.counts / bins.counts.sum()}
         rows = torch.stack([each[full] for each in columns.values()], 1).tolist()
-        log_curves(trainer, f"{stage}/calibration_curve", tuple(columns), rows, round, "Calibration")
+        log_curves(trainer, f"{self._begin}calibration_curve", tuple(columns), rows, round, "Calibration")
         shares = torch.arange(1, POINTS + 1) / POINTS
         curves = []
         for curve in retained.values():  # of one point each, where all examples are equally uncertain
             fraction, accuracy = torch.atleast_1d(curve.fraction), torch.atleast_1d(curve.accuracy)
             curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
         log_curves(
-            trainer, f"{stage}/retained_curve", ("examples retained", *retained),
+            trainer, f"{self._begin}retained_curve", ("examples retained", *retained),
             torch.stack([shares, *curves], 1).tolist(), round, "Accuracy when the most uncertain are discarded",
         )
 
@@ -247,14 +253,11 @@ class UncertaintyReport(Reader):
         mix = self.label_counts.double()[:, seen]
         return (mix * per_class).sum(1) / mix.sum(1)
 
-    def draw(self, trainer: L.Trainer, stage: str) -> None:
+    def draw(self, trainer: L.Trainer) -> None:
         """Log the pictures of the last evaluation."""
         if not self._seen or not trainer.loggers:
             return
         round = trainer.current_epoch
-        log_figure(trainer, f"{stage}/calibration", self._calibration.plot()[0], round)
-        curves = {}
-        for name, metric in self._retained.items():
-            curve = metric.compute()
-            curves[name] = (curve.fraction, curve.accuracy)
-        log_figure(trainer, f"{stage}/accuracy_retained", plots.accuracy_retained(curves), round)
+        log_figure(trainer, f"{self._begin}calibration", self._calibration.plot()[0], round)
+        curves = {name: metric.compute()[:2] for name, metric in self._retained.items()}
+        log_figure(trainer, f"{self._begin}accuracy_retained", plots.accuracy_retained(curves), round)

@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_fedbayes.cli.chart import COLOURS, by_round, chart
 from lightning_fedbayes.cli.messages import Options
-from lightning_fedbayes.cli.results import spoken
-from lightning_fedbayes.core.run_file import RunRecord, Table, file_of, home_of, read
-from lightning_fedbayes.core.tables import html_table, texts
+from lightning_fedbayes.cli.results import spoken, without_draws
+from lightning_fedbayes.core.run_file import BY_DRAWS, RunRecord, Table, file_of, home_of, read
+from lightning_fedbayes.core.tables import html_table
 
 PAGE = "report.html"
 GROUPS = {
@@ -24,6 +24,7 @@ GROUPS = {
 """Part of a name → title of the chart that such figures share; any other figure has its own."""
 LAST = 3
 """The first so many of them are no scores, and stand last."""
+STAGES = ("val/", f"val/{BY_DRAWS}", "test/", f"test/{BY_DRAWS}")
 TILES = ("nll", "accuracy", "ece", "rmse", "crps", "coverage", "worst_client_accuracy", "clients/accuracy_worst")
 ROUND_FIGURES = ("train_loss", "disagreement", "posterior_variance", "effective_clients", "seconds")
 CLIENT_COLUMNS = ("client", "examples", "accuracy", "train_loss", "failures")
@@ -80,7 +81,7 @@ def page(run: RunRecord, name: str) -> str:
     figures = run.figures
     known = {each: of_rounds[max(of_rounds)] for each, of_rounds in figures.items()}
     settings = [(key.replace("_", " "), value) for key, value in run.settings.items() if key != "network"]
-    scores = [f"{stage}/{each}" for stage in ("val", "test") for each in TILES if f"{stage}/{each}" in known]
+    scores = [stage + each for stage in STAGES for each in TILES if stage + each in known]
     tiles = "".join(f"<div>{escape(spoken(each))}<b>{known[each]:.4g}</b></div>" for each in scores)
     rounds = [by_round(each.replace("_", " "), {each: figures[f"federation/{each}"]}) for each in ROUND_FIGURES
               if f"federation/{each}" in figures]
@@ -93,7 +94,7 @@ def page(run: RunRecord, name: str) -> str:
         _section("Calibration, and what uncertainty is worth", _curves(run.curves)),
         _section("Clients", _client_charts(figures)), _clients(run.tables.get("federation/clients")),
         _section("What travelled", _traffic(figures)),
-        f"<h2>Settings</h2>{_table(('setting', 'value'), settings)}",
+        f"<h2>Settings</h2>{html_table(('setting', 'value'), settings)}",
         "<h2>Everything</h2>", _details("figures", ("figure", "first", "last"), firsts_and_lasts),
         *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
     ]
@@ -122,34 +123,38 @@ def _groups(figures: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, M
     charts: dict[str, dict[str, Mapping[int, float]]] = {title: {} for title in titles[LAST:] + titles[:LAST]}
     for name in sorted(figures):
         if name.startswith("val/"):
-            own = name.removeprefix("val/")
-            part = next((each for each in GROUPS if each in own), None)
+            part = next((each for each in GROUPS if each in name), None)
             title = spoken(name) if part is None else GROUPS[part]
+            own, by = without_draws(name.removeprefix("val/"))
             line = own.replace("clients/", "").replace("retained_area_", "").replace("_", " ")
-            charts.setdefault(title, {})[line] = figures[name]
+            charts.setdefault(title, {})[line + by] = figures[name]
     return {title: lines for title, lines in charts.items() if lines}
 
 
 def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
     """Draw calibration in the first, the middle and the last round, and the last accuracy-retained curves."""
-    for stage in ("val", "test"):
-        if diagrams := curves.get(f"{stage}/calibration_curve"):
+    for stage in STAGES:
+        if diagrams := curves.get(f"{stage}calibration_curve"):
             rounds = sorted(diagrams)
             shown = {f"round {round}": [(row[0], row[1]) for row in diagrams[round]["rows"]]
                      for round in dict.fromkeys((rounds[0], rounds[len(rounds) // 2], rounds[-1]))}
             shares = [row[3] for row in diagrams[rounds[-1]]["rows"]]
-            title = spoken(f"{stage}/accuracy by confidence")
+            title = spoken(f"{stage}accuracy by confidence")
             yield chart(title, shown, "confidence", (0.0, 1.0), (0.0, 1.0), shares)
-        if retained := curves.get(f"{stage}/retained_curve"):
+        if retained := curves.get(f"{stage}retained_curve"):
             table = retained[max(retained)]
             lines = {name.replace("_", " "): [(row[0], row[place]) for row in table["rows"]]
                      for place, name in enumerate(table["columns"]) if place}
-            yield chart(spoken(f"{stage}/accuracy of the most certain, by"), lines, "examples retained", (0.0, 1.0))
+            title = f"{spoken(f'{stage}accuracy of the most certain')}, by"
+            yield chart(title, lines, "examples retained", (0.0, 1.0))
 
 
 def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
     """Draw the accuracy and the training loss of each client, or quantiles of them."""
-    for kind, title in (("client_accuracy/", "accuracy of each client"), ("client_train_loss/", "its training loss")):
+    for kind, title in (
+        ("client_accuracy/", "accuracy of each client"), ("client_train_loss/", "its training loss"),
+        (f"{BY_DRAWS}client_accuracy/", "accuracy of each client, by draws"),
+    ):
         lines = {name.removeprefix(kind).replace("_", " "): figures[name] for name in figures if name.startswith(kind)}
         if lines:
             yield by_round(title, dict(sorted(lines.items(), key=lambda line: (len(line[0]), line[0]))))
@@ -159,12 +164,13 @@ def _clients(table: Table | None) -> str:
     """Return the table of clients, the least accurate first, those of unknown accuracy behind them."""
     if table is None:
         return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
-    places = [table["columns"].index(each) for each in CLIENT_COLUMNS]
+    columns = dict(map(without_draws, table["columns"]))
+    places = [list(columns).index(each) for each in CLIENT_COLUMNS]
     rows = sorted(table["rows"], key=lambda row: (math.isnan(row[places[2]]), row[places[2]], -row[places[3]]))
     reasons = {row[0]: row[-1] for row in rows if row[-1]}
     told = [f'<p class="soft">{escape(f"{name} was left out, last for {why}")}</p>' for name, why in reasons.items()]
-    heads = [each.replace("_", " ") for each in CLIENT_COLUMNS]
-    return "".join([_table(heads, [[row[place] for place in places] for row in rows]), *told])
+    heads = [each.replace("_", " ") + columns[each] for each in CLIENT_COLUMNS]
+    return "".join([html_table(heads, [[row[place] for place in places] for row in rows]), *told])
 
 
 def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
@@ -184,11 +190,6 @@ def _section(title: str, charts: Iterable[str]) -> str:
     return f'<h2>{escape(title)}</h2><div class="charts">{shown}</div>' if shown else ""
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table of HTML, floats with four significant digits."""
-    return html_table([escape(each) for each in columns], [list(map(escape, row)) for row in texts(rows)])
-
-
 def _details(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table that opens at a click, and can be moved where the window is narrow."""
-    return f'<details><summary>{escape(title)}</summary><div class="wide">{_table(columns, rows)}</div></details>'
+    return f'<details><summary>{escape(title)}</summary><div class="wide">{html_table(columns, rows)}</div></details>'

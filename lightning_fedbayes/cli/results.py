@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.run_file import BY_DRAWS
 
 FILE = "results.json"
 """Runs of a comparison, as :func:`save` writes them."""
@@ -181,9 +182,16 @@ def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Pa
 def spoken(metric: str) -> str:
     """Return the name of a metric in a picture.
 
-    >>> spoken("val/nll"), spoken("test/client_accuracy")
-    ('validation NLL', 'test client accuracy')
+    >>> spoken("val/nll"), spoken("test/client_accuracy"), spoken("val/draws/ece")
+    ('validation NLL', 'test client accuracy', 'validation ECE, by draws')
     """
     stage, _, name = metric.partition("/")
+    name, by = without_draws(name)
     shown = name.upper() if len(name) <= 4 else name.replace("_", " ")
-    return f"{'validation' if stage == 'val' else stage} {shown}"
+    return f"{'validation' if stage == 'val' else stage} {shown}{by}"
+
+
+def without_draws(name: str) -> tuple[str, str]:
+    """Return a figure's name without :data:`BY_DRAWS`, and what is said of it in that place."""
+    own = name.removeprefix(BY_DRAWS)
+    return own, "" if own == name else ", by draws"

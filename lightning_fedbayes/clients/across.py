@@ -6,7 +6,6 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from lightning_fedbayes.core.errors import (
     check_strings,
 )
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table, texts
+from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table
 from lightning_fedbayes.data.clients import ClientDatasets
 
 if TYPE_CHECKING:
@@ -222,8 +221,7 @@ class CrossScores:
         return markdown_table(*self._lines(figure))
 
     def _repr_html_(self) -> str:
-        head, lines = self._lines()
-        return html_table([*map(escape, head)], [[escape(each) for each in line] for line in texts(lines)])
+        return html_table(*self._lines())
 
     def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and lines of the table, with the means over the others."""

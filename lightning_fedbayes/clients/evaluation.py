@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, texts, worst_rows
+from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.functional import (
@@ -181,8 +180,7 @@ class ClientScores:
         return markdown_table(*self._lines())
 
     def _repr_html_(self) -> str:
-        head, lines = self._lines()
-        return html_table(head, [[escape(each) for each in line] for line in texts(lines)])
+        return html_table(*self._lines())
 
     def _lines(self) -> tuple[list[str], list[Row]]:
         """Return the head and the lines of the table."""

@@ -8,7 +8,7 @@ import itertools
 import pickle
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -125,6 +125,45 @@ class Modes:
         for each, training in self._flags:
             if each.training is not training:  # nn.Module's own setattr costs 1 µs
                 each.training = training
+
+
+class ModuleState:
+    """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
+
+    Attributes:
+        snapshots: path of each part → its attributes; parts are modules in lists and dicts, too, such as metrics.
+        tensors: name → tensor, its version and its contents.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        parts = (*module.named_modules(), *in_containers(module))
+        self.snapshots = {path: Snapshot(each, ("training",)) for path, each in parts}
+        self.tensors = {name: (each, version_if_any(each), each.detach().clone()) for name, each in tensors}
+        self._modes = Modes(module)
+
+    def written(self) -> list[str]:
+        """Return the names of the tensors that have been written into."""
+        return [name for name, (tensor, version, _) in self.tensors.items() if version_if_any(tensor) != version]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for snapshot in self.snapshots.values():
+            snapshot.restore()
+        self._modes.restore()
+        with torch.no_grad():
+            for name in self.written():
+                tensor, _, values = self.tensors[name]
+                write(tensor, values)
+
+
+def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules, such as metrics, that ``module`` and its layers keep in lists and dicts: name and module."""
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, list | tuple | dict) and not name.startswith("_") and len(value) <= LONG:
+                for each in value.values() if isinstance(value, dict) else value:
+                    if isinstance(each, nn.Module):
+                        yield f"{path}.{name}" if path else name, each
 
 
 class RoundState:

@@ -252,52 +252,6 @@ def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tensor, Tensor] | None = None) -> Figure:
-    """Regression on one input: predictive mean, intervals of one and two standard deviations, and data.
-
-    Args:
-        x: inputs of the predictions, shape (points,), in any order.
-        mean, std: predictive mean and standard deviation there, in the units of the target, shape (points,).
-        target: (inputs, targets) of observed data, each of shape (examples,); None shows none.
-    """
-    order = np.argsort(_array(x))
-    x_, mean_, std_ = (_array(values)[order] for values in (x, mean, std))
-    figure, axes = _figure()
-    for widths, alpha in ((2, 0.18), (1, 0.3)):
-        axes.fill_between(x_, mean_ - widths * std_, mean_ + widths * std_, color=PALETTE[0], alpha=alpha,
-                          linewidth=0, label=f"± {widths} sd")
-    axes.plot(x_, mean_, color=PALETTE[0], linewidth=1.8, label="predictive mean")
-    if target is not None:
-        axes.scatter(_array(target[0]), _array(target[1]), s=10, color=INK, zorder=3, label="data")
-    axes.set(xlabel="input x", ylabel="target y", title="Predictive distribution", xlim=(x_[0], x_[-1]))
-    _legend(axes, 4)
-    return figure
-
-
-def prediction_intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor) -> Figure:
-    """Prediction interval and target of every example, in ascending order of the predicted mean.
-
-    Targets outside their interval have a colour of their own; the title gives the share that lies inside.
-
-    Args:
-        mean: predictive means, shape (examples,), in the units of the target.
-        low, high: ends of the intervals, shape (examples,).
-        target: observed values, shape (examples,).
-    """
-    order = np.argsort(_array(mean))
-    mean_, low_, high_, target_ = (_array(values)[order] for values in (mean, low, high, target))
-    rank, inside = np.arange(1, len(order) + 1), (low_ <= target_) & (target_ <= high_)
-    figure, axes = _figure()
-    axes.vlines(rank, low_, high_, color=PALETTE[5], alpha=0.6, linewidth=max(1.0, min(6.0, 200 / len(order))))
-    axes.plot(rank, mean_, color=PALETTE[0], linewidth=1.8, label="predictive mean")
-    for chosen, color, label in ((inside, INK, "target inside"), (~inside, PALETTE[1], "target outside")):
-        axes.scatter(rank[chosen], target_[chosen], s=10, color=color, zorder=3, label=label)
-    axes.set(xlabel="example, by predicted mean", ylabel="target y",
-             title=f"Prediction intervals ({inside.mean():.0%} of targets inside)")
-    _legend(axes, 3)
-    return figure
-
-
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
     """Return an empty figure of ``width`` × ``height`` inches in the style of this module."""
     figure = empty_figure(width, height)

@@ -83,7 +83,7 @@ class GaussianPosterior:
             mean, std = self.mean[name].detach().double(), self.variance[name].detach().double().sqrt()
             spread = "–" if is_zero(self.variance[name]) else f"{std.min():.3g} to {std.max():.3g}"
             size = f"{mean.square().mean().sqrt():.3g}" if mean.numel() else "–"
-            rows.append((escape(name), "×".join(map(str, mean.shape)) or "scalar", size, spread))
+            rows.append((name, "×".join(map(str, mean.shape)) or "scalar", size, spread))
         more = f"<p>… and {len(self.mean) - MOST_ROWS} more tensors</p>" if len(self.mean) > MOST_ROWS else ""
         head = ("tensor", "shape", "root mean square of μ", "σ")
         return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"

@@ -14,6 +14,9 @@ FILE = "federation.jsonl"
 WANDB_FILES = "files"
 """Its folder in W&B's folder of a run; other loggers have it in the run's folder itself."""
 
+BY_DRAWS = "draws/"
+"""Stands before a figure, behind "val/" or "test/", of predictions that this package has drawn for a module itself."""
+
 Table = Mapping[str, Any]
 """A table: its "columns" and its "rows"."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from typing import Any
 
 Row = Sequence[str | float]
@@ -54,12 +55,12 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
     return "\n".join([head, "|" + "---|" * len(columns), *lines])
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of HTML; cells are escaped by the caller.
+def html_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return a table of HTML, its cells escaped; floats with four significant digits.
 
-    >>> html_table(("a",), [("1",)])
-    '<table><tr><th>a</th></tr><tr><td>1</td></tr></table>'
+    >>> html_table(("a",), [(1 / 3,)])
+    '<table><tr><th>a</th></tr><tr><td>0.3333</td></tr></table>'
     """
-    lines = ["".join(f"<th>{each}</th>" for each in head)]
-    lines += ["".join(f"<td>{each}</td>" for each in row) for row in rows]
+    lines = ["".join(f"<th>{escape(each)}</th>" for each in columns)]
+    lines += ["".join(f"<td>{escape(each)}</td>" for each in row) for row in texts(rows)]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

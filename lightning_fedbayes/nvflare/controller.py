@@ -209,7 +209,6 @@ class FusionController(ModelController):
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
         """Ask the clients of some sites, and wait for their answers.
 
-
         Returns: client → its message, or why it cannot be read; and the clients that have lost their state.
         """
         replies: dict[str, FLModel] = {}

@@ -7,9 +7,12 @@ from itertools import islice
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loops.utilities import _reset_progress
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.clients.snapshot import ModuleState
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 class FederatedSource:
@@ -67,9 +70,39 @@ def held_out_batches(trainer: L.Trainer) -> Iterator[Any]:
     loaders = loop._combined_loader
     if not isinstance(loaders, CombinedLoader):
         return
-    device = trainer.strategy.root_device
     for number, (loader, most) in enumerate(zip(loaders.flattened, loop.max_batches)):
         for batch in islice(loader, None if most == float("inf") else int(most)):
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
-            yield trainer.strategy.batch_to_device(batch, device, dataloader_idx=number)
+            yield brought(trainer, batch, number)
+
+
+def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
+    """Return a batch of loader ``number`` as a step of the module would get it."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx=number)
+
+
+def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
+    """Validate a batch before training as Lightning's own check does, for ``callbacks`` alone and without a trace.
+
+    Module and random generators are what they were then. What the module's own validation raises has its turn later.
+
+    Raises:
+        FedBayesError: of a callback.
+    """
+    made: Any = trainer
+    before, stage = ModuleState(module, module.named_buffers()), made.state.stage
+    options = made.callbacks, made.num_sanity_val_steps
+    made.callbacks, made.num_sanity_val_steps = callbacks, 1
+    try:
+        with isolate_rng():
+            made._run_sanity_check()
+    except FedBayesError:
+        raise
+    except Exception:  # whatever the user's code needs
+        _reset_progress(made.fit_loop.epoch_loop.val_loop)
+        made._logger_connector.reset_results()
+        made._logger_connector.reset_metrics()
+    finally:
+        (made.callbacks, made.num_sanity_val_steps), made.state.stage = options, stage
+        before.restore()

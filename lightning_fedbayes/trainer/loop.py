@@ -19,7 +19,7 @@ from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round
-from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
+from lightning_fedbayes.trainer.data import FederatedSource, brought, held_out_batches
 from lightning_fedbayes.trainer.fast_loop import (
     Advance,
     batch_watchers,
@@ -151,17 +151,11 @@ class FitLoop:
             obstacles=lambda: stack_obstacles(trainer),
             watched=lambda: watched(trainer, module),
             watchers=list({id(each): each for each, _ in batch_watchers(trainer)}.values()),
-            bring=self._bring,
+            bring=partial(brought, trainer),
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
         )
-
-    def _bring(self, batch: Any) -> Any:
-        """Return ``batch`` as ``training_step`` would get it."""
-        trainer: Any = self.trainer
-        batch = self.module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx=0)
 
     def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
         """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed.

@@ -145,11 +145,11 @@ class ClientTraining(L.Callback):
         self._reset(module)
         self._task, self._result = task, None
         FitLoop(trainer, module).set_epoch(task.round)
-        limit, trainer.limit_val_batches = trainer.limit_val_batches, 0  # else it scores one client's model
+        every, trainer.check_val_every_n_epoch = trainer.check_val_every_n_epoch, task.round + 2  # after it: never
         try:
             trainer.fit(module, datamodule=datamodule)
         finally:
-            trainer.limit_val_batches = limit
+            trainer.check_val_every_n_epoch = every
         if self._result is None:
             raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
         if isinstance(self._result, ClientFailure):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.clients import Clients, check_classes, clients_of
@@ -163,7 +164,7 @@ def test_reliabilities_are_a_hundred_rows(clients, tmp_path, monkeypatch):
     report = FederationReport()
     report.set_clients(Clients(tuple(map(str, range(clients))), (TensorDataset(torch.zeros(1)),) * clients))
     report.fused(result_of(clients))
-    report.finish(trainer(tmp_path), None, [])
+    report.finish(trainer(tmp_path), UncertaintyReport(None), [])
     _, *rows = csv.reader((tmp_path / "federation_reliability_by_round.csv").read_text().splitlines())
     assert len(rows) == MOST_ROWS
     assert figures[0].axes[0].images[0].get_array().shape == (100, 1)

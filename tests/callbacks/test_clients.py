@@ -52,7 +52,7 @@ def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_give
     made = federate(module, callback, 1, loader(clients(40, 30)), batches(9, 12), callbacks=[fb.UncertaintyReport(5)])
     predictive = fb.PosteriorPredictive(module, callback.posterior, 5)
     expected = fb.evaluate_clients(predictive, clients(9, 12), batch_size=8)
-    assert float(made.callback_metrics["val/clients/nll"]) == pytest.approx(expected.mean("nll"), rel=0.1)
+    assert float(made.callback_metrics["val/draws/clients/nll"]) == pytest.approx(expected.mean("nll"), rel=0.1)
     plain = federate(Plain(), fb.FederatedBayes(), 1, loader(clients(40, 30)), batches(9, 12))
     assert not any("clients/" in name for name in plain.callback_metrics)
 

@@ -304,8 +304,8 @@ def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
     federation = fb.FederatedBayes(SIZES, fusion="sites", local_epochs=5, seed=1)
     made = federate(Own(lr=0.05), federation, 12, loader(), loader(shuffle=False), callbacks=[report])
     metrics = made.callback_metrics
-    assert metrics["val/retained_area_epistemic"] > 0.3
-    assert 0 < metrics["val/worst_client_accuracy"] <= 1
+    assert metrics["val/draws/retained_area_epistemic"] > 0.3
+    assert 0 < metrics["val/draws/worst_client_accuracy"] <= 1
     assert federation.history[-1]["sites/elbo"] > federation.history[0]["sites/elbo"]
 
 

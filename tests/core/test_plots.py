@@ -35,9 +35,6 @@ FIGURES = {
     "panels_of_rounds": lambda: plots.round_panels(
         {f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3, 0.4 * i]} for i in range(5)}),
     "one_panel": lambda: plots.round_panels({"accuracy": {"a": [0.1]}}),
-    "interval": lambda: plots.prediction_interval(X.flip(0), X.flip(0) ** 3, X.abs(), (X, X**3)),
-    "intervals": lambda: plots.prediction_intervals(X.flip(0), X.flip(0) - 1, X.flip(0) + 1, X.flip(0) + 0.7 * X),
-    "interval_alone": lambda: plots.prediction_interval(X, X**3, X.abs()),
 }
 
 
@@ -114,24 +111,3 @@ def test_reliability_has_a_row_per_client_and_a_column_per_round():
     axes = FIGURES["reliability_of_clients"]().axes[0]
     assert axes.images[0].get_array().filled(-1).tolist() == [[pytest.approx(0.2), -1], [pytest.approx(0.8), 1]]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
-
-
-def test_interval_is_sorted_and_symmetric_about_the_mean():
-    axes = FIGURES["interval"]().axes[0]
-    assert axes.lines[0].get_xdata() == pytest.approx(X.numpy())
-    for widths, band in zip((2, 1), axes.collections):
-        corners = band.get_paths()[0].vertices
-        for x in X.tolist():
-            ends = corners[abs(corners[:, 0] - x) < 1e-6, 1]
-            assert (ends.min(), ends.max()) == pytest.approx((x**3 - widths * abs(x), x**3 + widths * abs(x)), abs=1e-5)
-
-
-def test_intervals_are_sorted_and_say_how_many_targets_they_hold():
-    axes = FIGURES["intervals"]().axes[0]
-    bars, inside, outside = axes.collections
-    assert axes.lines[0].get_ydata() == pytest.approx(X.numpy())
-    ends = torch.tensor([[low, high] for (_, low), (_, high) in bars.get_segments()])
-    torch.testing.assert_close(ends, torch.stack([X - 1, X + 1], 1).to(ends), rtol=0, atol=1e-6)
-    held = int((0.7 * X.abs() <= 1).sum())
-    assert (len(inside.get_offsets()), len(outside.get_offsets())) == (held, 30 - held)
-    assert f"{held / 30:.0%} of targets" in axes.get_title()

@@ -33,7 +33,8 @@ class CalibrationCallback(Reader):
     :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each); any other
     validation data are those of one client, "all". Training itself is not changed.
 
-    What is calibrated are the predictions of that validation, those of its evaluator, whatever else reads them.
+    What is calibrated are the predictions of that validation, those of its evaluator, whatever else reads them. Where
+    the package has drawn them itself, figures are "val/draws/..." and "test/draws/...".
     """
 
     calibrates = True
@@ -52,11 +53,11 @@ class CalibrationCallback(Reader):
 
     @abstractmethod
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return what is calibrated of a client's predictions; raise FedBayesError if they are of another kind."""
+        """Return what is calibrated of a client's predictions, and checked of a batch before training.
 
-    def check(self, found: Predicted) -> None:
-        """See :meth:`Reader.check`."""
-        self.read(found)
+        Raises:
+            FedBayesError: they are of another kind.
+        """
 
     @abstractmethod
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
@@ -127,7 +128,8 @@ class CalibrationCallback(Reader):
                 check_apart(data_of(trainer.val_dataloaders)[0], trained_on)
             federation = callback_of(trainer, FederatedBayes)
             self.calibrate(trainer, found, 0 if federation is None else federation.settings.seed)
-            pl_module.log_dict({f"val/{self.label}/{name}": value for name, value in self.figures().items()})
+            label = evaluator_of(trainer).by("logits") + self.label
+            pl_module.log_dict({f"val/{label}/{name}": value for name, value in self.figures().items()})
 
         self._run(trainer, pl_module, calibrate, raises=trainer.state.fn == "validate")
 
@@ -139,8 +141,9 @@ class CalibrationCallback(Reader):
             summary = {name.removeprefix("clients/"): value for name, value in scores.summary().items()}
             if len(scores.names) == 1:  # whose mean is its worst
                 summary = {name: summary[name] for name in scores.values}
-            pl_module.log_dict({f"test/{self.label}/{name}": value for name, value in summary.items()})
-            log_table(trainer, f"test/{self.label}", *scores.table(), trainer.current_epoch)
+            label = evaluator_of(trainer).by("logits") + self.label
+            pl_module.log_dict({f"test/{label}/{name}": value for name, value in summary.items()})
+            log_table(trainer, f"test/{label}", *scores.table(), trainer.current_epoch)
 
         self._run(trainer, pl_module, score, raises=False)
 

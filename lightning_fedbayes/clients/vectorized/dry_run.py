@@ -16,23 +16,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_fedbayes.clients.client import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LONG, Modes, Snapshot, noted_buffers
+from lightning_fedbayes.clients.snapshot import ModuleState, Snapshot, noted_buffers
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import tree_map, version_if_any
+from lightning_fedbayes.core.private_torch import tree_map
 from lightning_fedbayes.core.seeding import random_state
-
-
-def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules, such as metrics, that ``module`` and its layers keep in lists and dicts: name and module."""
-    for path, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            if isinstance(value, list | tuple | dict) and not name.startswith("_") and len(value) <= LONG:
-                for each in value.values() if isinstance(value, dict) else value:
-                    if isinstance(each, nn.Module):
-                        yield f"{path}.{name}" if path else name, each
 
 
 class ChangesForGood(CannotVectorize):
@@ -48,18 +38,16 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
 
     Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
     """
-    parts, modes = (*module.named_modules(), *in_containers(module)), Modes(module)
-    snapshots = {path: Snapshot(each, ("training",)) for path, each in parts}
-    named = (*module.named_parameters(), *module.named_buffers())
-    tensors = {name: (tensor, version_if_any(tensor), tensor.detach().clone()) for name, tensor in named}
+    before = ModuleState(module, (*module.named_parameters(), *module.named_buffers()))
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     options = options_of(optimizer)
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+
     def check() -> None:
-        found = [(path, name, each) for path, each in snapshots.items() for name in each.changes()]
+        found = [(path, name, each) for path, each in before.snapshots.items() for name in each.changes()]
         changed = [f"{path}.{name}" if path else name for path, name, _ in found]
-        changed += [name for name, (tensor, version, _) in tensors.items() if version_if_any(tensor) != version]
+        changed += before.written()
         if changed:
             stays = len(changed) == len(found) and not any(each.can_restore(name) for _, name, each in found)
             error = ChangesForGood if stays else CannotVectorize
@@ -84,17 +72,11 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
-        for snapshot in snapshots.values():
-            snapshot.restore()
-        modes.restore()
-        with torch.no_grad():
-            for tensor, version, values in tensors.values():
-                if version_if_any(tensor) != version:
-                    tensor.copy_(values)
+        before.restore()
         for name, parameter in module.named_parameters():
             parameter.grad = gradients[name]
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            group.update(before)
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
 
 
 SEED = 0x5EED

@@ -266,16 +266,10 @@ def test_sets_before_the_temperature_are_refused_before_training():
         fitted([conformal, scaling])
 
 
-def test_a_mistake_costs_no_fit_but_is_the_error_of_a_validation():
-    sets = fb.FederatedConformal()
-    module = regressor()
-    held_out = batches(regression(30, 40))
-    with pytest.warns(UserWarning, match="FederatedConformal does nothing: .*calibrate it by FederatedConf"):
-        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[sets],
-                 num_sanity_val_steps=0)
-    assert sets.threshold is None
+def test_a_mistake_costs_no_test_but_is_the_error_of_a_validation():
+    module, held_out = regressor(), batches(regression(30, 40))
     with pytest.raises(FedBayesError, match="calibrate it by FederatedConformal"):
-        trainer(1, [sets]).validate(module, held_out, verbose=False)
+        trainer(1, [fb.FederatedConformal()]).validate(module, held_out, verbose=False)
     with pytest.warns(UserWarning, match="FederatedConformal does nothing: there is no threshold yet"):
         trainer(1, [fb.FederatedConformal()]).test(bayesian(), batches(clients(9, 9)), verbose=False)
 
@@ -290,8 +284,9 @@ OWN = {  # likelihood of the module's own outputs, outputs, targets, what is sai
 }
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("known", "outputs", "targets", "callback", "says"), OWN.values(), ids=OWN)
-def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says):
+def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says, steps):
     class Untrained(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -314,7 +309,7 @@ def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, ta
     data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
     with pytest.raises(FedBayesError, match=says):
         federate(Untrained(), fb.FederatedBayes(engine="sequential"), 1, loader(data), batches(data),
-                 callbacks=[callback()])
+                 callbacks=[callback()], num_sanity_val_steps=steps)
 
 
 def test_validation_examples_that_are_trained_on_are_named_once():

@@ -1,0 +1,171 @@
+"""What cannot be scored or calibrated is refused before training, with Lightning's check of a batch and without."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_fedbayes as fb
+from tests.clients.test_evaluation import clients
+from tests.federations import Plain, assert_equal, federate, loader, network, parameters, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
+STEPS = pytest.mark.parametrize("steps", [0, 2])
+
+
+class Untrained(L.LightningModule):
+    """One output for each example, which leaves two answers; it fails if training begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def validation_step(self, batch, number):
+        pass
+
+    def training_step(self, batch, number):
+        pytest.fail("training has begun")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Foreign(Untrained):
+    def predict_step(self, batch, number=0):
+        return batch[0]
+
+
+def yes_or_no(rows=9):
+    return fb.ClientDatasets({
+        name: TensorDataset(torch.randn(rows, 4), torch.randint(0, 2, (rows,))) for name in "ab"})
+
+
+@STEPS
+@pytest.mark.parametrize(("module", "callback", "says"), [
+    (Untrained, fb.UncertaintyReport, "yes or no, or numbers"),
+    (Untrained, fb.ClientReport, "yes or no, or numbers"),
+    (Foreign, fb.ClientReport, "Foreign.predict_step returns"),
+    (Untrained, fb.FederatedTemperature, "yes or no, or numbers"),
+    (Untrained, fb.FederatedConformal, "yes or no, or numbers"),
+])
+def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
+    data = yes_or_no()
+    with pytest.raises(fb.FedBayesError, match=says):
+        federate(module(), fb.FederatedBayes(engine="sequential"), 1, loader(data), DataLoader(data, 8),
+                 callbacks=[callback()], num_sanity_val_steps=steps)
+
+
+@pytest.mark.parametrize("callback", [fb.FederatedTemperature, fb.FederatedConformal])
+def test_so_it_is_without_a_federation(callback):
+    data = yes_or_no()
+    with pytest.raises(fb.FedBayesError, match="yes or no, or numbers"):
+        trainer(1, [callback()], num_sanity_val_steps=0).fit(Untrained(), loader(data), DataLoader(data, 8))
+
+
+@STEPS
+def test_a_client_without_an_example_is_named(steps):
+    empty = fb.ClientDatasets({"all": clients(9).datasets[0], "none": TensorDataset(torch.zeros(0, 6), torch.zeros(0))})
+    with pytest.raises(fb.FedBayesError, match="client none has no held-out example"):
+        federate(Plain(), fb.FederatedBayes(), 1, loader(clients(40, 30)), DataLoader(empty, 8),
+                 callbacks=[fb.FederatedConformal()], num_sanity_val_steps=steps)
+
+
+@STEPS
+@pytest.mark.parametrize("callbacks", [(), (fb.UncertaintyReport(None),), (fb.ClientReport(),)])
+def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
+    """Nor does a given one without clients."""
+    class Fits(Untrained):
+        def training_step(self, batch, number):
+            return self(batch[0]).square().mean()
+
+    data = yes_or_no()
+    held_out = DataLoader(data.datasets[0] if callbacks else data, 8)
+    made = federate(Fits(), fb.FederatedBayes(), 1, loader(data), held_out, callbacks=list(callbacks),
+                    num_sanity_val_steps=steps)
+    assert made.current_epoch == 1
+
+
+class Traced(Plain):
+    """Leaves a trace of each validation wherever it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)
+        self.seen, self.count, self.at = [], 0, []
+        self.register_buffer("total", torch.zeros(()))
+
+    def on_validation_epoch_start(self):
+        self.outputs = []
+
+    def validation_step(self, batch, number):
+        logits = self(batch[0]) + 0 * torch.randn(1)
+        self.accuracy.update(logits, batch[1])
+        self.seen.append(len(batch[0]))
+        self.outputs.append(logits)
+        self.count += 1
+        self.total += 1
+        self.log("val/acc", self.accuracy)
+
+    def on_validation_epoch_end(self):
+        self.later = torch.cat(self.outputs)
+
+    def on_train_epoch_start(self):
+        self.at = [len(self.seen), self.count, float(self.total), hasattr(self, "later"), self.accuracy.update_count]
+
+
+class Watch(L.Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.calls.append(trainer.sanity_checking)
+
+    def on_sanity_check_start(self, trainer, pl_module):
+        pytest.fail("the user has turned it off")
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_the_check_leaves_no_trace(federated):
+    ends = []
+    for callbacks in ([], [fb.FederatedTemperature(), fb.FederatedConformal(0.8)]):
+        torch.manual_seed(5)
+        module, watch = Traced(), Watch()
+        module.net.load_state_dict(network(1).state_dict())
+        federation = [fb.FederatedBayes(engine="sequential")] if federated else []
+        torch.manual_seed(5)
+        made = trainer(1, [*callbacks, watch, *federation], num_sanity_val_steps=0)
+        made.fit(module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8))
+        ends.append((parameters(module), torch.rand(3), watch.calls, module.at, made.num_sanity_val_steps))
+    (plain, draws, calls, at, _), (same, others, others_calls, now, steps) = ends
+    assert_equal(plain, same)
+    assert torch.equal(draws, others)
+    assert calls == others_calls == [False] * 3
+    assert at == now == [0, 0, 0.0, False, 0]
+    assert steps == 0
+
+
+def test_what_the_module_s_own_validation_raises_comes_in_its_turn():
+    class Late(Plain):
+        def validation_step(self, batch, number):
+            if not self.is_trained:
+                raise RuntimeError("validated too early")
+
+        def on_train_epoch_end(self):
+            self.is_trained = True
+
+        def on_train_epoch_start(self):
+            self.begun = True
+
+        is_trained = begun = False
+
+    module = Late()
+    with pytest.raises(RuntimeError, match="validated too early"):
+        trainer(1, [fb.FederatedTemperature()], num_sanity_val_steps=0).fit(
+            module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8))
+    assert module.begun
