@@ -253,13 +253,14 @@ class Sites(Method):
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        "_marks" are the means after two earlier rounds, "_trail" the number of rounds and the Newton decrements there.
+        "_marks" are the means after two earlier rounds, "_trail" the number of rounds, the Newton decrements there, and
+        the largest of all such.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
         gaussian = sum(posterior.mean[name].numel() for name in gaussian_names(posterior))
         sizes = {"gradient": (count,), "precision": (gaussian,), "examples": (), "clients": (),
-                 "_marks": (2, gaussian), "_trail": (3,)}
+                 "_marks": (2, gaussian), "_trail": (4,)}
         return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
     def fuse(
@@ -275,13 +276,14 @@ class Sites(Method):
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
         after = Shared(posterior, tensors, shared.share, False)
-        rounds, _, _ = trail = tensors["_trail"].tolist()
+        rounds, _, last, most = trail = tensors["_trail"].tolist()
         marks = tensors["_marks"]
         trail[0] = rounds = rounds + 1
         if names and int(rounds) & (int(rounds) - 1) == 0:  # a power of two
             common = self._common(after)
             marks = torch.stack([marks[1], common.mean[common.rows]])
-            trail[1:] = trail[2], float(self._decrement(common))
+            decrement = float(self._decrement(common))
+            trail[1:] = last, decrement, max(most, decrement)
         return posterior, {**tensors, "_marks": marks, "_trail": marks.new_tensor(trail)}
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -293,10 +295,11 @@ class Sites(Method):
         ratio = before.precision / common.precision
         moved = before.precision * (flat - before.mean[before.rows]).square()
         found = {"sites/change": float((ratio - 1 - ratio.log() + moved).mean() / 2)}
-        rounds, begun, _ = tensors["_trail"].tolist()
+        rounds, begun, _, most = tensors["_trail"].tolist()
         decrement = float(self._decrement(common))
-        if rounds >= 2 and begun / 2 >= decrement > 0:
-            left = (decrement / begun) ** 0.5
+        on_its_way = begun / 2 >= decrement > 0
+        if rounds >= 2 and (on_its_way or decrement > most / 2):  # as far to go as it has come, where it only sets out
+            left = (decrement / begun) ** 0.5 if on_its_way else 0.5
             trend = float((common.precision * (flat - tensors["_marks"][0]).square()).mean()) / 2 / (1 / left - 1) ** 2
             if max(decrement, trend) > found["sites/change"]:  # otherwise a round's noise is larger
                 found["sites/distance"] = max(decrement, trend)
