@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         HospitalsDataModule,
         MNISTDataModule,
         SVHNDataModule,
-        UCIDataModule,
         hold_out,
     )
     from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
@@ -206,7 +205,6 @@ __all__ = [
     "SizesPartition",
     "Sums",
     "Trained",
-    "UCIDataModule",
     "UncertaintyReport",
     "UpdatePrivacy",
     "available_fusions",

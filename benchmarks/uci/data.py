@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.uci.sets import UCIDataModule
 
 CLIENTS = 10
 
@@ -51,10 +52,10 @@ def read_splits(
 
     With ``validation_fraction``, that share of the training examples replaces the test examples, which are not used.
     """
-    first = fb.UCIDataModule(directory, dataset)
+    first = UCIDataModule(directory, dataset)
     modules = []
     for split in range(min(limit or first.num_splits, first.num_splits)):
-        module = fb.UCIDataModule(directory, dataset, split, validation_fraction=validation_fraction, seed=split)
+        module = UCIDataModule(directory, dataset, split, validation_fraction=validation_fraction, seed=split)
         module.setup()
         modules.append(module)
     stds = torch.tensor([module.target_std for module in modules])

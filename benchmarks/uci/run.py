@@ -30,9 +30,9 @@ from benchmarks.uci.plans import plan_of, study
 from benchmarks.uci.rates import SGD, optimizer, tune
 from benchmarks.uci.report import Store, machine, write
 from benchmarks.uci.scores import scores_of
+from benchmarks.uci.sets import available_datasets
 from benchmarks.uci.training import Plan
 from lightning_fedbayes.core.quiet import quietly
-from lightning_fedbayes.data import available_datasets
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from lightning_fedbayes.data.images import (
 )
 from lightning_fedbayes.data.offline import DiabetesDataModule, DigitsDataModule
 from lightning_fedbayes.data.splits import SplitDataModule, TensorDataModule
-from lightning_fedbayes.data.uci import UCIDataModule, available_datasets
 
 __all__ = [
     "CIFAR10DataModule",
@@ -26,8 +25,6 @@ __all__ = [
     "SVHNDataModule",
     "SplitDataModule",
     "TensorDataModule",
-    "UCIDataModule",
-    "available_datasets",
     "clients_of",
     "hold_out",
     "labels_of",

@@ -95,8 +95,8 @@ class Sites(Method):
     mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
     not take an untrained network apart. Figures: ``sites/change``, the divergence of the new posterior from the old one
     in nats per parameter; ``sites/distance``, how far it still is from its fixed point, the larger of the Newton
-    decrement :math:`c^2 / 2\Lambda` and the trend of the means. It is there while the decrement grows, or halves as rounds
-    double, and is more than what one round changes; from then on there is the noise of local training.
+    decrement :math:`c^2 / 2\Lambda` and the trend of the means. It is there while the decrement grows, or halves as
+    rounds double, and is more than what one round changes; from then on there is the noise of local training.
 
     When to use it: the posterior is to mean something after many rounds, above all with unlike clients. It needs layers
     of this package with normal priors and a loss with their KL divergence over the number of the client's examples, or

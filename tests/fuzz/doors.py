@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import data, fusion, layers, methods, metrics, modules
+from lightning_fedbayes import fusion, layers, methods, metrics, modules
 from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.clients import adversaries
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
@@ -363,14 +363,9 @@ DOORS = {
     "ClientDatasets": (ClientDatasets, {"datasets": {"north": table(3), "south": table(5)}, "skip_empty": False}),
     "clients_of": (clients_of, {"dataset": table(), "partition": fb.IIDPartition(3), "seed": 0}),
     "labels_of": (labels_of, {"dataset": table(), "source": None}),
-    "available_datasets": (data.available_datasets, {"directory": "nowhere"}),
     "DigitsDataModule": (
         fb.DigitsDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False}),
     "DiabetesDataModule": (fb.DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
-    "UCIDataModule": (
-        fb.UCIDataModule,
-        {"directory": "nowhere", "dataset": "yacht", "split": 0, "batch_size": 8, "validation_fraction": None,
-         "seed": 0}),
     "HospitalsDataModule": (
         fb.HospitalsDataModule, {"directory": "nowhere", "batch_size": 8, "test_fraction": 0.2, "seed": 0}),
     **{name: (

@@ -9,8 +9,9 @@ from torch.distributions import Normal
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.uci.sets import UCIDataModule, available_datasets
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.data import UCIDataModule, available_datasets, labels_of
+from lightning_fedbayes.data import labels_of
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll
 from lightning_fedbayes.modules import mlp
 
