@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import lightning_fedbayes as fb
 from benchmarks.uci.data import Splits, read_splits
 from benchmarks.uci.network import networks
 from benchmarks.uci.plans import LOCAL_EPOCHS, plan_of
 from benchmarks.uci.rates import VALIDATION
 from benchmarks.uci.scores import scores_of
+from benchmarks.uci.sets import UCIDataModule
 from benchmarks.uci.training import Plan, federate, predictions, regressor
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -47,7 +47,7 @@ def main() -> None:
     splits = read_splits(arguments.data, arguments.dataset, arguments.splits, VALIDATION)
     plan, _ = plan_of(arguments.dataset, "network", 5, arguments.local_epochs, None)
     rates = arguments.learning_rate or [float(plan.rate)]
-    first = fb.UCIDataModule(arguments.data, arguments.dataset, validation_fraction=VALIDATION)
+    first = UCIDataModule(arguments.data, arguments.dataset, validation_fraction=VALIDATION)
     first.setup()
     torch.manual_seed(arguments.seed)
     table = compare(splits, first.target_mean / first.target_std, rates, plan._replace(seed=arguments.seed))

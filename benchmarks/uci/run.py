@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import lightning_fedbayes as fb
 from benchmarks.uci.data import read_splits
 from benchmarks.uci.methods import METHODS, ROWS
 from benchmarks.uci.plans import plan_of, study
 from benchmarks.uci.rates import SGD, optimizer, tune
 from benchmarks.uci.report import Store, machine, write
 from benchmarks.uci.scores import scores_of
-from benchmarks.uci.sets import available_datasets
+from benchmarks.uci.sets import UCIDataModule, available_datasets
 from benchmarks.uci.training import Plan
 from lightning_fedbayes.core.quiet import quietly
 
@@ -50,7 +49,7 @@ def main() -> None:
             text = tune(arguments.data, dataset, method, plan, arguments.splits or 5, arguments.learning_rate)
             store.add_rates(command(), text)
             continue
-        number = fb.UCIDataModule(arguments.data, dataset).num_splits
+        number = UCIDataModule(arguments.data, dataset).num_splits
         wanted = settings(method, plan, min(splits or number, number))
         if arguments.again or not all(store.holds(dataset, row, wanted) for row in ROWS.get(method, (method,))):
             run(store, arguments.data, dataset, method, plan, wanted)

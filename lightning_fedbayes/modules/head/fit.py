@@ -86,8 +86,13 @@ class HeadFit:
 
         Args:
             features: shape (batch, features).
+
+        Raises:
+            FedBayesError: ``features`` are not of as many columns as the head has been fitted to.
         """
         design = design_of(features)
+        if design.shape[1] != self.weights.shape[1]:
+            raise FedBayesError(f"features {tuple(features.shape)}: the head has {self.weights.shape[1] - 1} features")
         mean = design @ (self.weights * (1 / self.noise if self.likelihood == "one_hot" else 1.0)).T.to(design)
         return mean, self.posterior.systems[""].covariance_of_linear(design)
 
