@@ -374,6 +374,13 @@ class Method:
         """
         return fused, shared.tensors
 
+    def slope(self, shared: Shared) -> Tensor:
+        """Return the gradient of all clients' objective at the global means, of a method that :attr:`adds`, shape (P,).
+
+        Clients whose moves go another way than down there, and than all others', are left out; by 0 nobody is.
+        """
+        return shared.posterior.flatten()[0].new_zeros(shared.posterior.num_parameters)
+
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return figures of a round for the history, name → value; at the server.
 

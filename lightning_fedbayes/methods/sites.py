@@ -385,7 +385,7 @@ class Sites(Method):
         return shared.notes["sites"]
 
     def slope(self, shared: Shared) -> Tensor:
-        """Return the gradient of the negative pooled ELBO at the global mean, c, shape (P,); 0 before any is known."""
+        """See :meth:`Method.slope`: c, of the negative pooled ELBO; 0 before any client has been heard."""
         common = self._common(shared)
         slope = common.gradient.clone()
         slope[common.rows] += common.slope

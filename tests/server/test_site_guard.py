@@ -137,13 +137,14 @@ def test_honest_clients_go_the_same_way_however_unlike_they_are(examples, unlike
 def test_the_way_is_what_the_page_says():
     """Of each client weighted by that of the median one; few clients, and the first messages, tell nothing."""
     posterior, draws = clients_of().posterior(), torch.Generator().manual_seed(0)
-    slope, memory, rounds, lengths = torch.ones(SIZE), {}, [], []
+    slope, memory, rounds, left_out = torch.ones(SIZE), {}, [], []
     for number in range(6):
         guard = SiteGuard(posterior, slope, 2.0, lambda client: {}, memory)
         sizes = torch.rand(COUNT, 5, 2, generator=draws, dtype=torch.float64) + 0.5
         sizes[:, 3] = 20.0
-        sizes[:, 4] = -0.5 - 0.1 * torch.rand(COUNT, 1, generator=draws, dtype=torch.float64)
-        sizes[0, 4], sizes[1, 4] = 0.4 * (number > 2), 0.3 * (number % 2)
+        usual = 0.9 if number % 2 else 0.1
+        sizes[:, 4] = -usual - 0.02 * torch.rand(COUNT, 1, generator=draws, dtype=torch.float64)
+        sizes[0, 4], sizes[1, 4] = 0.4, usual - 1.0  # 1 goes with the others where they hardly go
         limits = guard.limits(sizes, [20.0] * COUNT, range(COUNT)).of(dict.fromkeys(range(COUNT), 20.0))
         guard.remember(sizes, [20.0] * COUNT, range(COUNT))
         memory = guard.memory
@@ -157,8 +158,8 @@ def test_the_way_is_what_the_page_says():
             expected = sum(way * middle for way, middle, _, _ in rounds)
             is_out = agreed < expected / 4 and expected - agreed > 2 * sum(way.abs() * far for way, _, far, _ in rounds)
             assert bool((limits[client, 4] == (-torch.inf if is_out else torch.inf)).all())
-        lengths.append([client for client in range(COUNT) if float(limits[client, 4, 0]) < 0])
-    assert lengths == [[], [], [0, 1], [0, 1], [0, 1], [0, 1]]
+        left_out.append([client for client in range(COUNT) if float(limits[client, 4, 0]) < 0])
+    assert left_out == [[], [], [0], [0, 1], [0, 1], [0, 1]]
     few = SiteGuard(posterior, slope, 2.0, lambda client: {}, memory)
     limits = few.limits(sizes[2:8], [20.0] * 6, range(2, 8)).of(dict.fromkeys(range(2, 8), 20.0))
     assert bool((limits[:, 4] == torch.inf).all())
