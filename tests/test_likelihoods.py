@@ -157,6 +157,9 @@ class Named(Own):
     def training_step(self, batch, number):
         return fb.Cox().loss(self(batch[0]), batch[1]) + fb.kl_divergence(self.network) / 60
 
+    def predict_step(self, batch, number=0):
+        return fb.Cox().predict(self(batch[0]).unsqueeze(0))
+
 
 def partial_nll(log_risk, targets):
     """By the definition: of each event, the logarithm of the share of its risk in that of those who are still there."""
@@ -173,7 +176,7 @@ def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
     callback = fb.FederatedBayes(engine=engine, posterior=fb.SWAG() if posterior == "swag" else None)
     made = federate(module, callback, 2, DataLoader(data_of("risks"), 16), DataLoader(held_out, 16),
                     callbacks=[fb.UncertaintyReport(samples=4), fb.ClientReport()])
-    assert {f"val/clients/{name}" for name in ("c_index", "c_index_worst", "nll", "nll_spread")} <= {
+    assert {f"val/draws/clients/{name}" for name in ("c_index", "c_index_worst", "nll", "nll_spread")} <= {
         *made.callback_metrics}
     predictive = fb.PosteriorPredictive(module, callback.posterior, samples=3, likelihood="cox")
     scores = fb.evaluate_clients(predictive, held_out)
