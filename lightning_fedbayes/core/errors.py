@@ -21,7 +21,7 @@ LARGEST = 2**63 - 1
 
 
 class FedBayesError(ValueError):
-    """Base class of all errors that this package raises on purpose."""
+    """An argument, module or data set that cannot be used as it is; base class of all errors of this package."""
 
 
 class PosteriorError(FedBayesError):

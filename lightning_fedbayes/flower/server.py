@@ -59,7 +59,7 @@ def server_app(
         rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters, posterior: those of :func:`~lightning_fedbayes.flower.client_app`.
-        calibration: callbacks that are fitted after the last round, see :meth:`FusionStrategy.calibrate`.
+        calibration: see :meth:`FusionStrategy.start`.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -73,8 +73,6 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        result = strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
-        if calibration:
-            strategy.calibrate(grid, result.arrays, calibration, timeout)
+        strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout, calibration=calibration)
 
     return app

@@ -26,7 +26,7 @@ from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, r
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.server.plan import Fraction
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
-from lightning_fedbayes.transport.calibration import Calibration, check_calibration, usable
+from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.one_shot import (
     SCALING,
@@ -175,8 +175,9 @@ class FusionStrategy(Rounds, Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFunction | None = None,
+        calibration: Sequence[Calibration] = (),
     ) -> Result:
-        """Run the rounds that are still to do of ``num_rounds``.
+        """Run the rounds that are still to do of ``num_rounds``, and calibrate.
 
         Args:
             grid: how the server reaches the clients.
@@ -185,13 +186,17 @@ class FusionStrategy(Rounds, Strategy):
             timeout: seconds that a round waits for its clients.
             train_config, evaluate_config: more for clients to know.
             evaluate_fn: scores the global arrays on the server, after every round.
+            calibration: what :meth:`calibrate` fits after the last round. Before the first, each client tries one
+                batch, and says whether it can answer.
 
         Returns: Flower's Result: the global arrays, the best ones where there is a ``monitor``, and the figures of
             every round of this run.
 
         Raises:
-            FederationError: the checkpoint is of another federation, or too many rounds in a row came to nothing.
+            FederationError: the checkpoint is of another federation, too many rounds in a row came to nothing, or no
+                client can answer a calibration.
         """
+        check_calibration(calibration)
         self.summary()
         self._timeout, self._train = timeout, train_config or ConfigRecord()
         server = self.resume(tensors_in(initial_arrays, "the initial arrays"))
@@ -201,6 +206,7 @@ class FusionStrategy(Rounds, Strategy):
         else:
             self._roster.wait(grid, self.wait_for, timeout, at_once=self.schedule is not None)
             result.arrays = self._scaled(server, grid, result.arrays)
+            try_calibration(calibration, self._asking(grid, result.arrays, timeout))
         if self.monitor.name is not None and server.rounds > self.best.get("scored", 0):  # killed before it was scored
             self._score(server.rounds, result, evaluate_config, grid)
         while server.rounds < num_rounds and not self.monitor.is_over(self.best):
@@ -225,6 +231,8 @@ class FusionStrategy(Rounds, Strategy):
             posterior = GaussianPosterior.from_state_dict(self.best["posterior"])
             result.arrays = to_arrays(posterior, self.best["buffers"])
             rank_zero_info(f"Round {self.best['round']} is the best: {self.monitor.name} {self.best['score']:.4g}")
+        if calibration:
+            self.calibrate(grid, result.arrays, calibration, timeout)
         return result
 
     def _score(self, server_round: int, result: Result, config: ConfigRecord | None, grid: Grid) -> None:
@@ -329,6 +337,11 @@ class FusionStrategy(Rounds, Strategy):
         check_calibration(calibration)
         check_number("timeout", timeout, "(0, inf)")
         self._roster.wait(grid, self.wait_for, timeout)
+        self.calibrate_by(calibration, self._asking(grid, arrays, timeout))
+
+    def _asking(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> Ask:
+        """Return what asks clients about a calibration of ``arrays``."""
+        assert self.server is not None
         rounds = max(1, self.server.rounds)
 
         def ask(
@@ -339,7 +352,7 @@ class FusionStrategy(Rounds, Strategy):
             questions = self._messages(action, rounds, arrays, ConfigRecord(request), nodes)
             return read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind, rounds)
 
-        self.calibrate_by(calibration, ask)
+        return ask
 
     def one_shot(self, grid: Grid, arrays: ArrayRecord, method: OneShot, timeout: float = 3600) -> Once:
         """Federate without rounds: ask every client once, and return what the server makes of the answers.

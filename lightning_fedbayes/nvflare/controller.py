@@ -33,7 +33,7 @@ from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
-from lightning_fedbayes.transport.calibration import Calibration, check_calibration
+from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
 from lightning_fedbayes.transport.initial import initial_model
 from lightning_fedbayes.transport.messages import has_lost_state, posterior_in, tensors_of
@@ -70,8 +70,8 @@ class FusionController(ModelController):
         num_rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters, posterior: those of the clients.
-        calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Their result is in
-            the checkpoint.
+        calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
+            round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -153,6 +153,13 @@ class FusionController(ModelController):
         rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
         server.buffers = with_scale(server.buffers, lambda: self._ask(
             "once", "scale", 1, self._sites(), self._model(), {"one-shot": repr(SCALING)})[0])
+
+        def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
+            chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
+            return self._ask("calibrate", kind, max(1, server.rounds), chosen, self._model(), request)[0]
+
+        if server.rounds < count:
+            try_calibration(self._calibration, ask)
         for server_round in range(server.rounds + 1, count + 1):
             sites = self._wait(rounds.safeguards.min_clients)
             model = self._model()
@@ -166,10 +173,6 @@ class FusionController(ModelController):
                 found = self._ask("evaluate", "scores", server_round, self._sites(), self._model())[0]
                 figures = {**figures, **rounds.take_scores(server_round, found)}
             told_round(server_round, count, figures)
-        def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
-            chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
-            return self._ask("calibrate", kind, max(1, count), chosen, self._model(), request)[0]
-
         if self._calibration and not self.is_aborted():
             rounds.calibrate_by(self._calibration, ask)
 

@@ -31,8 +31,9 @@ from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
 TEMPERATURE = "temperature"
-REQUEST = ("kind", "temperature", "bins", "epsilon")
-"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise."""
+REQUEST = ("kind", "temperature", "bins", "epsilon", "trial")
+"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise; and
+whether the client is to try one batch and send nothing of it."""
 
 Calibration = FederatedTemperature | FederatedConformal
 Ask = Callable[[dict[str, Any], "set[int] | None", Kind], Mapping[int, Message | FedBayesError]]
@@ -49,6 +50,25 @@ def check_calibration(callbacks: Any) -> Sequence[Calibration]:
     if any(isinstance(each, FederatedTemperature) for each in callbacks[1:]):
         raise FederationError("calibration: put FederatedTemperature first, and only one; sets are of scaled logits")
     return callbacks
+
+
+def request_of(callback: Calibration, temperature: float, trial: bool = False) -> dict[str, Any]:
+    """Return what clients are asked for; see :data:`REQUEST`."""
+    if isinstance(callback, FederatedTemperature):
+        kind, bins, epsilon = TEMPERATURE, 1, 0.0
+    else:
+        kind, bins, epsilon = callback.kind, callback.bins, callback.epsilon or 0.0
+    return {"kind": kind, "temperature": temperature, "bins": bins, "epsilon": epsilon, "trial": trial}
+
+
+def try_calibration(callbacks: Sequence[Calibration], ask: Ask) -> None:
+    """Ask the clients, before training, whether they can answer at all; they try one batch, and send nothing of it.
+
+    Raises:
+        FederationError: no client can.
+    """
+    for each in callbacks:
+        usable(ask(request_of(each, 1.0, trial=True), None, "introduction"), lambda message: message)
 
 
 def calibrate(callbacks: Sequence[Calibration], ask: Ask) -> None:
@@ -74,7 +94,7 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
     """
     search, clients = TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
-        request = {"kind": TEMPERATURE, "temperature": search.temperature, "bins": 1, "epsilon": 0.0}
+        request = request_of(scaling, search.temperature)
         messages = usable(ask(request, clients, "temperature"), lambda message: message.read(TemperatureMessage))
         if clients is not None and messages.keys() != clients:
             search = TemperatureSearch(search.temperature, search.max_influence, exchanges=search.exchanges)
@@ -86,10 +106,6 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
 def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask) -> None:
     """Take the thresholds from a sketch of each client; raise FederationError if none answers."""
     conformal.temperature = 1.0 if conformal.kind == "interval" else temperature
-    request = {
-        "kind": conformal.kind, "temperature": conformal.temperature, "bins": conformal.bins,
-        "epsilon": conformal.epsilon or 0.0,
-    }
 
     def read(message: Message) -> tuple[ScoreSketch, float]:  # the sketch, and the ε that the client says it has spent
         sketch = message.read(ScoreSketch, grid=GRIDS[conformal.kind])
@@ -99,7 +115,7 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
             )
         return sketch, message.figures.get("epsilon", 0.0)
 
-    sketches = usable(ask(request, None, "counts"), read)
+    sketches = usable(ask(request_of(conformal, conformal.temperature), None, "counts"), read)
     conformal.fit({str(client): sketch for client, (sketch, _) in sketches.items()})
     if conformal.epsilon is not None:
         spent = max(epsilon for _, epsilon in sketches.values())

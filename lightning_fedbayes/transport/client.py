@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import lightning as L
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lightning_fedbayes.callbacks import ExamplePrivacy
 from lightning_fedbayes.clients.model import ResidentModel
@@ -253,6 +254,10 @@ class RemoteClient:
         datamodule.setup("validate")
         own = own_data(datamodule.val_dataloader(), task.client)
         self.training.load_global(self.module, task)
+        if request["trial"]:
+            first: Any = Subset(own[0], range(min(own[1], len(own[0]))))  # pyright: ignore[reportArgumentType]
+            answer(self.module, (first, own[1]), request, task.client, task.seed)
+            return Message("introduction", task.client, task.round + 1)
         spent = {}
         if request["epsilon"]:
             assert self.state_folder is not None

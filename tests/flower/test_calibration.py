@@ -8,16 +8,17 @@ import time
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from torch.utils.data import DataLoader
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import Message as ClientMessage
-from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
 from lightning_fedbayes.transport.calibration import find_temperature
-from tests.federations import blobs, federate, loader
+from tests.federations import Plain, blobs, federate, loader
 from tests.flower.clients import run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData, hybrid
@@ -107,6 +108,65 @@ def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
         made.load_state_dict(state.calibration[made.state_key])
         assert made.state_dict() == found.state_dict()
     assert strategy.server is not None
+
+
+def cannot():
+    """Return a module with two answers for one output."""
+    class Unclear(Plain):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(6, 1))
+
+        def training_step(self, batch, number):
+            pytest.fail("training has begun")
+
+    return Unclear()
+
+
+class Numbers(OwnData):
+    """One number in place of a class."""
+
+    def val_dataloader(self):
+        return DataLoader(fb.ClientDatasets({
+            f"c{k}": TensorDataset(torch.randn(9, 6), torch.randint(0, 2, (9,))) for k in range(CLIENTS)}), 4)
+
+
+CANNOT = {
+    "two answers": ({"make": cannot, "data": Numbers}, [fb.FederatedTemperature()], "FedBayesError"),
+    "private": ({"conformal_epsilon": 1.0}, [fb.FederatedConformal()], "NotSent"),
+    "another noise": ({"conformal_epsilon": 1.0}, [fb.FederatedConformal(epsilon=0.5)], "NotSent"),
+    "temperature alone": ({"conformal_epsilon": 1.0}, list(both(epsilon=1.0)), "NotSent"),
+}
+
+
+@pytest.mark.parametrize(("options", "callbacks", "error"), CANNOT.values(), ids=CANNOT)
+def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, callbacks, error, tmp_path):
+    settings = dict(options)
+    module, data = settings.pop("make", make), settings.pop("data", OwnData)
+    built = [client_app(module(), data(), trainer={"accelerator": "cpu"}, state_folder=tmp_path, **settings)
+             for _ in range(CLIENTS)]
+    grid = LocalGrid(built)
+    app = server_app(module(), FusionStrategy(wait_for=CLIENTS), rounds=2, timeout=1, calibration=callbacks)
+    with pytest.raises(FederationError, match=rf"no client's answer can be used: .*{error}"):
+        app(grid, Context(0, 0, {}, RecordDict(), {}))
+    assert "train" not in {kind for kind, _ in grid.asked}
+
+
+def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
+    """What they are tried with is spent of no account, and changes nothing."""
+    caplog.set_level("INFO")
+    built = apps(tmp_path, conformal_epsilon=2.0)
+    built[1] = client_app(make(), OwnData(), trainer={"accelerator": "cpu"})
+    alone, over = fb.FederatedConformal(0.8, epsilon=2.0), fb.FederatedConformal(0.8, epsilon=2.0)
+    grid, strategy = LocalGrid(built), FusionStrategy(wait_for=CLIENTS, seed=3)
+    strategy.start(grid, initial_arrays(make()), 2, timeout=1, calibration=[over])
+    assert grid.asked[1][0] == "query.calibrate"
+    first = next(each.message for each in caplog.records if "left out" in each.message)
+    assert "client 1" in first.lower()
+    assert "NotSent" in first
+    assert [json.loads(path.read_text())["epsilon"] for path in sorted(tmp_path.glob("*-counts.json"))] == [2.0, 2.0]
+    other, _ = calibrated([alone], folder=tmp_path, conformal_epsilon=2.0)
+    assert all(torch.equal(strategy.server.posterior.mean[name], value)
+               for name, value in other.server.posterior.mean.items())
 
 
 def test_a_complete_checkpoint_is_calibrated_without_training(tmp_path):

@@ -9,7 +9,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import load_checkpoint, personal_posterior
 from tests.federations import Plain, federate, network
-from tests.flower.test_calibration import OwnData
+from tests.flower.test_calibration import Numbers, OwnData, cannot
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.nvflare.local import clients, run, same
 from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
@@ -88,6 +88,14 @@ def test_clients_calibrate_as_in_one_process(tmp_path):
     for made, found in zip(fresh, over, strict=True):
         made.load_state_dict(state.calibration[made.state_key])
         assert made.state_dict() == found.state_dict()
+
+
+@pytest.mark.parametrize("callback", [fb.FederatedTemperature, fb.FederatedConformal])
+def test_what_no_client_can_answer_ends_the_run_before_the_first_round(callback):
+    sent = []
+    with pytest.raises(fb.FedBayesError, match="no client's answer can be used: .*FedBayesError"):
+        run(clients(3, cannot, Numbers, partition=None), make=cannot, calibration=[callback()], sent=sent)
+    assert {each.meta["kind"] for each in sent} == {"failure"}
 
 
 def test_clients_score_and_keep_their_own_posterior_as_in_one_process(tmp_path):
