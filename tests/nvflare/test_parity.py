@@ -93,7 +93,7 @@ def test_clients_calibrate_as_in_one_process(tmp_path):
 @pytest.mark.parametrize("callback", [fb.FederatedTemperature, fb.FederatedConformal])
 def test_what_no_client_can_answer_ends_the_run_before_the_first_round(callback):
     sent = []
-    with pytest.raises(fb.FedBayesError, match="no client's answer can be used: .*FedBayesError"):
+    with pytest.raises(fb.FedBayesError, match=r"no client's answer can be used: .*FedBayesError"):
         run(clients(3, cannot, Numbers, partition=None), make=cannot, calibration=[callback()], sent=sent)
     assert {each.meta["kind"] for each in sent} == {"failure"}
 
