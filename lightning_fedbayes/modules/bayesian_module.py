@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
-from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -288,6 +288,11 @@ class Scores(nn.Module):
         for name, each in metrics.items():
             self.add_module(name, MetricCollection(each, compute_groups=False))
 
+    @property
+    def has_rows(self) -> bool:
+        """True if there was an update since the last :meth:`take`: a subclass may score by a step of its own."""
+        return any(each.update_called for each in self.modules() if isinstance(each, Metric))
+
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
         return {name: score for each in self.children() for name, score in each.compute().items()}  # pyright: ignore
@@ -388,7 +393,7 @@ class ScoredModule(L.LightningModule):
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:
-        if self._scores is not None:
+        if self._scores is not None and (self._scores.has_rows or self.trainer.world_size > 1):
             self.log_dict(self._scores.take(stage))  # at once: a call costs as much as the pass of a small network
 
 

@@ -166,3 +166,28 @@ def test_tables_curves_pictures_and_the_page_say_so_too(tmp_path, caplog):
                  "validation clients/accuracy worst, by draws", "val/draws/clients/accuracy"):
         assert text in page, text
     assert made.current_epoch == 2
+
+
+@pytest.mark.parametrize(("module", "passes"), [(bayesian, 1), (lambda: Plain(optimizer=fb.IVON), 2)])
+def test_reports_and_calibrations_share_one_pass(module, passes):
+    """Beside the pass of the module's own step, where that returns nothing they can read; a call draws all networks."""
+    made, seen = module(), []
+    federate(made, fb.FederatedBayes(engine="sequential"), 1, loader(clients(40, 30)))
+    layer = next(each for each in made.modules() if isinstance(each, torch.nn.Linear))
+    layer.register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0])))
+    trainer(1, everything()).validate(made, held_out(), verbose=False)
+    assert sum(seen) == passes * (16 + 40)
+
+
+class OwnStep(fb.HybridBayesianRegressor):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mine", self(batch[0]).mean())
+
+
+def test_a_ready_module_with_a_step_of_one_s_own_logs_no_empty_scores(recwarn):
+    x = torch.randn(40, 6)
+    data = fb.ClientDatasets({name: torch.utils.data.TensorDataset(x, x.sum(1)) for name in "ab"})
+    module = OwnStep(torch.nn.Sequential(torch.nn.Linear(6, 1)), bayesian_last=1)
+    logged = federate(module, fb.FederatedBayes(), 1, loader(data), DataLoader(data, 8)).callback_metrics
+    assert {name for name in logged if name.startswith("val/") and "draws" not in name} == {"val/mine"}
+    assert not [each for each in recwarn if "before the ``update``" in str(each.message)]
