@@ -28,6 +28,9 @@ LARGEST = 1e150
 MOST_COLUMNS, MOST_CLASSES = 4, 20
 """Entries of an example, and classes, up to which the table shows each."""
 
+UNITS = ("input_units", "target_units")
+"""Buffers of a scaler: of a mean and a standard deviation, or empty."""
+
 Table = tuple[list[str], list[Row]]
 
 
@@ -261,7 +264,7 @@ class FederatedScaler(nn.Module):
     def __init__(self, targets: tuple[Any, Any] | None = None, inputs: tuple[Any, Any] | None = None) -> None:
         super().__init__()
         self.is_given = targets is not None or inputs is not None
-        for name, given in (("inputs", inputs), ("targets", targets)):
+        for buffer, name, given in zip(UNITS, ("inputs", "targets"), (inputs, targets)):
             units = torch.zeros(0, dtype=torch.float64)
             if given is not None:
                 why = "give finite means and positive standard deviations"
@@ -270,7 +273,7 @@ class FederatedScaler(nn.Module):
                     units = torch.stack(torch.broadcast_tensors(mean, std, torch.zeros(1))[:2])
                 if not (units.isfinite().all() and (units[1] > 0).all()):
                     raise FedBayesError(f"{name}={shown(given)}: {why}")
-            self.register_buffer(f"{name[:-1]}_units", units)
+            self.register_buffer(buffer, units)
 
     @property
     def is_filled(self) -> bool:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest, raised_as
 from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.layers.scaler import UNITS
 from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, Tensors, joined, split
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
@@ -148,7 +149,8 @@ class KroneckerLaplace:
         """Return the global posterior of the clients' sites and the prior.
 
         Raises:
-            FederationError: there is no site, sites differ in their names or shapes, or a value is not finite.
+            FederationError: there is no site, sites differ in their names, shapes or units (a
+                :class:`~lightning_fedbayes.FederatedScaler`'s), or a value is not finite.
         """
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
@@ -159,6 +161,13 @@ class KroneckerLaplace:
                 check_shapes(f"sites[{number}].{part}", getattr(each, part), getattr(sites[0], part), "sites[0]",
                              "all clients have to train the same network")
             _check_finite(f"sites[{number}].", each)
+            units = [n for n in each.buffers if n.endswith(UNITS) and not each.buffers[n].equal(sites[0].buffers[n])]
+            if units:
+                raise FederationError(
+                    f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have scales of their own, "
+                    "and their weights are in different units. Fill the module's scaler before clients train, by the "
+                    "data of all or by numbers, FederatedScaler(targets=(mean, std)), or give scaler=False"
+                )
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
         mean = _averaged([each.mean for each in sites], shares)
