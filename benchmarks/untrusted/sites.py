@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -37,13 +37,16 @@ from lightning_fedbayes.modules import mlp
 CLIENTS, LOCAL_EPOCHS, RATE, KL_WEIGHT = 10, 2, 0.01, 0.05
 ROUNDS, SPLITS = (12, 60), ("Dirichlet(0.5)", "IID")
 LATE = "sites without rounds"
-RULES = ("sites", "IVON + sites", "population", LATE)
-SHORT = ("IVON + sites", "population", LATE)
+IVON, ADAPTERS = "IVON + sites", "adapters + sites"
+RULES = ("sites", IVON, ADAPTERS, "population", LATE)
+SHORT = (IVON, ADAPTERS, "population", LATE)
 """Rules that run the first split alone."""
 FUSIONS = 2
 """Fusions of five messages in a round of ten clients."""
 AFTER = 20
 """Rounds after an attack has ended, or its client has been removed."""
+RANK, STEPS = 8, 300
+"""Rank of the adapters; steps that their frozen network has been trained before, on the images turned by a right angle."""
 NONE, UNGUARDED, NEVER = "none", "none, without guard", "never joined"
 STOPS, REMOVED = "flipped × 10 for 12 rounds, then honest", "flipped × 10 for 12 rounds, then removed"
 LATER = "never joined, as long"
@@ -127,6 +130,34 @@ def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
     }
 
 
+class Adapter(nn.Module):
+    """A frozen layer whose weights gain BA of low rank (LoRA); B begins at 0, and alone is trained."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.register_buffer("down", torch.randn(RANK, layer.in_features) / math.sqrt(layer.in_features))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, RANK))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) + inputs @ self.down.T @ self.up.T
+
+
+def adapted(dataset: Any) -> nn.Sequential:
+    """Return a network whose first layer was trained on turned images and has an adapter; its head begins at 0."""
+    network = mlp(64, 10)
+    images, labels = (torch.stack([torch.as_tensor(each) for each in part]) for part in zip(*dataset))
+    turned = images.view(-1, 8, 8).rot90(1, (1, 2)).reshape(-1, 64)
+    optimizer = torch.optim.Adam(network.parameters(), RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(turned), labels).backward()
+        optimizer.step()
+    for each in network[2].parameters():
+        nn.init.zeros_(each)
+    return nn.Sequential(Adapter(network[0]), *network[1:])
+
+
 def run(
     rule: str, split: str, rounds: int, seed: int, attacks: list[Attack] = [], *, without: bool = False,  # noqa: B006
     start: GaussianPosterior | None = None, **settings: Any,
@@ -151,16 +182,17 @@ def run(
     if without:
         del parts[clients.names[0]]
     own: dict[str, Any] = {"estimator": "flipout", "learning_rate": RATE, "kl_weight": KL_WEIGHT}
-    if rule == "IVON + sites":
+    if rule in (IVON, ADAPTERS):
         own = {"optimizer": fb.IVON}
-    module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=0 if rule == "IVON + sites" else 2, **own)
+    network = adapted(loader.dataset) if rule == ADAPTERS else mlp(64, 10)
+    module = fb.HybridBayesianClassifier(network, bayesian_last=0 if rule in (IVON, ADAPTERS) else 2, **own)
     if start is not None:
         fb.load_posterior(module, start)
     if rule == LATE:
         settings["schedule"] = fb.Asynchronous(buffer=CLIENTS // FUSIONS)
         rounds *= FUSIONS
     federation = fb.FederatedBayes(
-        local_epochs=LOCAL_EPOCHS, fusion="sites" if rule in (LATE, "IVON + sites") else rule, adversaries=attacks,
+        local_epochs=LOCAL_EPOCHS, fusion="sites" if rule in (LATE, IVON, ADAPTERS) else rule, adversaries=attacks,
         seed=seed, **settings,
     )
     trainer = L.Trainer(
@@ -269,7 +301,8 @@ def main() -> None:
     settings = (
         f"Handwritten digits of scikit-learn, {CLIENTS} clients, of whom the first attacks, or three; network "
         f"64-50-10 with two Bayesian layers (flipout, Adam, rate {RATE}, KL weight {KL_WEIGHT}), or fb.IVON with its "
-        f"defaults; {LOCAL_EPOCHS} local epochs. Rules and the guard (`max_influence`) have their defaults."
+        f"defaults, of all weights, or of a head and an adapter of rank {RANK} of a frozen layer that has learnt "
+        "the images turned by a right angle; {LOCAL_EPOCHS} local epochs. Rules and the guard (`max_influence`) have their defaults."
     )
     write(arguments.out, "sites", settings, tables(cells), None, over_seeds=False)
 
