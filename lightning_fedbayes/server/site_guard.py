@@ -108,7 +108,8 @@ class SiteGuard(Guard):
         self._examples: dict[int, float] = {}
         self._slope = torch.nn.functional.normalize(slope.to(mean.device) * self._width, dim=0)
         self._against: dict[int, float] = {}
-        self._agreed = self.memory.get("agreed", torch.empty(0, 5, dtype=torch.float64))
+        agreed = self.memory.get("agreed", torch.empty(0, 5)).tolist()
+        self._agreed: dict[float, list[float]] = {client: sums for client, *sums in agreed}
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         """Return the sizes of the clients' messages, shape (clients, 5, tensors + 1); the last column is of all."""
@@ -178,26 +179,26 @@ class SiteGuard(Guard):
             lambda client: not self.is_alone and self._opposes(client, usual_agreement),
         )
 
-    def _opposes(self, client: int, usual: Tensor) -> bool:
+    def _opposes(self, client: int, usual: Sequence[float]) -> bool:
         """Return whether a client goes another way than the others, in this round and those before."""
-        agreed, expected, spread, _ = self._sums(client, usual).tolist()
+        agreed, expected, spread, _ = self._sums(client, usual)
         return FEW * self.max_influence * agreed < expected and expected - agreed > self.max_influence * spread
 
-    def _sums(self, client: int, usual: Tensor) -> Tensor:
+    def _sums(self, client: int, usual: Sequence[float]) -> list[float]:
         r"""Return :math:`\sum d a_k, \sum d m, \sum |d| s` of a client, with this round of :func:`_agreement`."""
         way, median, spread = usual
-        before = self._agreed[self._agreed[:, 0] == client, 1:].sum(0)
-        terms = torch.stack([-way * self._against[client], way * median, way.abs() * spread])
-        return before + torch.cat([terms * bool(before[3] >= SETTLED), terms.new_ones(1)])
+        *before, messages = self._agreed.get(client, [0.0] * 4)
+        terms = (-way * self._against[client], way * median, abs(way) * spread)
+        return [*(old + new * (messages >= SETTLED) for old, new in zip(before, terms)), messages + 1]
 
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
         compared, before = self._with_others(sizes, clients), self.memory.get("sizes")
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
         usual = _agreement(sizes[:, 0, -1], -cosines)
-        own = torch.stack([torch.cat([cosines.new_tensor([client]), self._sums(client, usual)]) for client in clients])
-        agreed = torch.cat([self._agreed[~torch.isin(self._agreed[:, 0], own[:, 0])], own])
-        self.memory["agreed"] = agreed[agreed[:, 0].argsort()]
+        agreed = self._agreed | {client: self._sums(client, usual) for client in clients}
+        rows = [[client, *agreed[client]] for client in sorted(agreed)]
+        self.memory["agreed"] = torch.tensor(rows, dtype=torch.float64)
         if len(compared) >= FEWEST:
             usual = _median(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
@@ -268,9 +269,9 @@ def _credits(examples: Sequence[float], typical: float) -> Tensor:
     return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
 
 
-def _agreement(moves: Tensor, cosines: Tensor) -> Tensor:
+def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:
     """Return way, median cosine and how far the furthest of as many would be; zeros of fewer than :data:`FEWEST`."""
     median = cosines.quantile(0.5)
     deviation = 1.4826 * (cosines - median).abs().quantile(0.5)
     found = torch.stack([median * moves.quantile(0.5), median, deviation * math.sqrt(2 * math.log(len(moves)))])
-    return found if len(moves) >= FEWEST else torch.zeros_like(found)
+    return found.tolist() if len(moves) >= FEWEST else [0.0] * 3
