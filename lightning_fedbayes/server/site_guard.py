@@ -6,25 +6,27 @@ together,
 * move :math:`\|(\theta_k - m) \Lambda^{1/2}\|`, in standard deviations;
 * gradient :math:`\|g_k \Lambda^{-1/2}\|` and precision :math:`\|\Lambda_k / \Lambda\|_1` of its whole site.
 
-A size is bounded by a multiple of what is usual: the median of the round's clients, or, where they are few, of earlier
-rounds', which fade. The size of one tensor, whose entries are few, may be :data:`FEW` times as large, and so may
+A size is bounded by b, ``max_influence``, times the median of the round's clients, or, where that is more, by the
+median and b times how far from it the furthest of as many is by chance; where clients are few, by those of earlier
+rounds, which fade. The median is of sizes over the root of the client's examples: what is usual is noise, and that of
+few examples is small. The size of one tensor, whose entries are few, may be :data:`FEW` times as large, and so may
 precisions, which honest unlike clients have. A client of more examples than the median one may be as much larger as
-they are more. Of a move or a gradient that is s times as large as its bound, :math:`1 / s^3` counts: an honest client
-that is somewhat beyond arrives some rounds later, while one that pushes on against the others, whose gradients grow by
-what it does, is hardly heard. A precision beyond its bound is scaled back to it, and is at least 0.
-Of deterministic parameters the width is 1.
+they are more, since what is unlike others adds up. Of a move or a gradient that is s times as large as its bound,
+:math:`1 / s^3` counts: an honest client that is somewhat beyond arrives some rounds later, while one that pushes on
+against the others, whose gradients grow by what it does, is hardly heard. A precision beyond its bound is scaled back
+to it, and is at least 0. Of deterministic parameters the width is 1.
 
 No size betrays a client that sends the opposite of what it has found. Its direction does: control variates correct
 local training, so that every honest client moves down the gradient c of all data, however unlike its own data are. In
 round r let :math:`a_k` be the cosine of a client's move and :math:`-c / \Lambda`, in standard deviations, m the median
-over K clients, d the way that the median client goes down, m times its move, and s how far the furthest of K normal
-numbers is from their median where half of them are as near as half of the :math:`a_k` are. From its third message on a
+over K clients, d the way that the median client goes down, m times its move, and s how far from m the furthest of K is
+by chance: of K normal numbers of which half are as near as half of the :math:`a_k`. From its third message on a
 client is left out, with half of its site in every round, as long as
 
 .. math:: \sum_r d_r a_{kr} < \frac{\sum_r d_r m_r}{2 b} \quad\text{and}\quad
           \sum_r d_r (m_r - a_{kr}) > b \sum_r |d_r| s_r
 
-with b for ``max_influence``: it goes less than a part of the others' way, and is further behind than chance puts any.
+that is, it goes less than a part of the others' way, and is further behind than chance puts any.
 Where moves are noise d is small, and the sums stay as they are.
 """
 
@@ -165,7 +167,7 @@ class SiteGuard(Guard):
         usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
         compared = self._with_others(sizes, clients)
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
-        usual = _median(compared) if len(compared) >= FEWEST else before
+        usual = self._usual(compared) if len(compared) >= FEWEST else before
         share = (self._numels / self._numels.sum())[None]
         parts = torch.cat([share.sqrt(), share.sqrt(), share])
         limits = torch.cat([FEW * usual[:, :-1].maximum(parts * usual[:, -1:]), usual[:, -1:]], 1)
@@ -200,11 +202,18 @@ class SiteGuard(Guard):
         rows = [[client, *agreed[client]] for client in sorted(agreed)]
         self.memory["agreed"] = torch.tensor(rows, dtype=torch.float64)
         if len(compared) >= FEWEST:
-            usual = _median(compared)
+            usual = self._usual(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
         if len(sizes) < FEWEST and self.part != 1:
             others = [client for client in self.memory.get("clients", torch.empty(0)).tolist() if client not in clients]
             self.memory.update(known=compared, clients=torch.tensor([*clients, *others]))
+
+    def _usual(self, sizes: Tensor) -> Tensor:
+        """Return what is usual of clients of the median number of examples, shape (3, tensors + 1)."""
+        examples = sizes[:, 3, 0]
+        found = (sizes / (examples / examples.quantile(0.5)).sqrt()[:, None, None])[:, :3]
+        median = found.median(0).values
+        return median.maximum(median / self.max_influence + _furthest(found - median))
 
     def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> Tensor:
         """Return sizes of few clients with the last ones of others, as far as they are known."""
@@ -257,21 +266,19 @@ class SiteGuard(Guard):
         return changed(update, posterior=posterior, buffers=joined(own, changes))
 
 
-def _median(sizes: Tensor) -> Tensor:
-    """Return the median sizes of clients of the median number of examples, shape (3, tensors + 1)."""
-    examples = sizes[:, 3, 0].tolist()
-    return (sizes / _credits(examples, statistics.median(examples)))[:, :3].median(0).values
-
-
 def _credits(examples: Sequence[float], typical: float) -> Tensor:
     """Return how much larger than a client of ``typical`` examples others may be, shape (clients, 1, 1)."""
     factors = torch.tensor([max(1.0, each / typical) for each in examples], dtype=torch.float64)
     return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
 
 
+def _furthest(errors: Tensor) -> Tensor:
+    """Return how far the furthest of as many normal numbers is, half of which are as near as half of ``errors``."""
+    return 1.4826 * errors.abs().quantile(0.5, dim=0) * math.sqrt(2 * math.log(len(errors)))
+
+
 def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:
     """Return way, median cosine and how far the furthest of as many would be; zeros of fewer than :data:`FEWEST`."""
     median = cosines.quantile(0.5)
-    deviation = 1.4826 * (cosines - median).abs().quantile(0.5)
-    found = torch.stack([median * moves.quantile(0.5), median, deviation * math.sqrt(2 * math.log(len(moves)))])
+    found = torch.stack([median * moves.quantile(0.5), median, _furthest(cosines - median)])
     return found.tolist() if len(moves) >= FEWEST else [0.0] * 3
