@@ -278,6 +278,35 @@ def test_limits_of_many_examples_are_wider():
     assert float(limits[0, 2, 0]) == 2 * float(limits[0, 1, 0])  # precisions of one tensor are unlike
 
 
+RAGGED = (3, 5, 9, 17, 30, 60, 100, 150, 220, 300)
+
+
+@pytest.mark.parametrize(("power", "scatter"), [(0.5, 3), (0.5, 30), (1.0, 30)], ids=["few entries", "noise", "unlike"])
+def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, scatter):
+    """Sums over n examples grow as the root of n where they are noise, and as n where clients are unlike; their lengths
+    scatter as those of vectors of ``scatter`` entries."""
+    draws, rows = torch.Generator().manual_seed(0), torch.tensor(RAGGED).double()
+    clients, beyond = clients_of(), 0
+    for _ in range(300):
+        guard = SiteGuard(clients.posterior(), torch.zeros(SIZE), 2.0, lambda client: {})
+        noise = torch.randn(len(rows), scatter, generator=draws, dtype=torch.float64).norm(dim=1)
+        sizes = (rows**power * noise)[:, None, None].repeat(1, 5, 2)
+        sizes[:, 3] = rows[:, None]
+        limits = guard.limits(sizes, RAGGED, range(len(rows))).of(dict(enumerate(RAGGED)))
+        beyond += int((sizes > limits)[:, 1, -1].sum())
+    assert beyond <= 0.005 * 300 * len(rows)
+
+
+def test_one_of_equals_is_bounded_by_twice_the_median_and_of_unequals_by_chance():
+    clients, found = clients_of(), []
+    for spread in (0.0, 1.0):
+        guard = SiteGuard(clients.posterior(), torch.zeros(SIZE), 2.0, lambda client: {})
+        sizes = torch.ones(COUNT, 5, 2, dtype=torch.float64) * 10
+        sizes[:, :3] += spread * torch.linspace(-4, 4, COUNT).double()[:, None, None]
+        found.append(float(guard.limits(sizes, [1] * COUNT, range(COUNT)).of(dict.fromkeys(range(COUNT), 1))[0, 0, -1]))
+    assert found == pytest.approx([20, max(20, 10 + 2 * 1.4826 * 2 * math.sqrt(2 * math.log(COUNT)))])
+
+
 @pytest.mark.parametrize("lies", [fb.SignFlip([0], scale=10.0), fb.LabelFlip([1])], ids=str)
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path, lies):
     """The sums of what clients keep are the server's, whatever they have sent."""
