@@ -133,7 +133,9 @@ def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
 class Adapter(nn.Module):
     """A frozen layer whose weights gain BA of low rank (LoRA); B begins at 0, and alone is trained."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    down: Tensor
+
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
         self.register_buffer("down", torch.randn(RANK, layer.in_features) / math.sqrt(layer.in_features))
