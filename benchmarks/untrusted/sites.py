@@ -46,7 +46,7 @@ FUSIONS = 2
 AFTER = 20
 """Rounds after an attack has ended, or its client has been removed."""
 RANK, STEPS = 8, 300
-"""Rank of the adapters; steps that their frozen network has been trained before, on the images turned by a right angle."""
+"""Rank of the adapter; steps that its frozen layer has been trained before, on the images turned by a right angle."""
 NONE, UNGUARDED, NEVER = "none", "none, without guard", "never joined"
 STOPS, REMOVED = "flipped × 10 for 12 rounds, then honest", "flipped × 10 for 12 rounds, then removed"
 LATER = "never joined, as long"
@@ -304,7 +304,8 @@ def main() -> None:
         f"Handwritten digits of scikit-learn, {CLIENTS} clients, of whom the first attacks, or three; network "
         f"64-50-10 with two Bayesian layers (flipout, Adam, rate {RATE}, KL weight {KL_WEIGHT}), or fb.IVON with its "
         f"defaults, of all weights, or of a head and an adapter of rank {RANK} of a frozen layer that has learnt "
-        "the images turned by a right angle; {LOCAL_EPOCHS} local epochs. Rules and the guard (`max_influence`) have their defaults."
+        f"the images turned by a right angle; {LOCAL_EPOCHS} local epochs. Rules and the guard (`max_influence`) have "
+        "their defaults."
     )
     write(arguments.out, "sites", settings, tables(cells), None, over_seeds=False)
 
