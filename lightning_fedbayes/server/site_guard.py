@@ -6,9 +6,8 @@ together,
 * move :math:`\|(\theta_k - m) \Lambda^{1/2}\|`, in standard deviations;
 * gradient :math:`\|g_k \Lambda^{-1/2}\|` and precision :math:`\|\Lambda_k / \Lambda\|_1` of its whole site.
 
-A size is bounded by b, ``max_influence``, times the median of the round's clients, or, where that is more, by the
-median and b times how far from it the furthest of as many is by chance; where clients are few, by those of earlier
-rounds, which fade. The median is of sizes over the root of the client's examples: what is usual is noise, and that of
+A size is bounded by b, ``max_influence``, times the median of the round's clients, or, where they are few, of earlier
+rounds', which fade. The median is of sizes over the root of the client's examples: what is usual is noise, and that of
 few examples is small. The size of one tensor, whose entries are few, may be :data:`FEW` times as large, and so may
 precisions, which honest unlike clients have. A client of more examples than the median one may be as much larger as
 they are more, since what is unlike others adds up. Of a move or a gradient that is s times as large as its bound,
@@ -167,7 +166,7 @@ class SiteGuard(Guard):
         usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
         compared = self._with_others(sizes, clients)
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
-        usual = self._usual(compared) if len(compared) >= FEWEST else before
+        usual = _median(compared) if len(compared) >= FEWEST else before
         share = (self._numels / self._numels.sum())[None]
         parts = torch.cat([share.sqrt(), share.sqrt(), share])
         limits = torch.cat([FEW * usual[:, :-1].maximum(parts * usual[:, -1:]), usual[:, -1:]], 1)
@@ -202,18 +201,11 @@ class SiteGuard(Guard):
         rows = [[client, *agreed[client]] for client in sorted(agreed)]
         self.memory["agreed"] = torch.tensor(rows, dtype=torch.float64)
         if len(compared) >= FEWEST:
-            usual = self._usual(compared)
+            usual = _median(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
         if len(sizes) < FEWEST and self.part != 1:
             others = [client for client in self.memory.get("clients", torch.empty(0)).tolist() if client not in clients]
             self.memory.update(known=compared, clients=torch.tensor([*clients, *others]))
-
-    def _usual(self, sizes: Tensor) -> Tensor:
-        """Return what is usual of clients of the median number of examples, shape (3, tensors + 1)."""
-        examples = sizes[:, 3, 0]
-        found = (sizes / (examples / examples.quantile(0.5)).sqrt()[:, None, None])[:, :3]
-        median = found.median(0).values
-        return median.maximum(median / self.max_influence + _furthest(found - median))
 
     def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> Tensor:
         """Return sizes of few clients with the last ones of others, as far as they are known."""
@@ -266,19 +258,21 @@ class SiteGuard(Guard):
         return changed(update, posterior=posterior, buffers=joined(own, changes))
 
 
+def _median(sizes: Tensor) -> Tensor:
+    """Return the median sizes of clients of the median number of examples, shape (3, tensors + 1)."""
+    shares = sizes[:, 3, 0] / sizes[:, 3, 0].quantile(0.5)
+    return (sizes / shares.sqrt()[:, None, None])[:, :3].median(0).values
+
+
 def _credits(examples: Sequence[float], typical: float) -> Tensor:
     """Return how much larger than a client of ``typical`` examples others may be, shape (clients, 1, 1)."""
     factors = torch.tensor([max(1.0, each / typical) for each in examples], dtype=torch.float64)
     return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
 
 
-def _furthest(errors: Tensor) -> Tensor:
-    """Return how far the furthest of as many normal numbers is, half of which are as near as half of ``errors``."""
-    return 1.4826 * errors.abs().quantile(0.5, dim=0) * math.sqrt(2 * math.log(len(errors)))
-
-
 def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:
     """Return way, median cosine and how far the furthest of as many would be; zeros of fewer than :data:`FEWEST`."""
     median = cosines.quantile(0.5)
-    found = torch.stack([median * moves.quantile(0.5), median, _furthest(cosines - median)])
+    deviation = 1.4826 * (cosines - median).abs().quantile(0.5)
+    found = torch.stack([median * moves.quantile(0.5), median, deviation * math.sqrt(2 * math.log(len(moves)))])
     return found.tolist() if len(moves) >= FEWEST else [0.0] * 3

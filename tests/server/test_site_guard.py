@@ -297,16 +297,6 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
     assert beyond <= 0.005 * 300 * len(rows)
 
 
-def test_one_of_equals_is_bounded_by_twice_the_median_and_of_unequals_by_chance():
-    clients, found = clients_of(), []
-    for spread in (0.0, 1.0):
-        guard = SiteGuard(clients.posterior(), torch.zeros(SIZE), 2.0, lambda client: {})
-        sizes = torch.ones(COUNT, 5, 2, dtype=torch.float64) * 10
-        sizes[:, :3] += spread * torch.linspace(-4, 4, COUNT).double()[:, None, None]
-        found.append(float(guard.limits(sizes, [1] * COUNT, range(COUNT)).of(dict.fromkeys(range(COUNT), 1))[0, 0, -1]))
-    assert found == pytest.approx([20, max(20, 10 + 2 * 1.4826 * 2 * math.sqrt(2 * math.log(COUNT)))])
-
-
 @pytest.mark.parametrize("lies", [fb.SignFlip([0], scale=10.0), fb.LabelFlip([1])], ids=str)
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path, lies):
     """The sums of what clients keep are the server's, whatever they have sent."""
