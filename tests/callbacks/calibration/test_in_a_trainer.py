@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
+from tests.callbacks.test_before_training import Untrained
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
 pytestmark = [
@@ -287,28 +287,9 @@ OWN = {  # likelihood of the module's own outputs, outputs, targets, what is sai
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("known", "outputs", "targets", "callback", "says"), OWN.values(), ids=OWN)
 def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says, steps):
-    class Untrained(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, outputs)
-            if known is not None:
-                self.likelihood = known
-
-        def forward(self, x):
-            return self.layer(x)
-
-        def validation_step(self, batch, number):
-            pass
-
-        def training_step(self, batch, number):
-            pytest.fail("training has begun")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
     data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
     with pytest.raises(FedBayesError, match=says):
-        federate(Untrained(), fb.FederatedBayes(engine="sequential"), 1, loader(data), batches(data),
+        federate(Untrained(known, outputs), fb.FederatedBayes(engine="sequential"), 1, loader(data), batches(data),
                  callbacks=[callback()], num_sanity_val_steps=steps)
 
 
