@@ -157,9 +157,22 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     built = apps(tmp_path, conformal_epsilon=2.0)
     built[1] = client_app(make(), OwnData(), trainer={"accelerator": "cpu"})
     alone, over = fb.FederatedConformal(0.8, epsilon=2.0), fb.FederatedConformal(0.8, epsilon=2.0)
-    grid, strategy = LocalGrid(built), FusionStrategy(wait_for=CLIENTS, seed=3)
+    sent = []
+
+    class Read(LocalGrid):
+        def _answer(self, message):
+            reply = super()._answer(message)
+            if message.metadata.message_type == "query.calibrate" and ("train" not in dict(self.asked)):
+                sent.append({name: dict(record) for name, record in reply.content.items()})
+            return reply
+
+    grid, strategy = Read(built), FusionStrategy(wait_for=CLIENTS, seed=3)
     strategy.start(grid, initial_arrays(make()), 2, timeout=1, calibration=[over])
     assert grid.asked[1][0] == "query.calibrate"
+    header = {"kind": "introduction", "server-round": 1}
+    assert [each for each in sent if each["config"]["kind"] == "introduction"] == [
+        {"config": {**header, "client": client}} for client in (0, 2)]
+    assert [set(each) for each in sent] == [{"config"}] * CLIENTS
     first = next(each.message for each in caplog.records if "left out" in each.message)
     assert "client 1" in first.lower()
     assert "NotSent" in first
