@@ -1,14 +1,16 @@
 """Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
 
-    python -m benchmarks.posterior.rounds [--only rounds|widths|long|grid] [--data DIR] [--out FOLDER]
+    python -m benchmarks.posterior.rounds [--only rounds|widths|rules|networks] [--seeds 3] [--data DIR] [--out FOLDER]
 
-"rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
+"rounds": the demo's federation, and the same on two data sets that no default was chosen on.
 "widths": sites beside the best σ around the same means, trained on all examples.
-"long": ``fusion=None``, and the plain network trained on all examples, beside federated averaging, looked at every
-tenth round of 200.
-"grid": sites from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
-of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
-Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The tables are written into ROUNDS.md.
+"rules": every rule on digits, 200 rounds.
+"networks": what ``fusion=None`` takes, beside federated averaging, at every tenth round of 300: six data sets, all
+layers Bayesian or the last one, 2 and 20 local epochs, 10 clients, and 50 of which a tenth trains in each round. The
+three estimators take turns over the seeds.
+Three of the data sets ship with scikit-learn; the others lie in DIR/uci_regression and DIR/FashionMNIST, and without
+--data their cells are left out. Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The
+tables are written into ROUNDS.md.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from typing import Any, NamedTuple
 import lightning as L
 import numpy as np
 import torch
-from sklearn.datasets import load_breast_cancer
+from sklearn.datasets import load_breast_cancer, load_wine
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
+from torchvision.datasets import FashionMNIST
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
@@ -42,12 +45,12 @@ from lightning_fedbayes.metrics.functional import mutual_information, negative_l
 from lightning_fedbayes.modules import mlp
 
 HERE = Path(__file__).parent
-CLIENTS, BATCH, DRAWS = 10, 32, 200
+CLIENTS, BATCH, DRAWS, KL_WEIGHT = 10, 32, 200, 0.05
 LOOKS = (5, 10, 20, 40, 60, 100, 200, 300)
 LONGEST = {"sites": 300}
 """Rounds of a method with seed 0; others take 100, and every method as many with further seeds."""
-LAST = 200
-"""Rounds of a cell of the grid."""
+LAST = {"rules": 200, "networks": 300, "widths": 60}
+"""Rounds of a cell of other studies."""
 WIDTHS = (20, 60)
 """Rounds after which σ is held beside the best one."""
 STEPS = 10_000
@@ -56,31 +59,24 @@ METHODS: dict[str, dict[str, Any]] = {
     "sites": {"fusion": "sites"},
     "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"}, "linear_pool": {"fusion": "linear_pool"},
     "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
-    "default": {},
+    "default": {}, "last layer": {},
     "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"},
     "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "keep": ["optimizer"]},
     "IVON + reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""
 PLAIN = ("fedavg", "sites, no layers", "IVON + sites", "IVON + reverse_kl_barycenter", "one client")
-LONG = ("default", "sites, no layers", "one client", "fedavg")
-"""Rows of the study "long", on every data set, the last beside those of "rounds"."""
-ONLY_LONG = ("default", "one client", "IVON + reverse_kl_barycenter")
-"""Those of no other study."""
 OTHERS = (
     "weighted_average", "wasserstein_barycenter", "log_variance_average", "trimmed_mean", "geometric_median", "ivar_vb",
     "icov_vb", "fedavgm", "fedadagrad", "fedadam", "fedyogi",
 )
-"""Rules that "long" runs beside those of ``METHODS``, on digits."""
+"""Rules that "rules" runs beside those of ``METHODS``."""
 METHODS |= {name: {"fusion": name} for name in OTHERS}
-STARTS: tuple[float | None, ...] = (None, 0.008, 0.05, 0.3)
-LEVELS = (STARTS, (0.05, 0.3, 1.0), (1, 2, 8), ("flipout", "local_reparameterization"), ("digits", "breast cancer"))
-"""Of the grid: initial σ (None: the layers' own), KL weight, local epochs, estimator, data."""
-GRID: list[tuple[Any, ...]] = [
-    tuple(levels[place] for levels, place in zip(LEVELS, places))
-    for places in itertools.product(*(range(len(levels)) for levels in LEVELS)) if sum(places) % 2 == 0
-]
-"""Half of all combinations; every two levels of two factors meet in it."""
+ONLY = {"networks": ("default", "last layer"), "rules": ("one client", "IVON + reverse_kl_barycenter", *OTHERS)}
+"""Methods of one study."""
+ESTIMATORS: tuple[Estimator, ...] = ("flipout", "local_reparameterization", "reparameterization")
+COHORTS = {10: 1.0, 50: 0.1}
+"""Clients, and the share of them that trains in a round."""
 BARS = {"sites": 1.5, "IVON + sites": 2.0}
 """Largest factor between a method's mutual information and the pooled one at rounds 20, 40 and 60."""
 
@@ -92,39 +88,45 @@ class Cell(NamedTuple):
     data: str
     method: str
     seed: int
-    start: float | None = None
-    weight: float = 0.05
     epochs: int = 2
+    clients: int = CLIENTS
     estimator: Estimator = "flipout"
 
 
 class Table(TensorDataModule):
-    """Standardised columns and classes; the validation part is the last fifth of a random order with equal shares."""
+    """Standardised columns and classes; the validation part is the last of a random order with equal shares."""
 
-    def __init__(self, inputs: np.ndarray, classes: np.ndarray, seed: int) -> None:
-        super().__init__(BATCH, 0.2, seed)
+    def __init__(self, inputs: np.ndarray, classes: np.ndarray, seed: int, held_out: float = 0.2) -> None:
+        super().__init__(BATCH, held_out, seed)
         self._inputs, self._classes = torch.from_numpy(inputs).float(), torch.from_numpy(classes).long()
 
     def setup(self, stage: str | None = None) -> None:
-        """Split, and standardise by the training part."""
+        """Split, and standardise by the training part; a column that is constant there stays."""
         order = stratified_order(self._classes, torch.Generator().manual_seed(self.seed))
         x, y = self._inputs[order], self._classes[order]
-        count = round(0.8 * len(x))
-        x = (x - x[:count].mean(0)) / x[:count].std(0)
+        count = round((1 - self.validation_fraction) * len(x))
+        scale = x[:count].std(0)
+        x = (x - x[:count].mean(0)) / torch.where(scale > 0, scale, 1)
         self.train, self.validation = TensorDataset(x[:count], y[:count]), TensorDataset(x[count:], y[count:])
 
 
-def breast_cancer(_: Path | None, seed: int) -> Table:
-    """Return all 569 rows."""
-    inputs, classes = load_breast_cancer(return_X_y=True)
-    return Table(inputs, classes, seed)
+def bundled(load: Callable[..., Any], _: Path | None, seed: int) -> Table:
+    """Return all rows of a data set of scikit-learn."""
+    return Table(*load(return_X_y=True), seed)
 
 
-def kin8nm(folder: Path | None, seed: int) -> Table:
-    """Return 2,000 rows of kin8nm with the quartile of the target as class."""
+def quartiles(name: str, folder: Path | None, seed: int) -> Table:
+    """Return up to 2,500 rows of a data set of UCI with the quartile of the target as class."""
     assert folder is not None
-    rows = np.loadtxt(folder / "uci_regression" / "kin8nm" / "data.txt")[:2500]
+    rows = np.loadtxt(folder / "uci_regression" / name / "data.txt")[:2500]
     return Table(rows[:, :-1], np.searchsorted(np.quantile(rows[:, -1], (0.25, 0.5, 0.75)), rows[:, -1]), seed)
+
+
+def fashion(folder: Path | None, seed: int) -> Table:
+    """Return 4,500 images, of which 1,500 are for training."""
+    assert folder is not None
+    images = FashionMNIST(str(folder))
+    return Table(images.data[:4500].flatten(1).numpy(), images.targets[:4500].numpy(), seed, 2 / 3)
 
 
 class Source(NamedTuple):
@@ -136,22 +138,34 @@ class Source(NamedTuple):
 
 SOURCES = {
     "digits": Source(lambda _, seed: fb.DigitsDataModule(), (64, 10)),
-    "breast cancer": Source(breast_cancer, (30, 2)),
-    "kin8nm": Source(kin8nm, (8, 4)),
+    "breast cancer": Source(partial(bundled, load_breast_cancer), (30, 2)),
+    "kin8nm": Source(partial(quartiles, "kin8nm"), (8, 4)),
+    "wine": Source(partial(bundled, load_wine), (13, 3)),
+    "concrete": Source(partial(quartiles, "concrete"), (8, 4)),
+    "FashionMNIST": Source(fashion, (784, 10)),
 }
+STORED = ("kin8nm", "concrete", "FashionMNIST")
+"""Those that ``--data`` holds."""
+SHORT = tuple(SOURCES)[:3]
+"""Those of the first two studies."""
 
 
-def cells() -> list[Cell]:
-    """Return all cells, those of the bars first."""
+def cells(seeds: int = 3) -> list[Cell]:
+    """Return all cells, those of the bars first; a network's estimator changes with its seed."""
     found = []
     for method in ("pooled", *BARS):
-        found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
-    others = [each for each in METHODS if each not in (*BARS, *OTHERS, *ONLY_LONG)]
-    found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
-    found += [Cell("widths", data, "sites", seed) for seed in range(3) for data in SOURCES]
-    found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
-    found += [Cell("long", "digits", method, 0) for method in METHODS if method not in LONG]
-    return found + [Cell("grid", data, "sites", 0, *rest) for *rest, data in GRID]
+        found += [Cell("rounds", data, method, seed) for seed in range(seeds) for data in SHORT]
+    only = [method for methods in ONLY.values() for method in methods]
+    found += [Cell("rounds", data, method, 0) for data in SHORT for method in METHODS if method not in (*BARS, *only)]
+    found += [Cell("widths", data, "sites", seed) for seed in range(seeds) for data in SHORT]
+    found += [Cell("rules", "digits", method, 0) for method in METHODS if method not in ONLY["networks"]]
+    for seed, epochs in itertools.product(range(seeds), (2, 20)):
+        found += [Cell("networks", data, f"pooled, {each}", seed) for data in SOURCES for each in ONLY["networks"]]
+        for place, (data, clients) in enumerate(itertools.product(SOURCES, COHORTS)):
+            estimator = ESTIMATORS[(seed + place + epochs) % 3]
+            found += [Cell("networks", data, method, seed, epochs, clients, estimator) for method in ONLY["networks"]]
+            found.append(Cell("networks", data, "fedavg", seed, epochs, clients))
+    return list(dict.fromkeys(found))
 
 
 class Looks(L.Callback):
@@ -196,14 +210,14 @@ def scores(
 
 def network(cell: Cell) -> fb.HybridBayesianClassifier:
     """Return the demo's network for the data of a cell: one hidden layer of 50, Adam at 0.01."""
-    options: dict[str, Any] = {"learning_rate": 0.01, "kl_weight": cell.weight, "bayesian_last": 2}
+    options: dict[str, Any] = {"learning_rate": 0.01, "kl_weight": KL_WEIGHT, "bayesian_last": 2}
     if cell.method in PLAIN:
         options = {"bayesian_last": 0, "learning_rate": 0.01}
     if cell.method.startswith("IVON"):
-        options = {"bayesian_last": 0, "optimizer": partial(fb.IVON, temperature=cell.weight)}
-    if cell.start is not None:
-        options["posterior_std"] = cell.start
-    elif cell.method == "pooled":
+        options = {"bayesian_last": 0, "optimizer": partial(fb.IVON, temperature=KL_WEIGHT)}
+    if cell.method.endswith("last layer"):
+        options["bayesian_last"] = 1
+    if cell.method.startswith("pooled"):
         options["posterior_std"] = 0.1
     return fb.HybridBayesianClassifier(mlp(*SOURCES[cell.data].sizes, [50]), estimator=cell.estimator, **options)
 
@@ -214,13 +228,15 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     data, module = SOURCES[cell.data].data(folder, cell.seed), network(cell)
     data.prepare_data()
     data.setup("fit")
-    if cell.method == "pooled":
+    if cell.method.startswith("pooled"):
         train_pooled(module, data.train)
         return {"0": scores(module, fb.read_posterior(module), data.validation)}
-    partition = fb.IIDPartition(1) if cell.method == "one client" else fb.DirichletPartition(CLIENTS, alpha=0.5)
-    federation = fb.FederatedBayes(partition, local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method])
+    partition = fb.IIDPartition(1) if cell.method == "one client" else fb.DirichletPartition(cell.clients, alpha=0.5)
+    federation = fb.FederatedBayes(partition, local_epochs=cell.epochs, seed=cell.seed,
+                                   fraction=COHORTS[cell.clients], **METHODS[cell.method])
     rounds = rounds_of(cell)
-    every = {"long": range(10, LAST + 1, 10), "widths": WIDTHS}.get(cell.study, LOOKS)
+    tenths = range(10, rounds + 1, 10)
+    every = {"rules": tenths, "networks": tenths, "widths": WIDTHS}.get(cell.study, LOOKS)
     looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
@@ -250,11 +266,7 @@ def with_best_widths(
 
 def rounds_of(cell: Cell) -> int:
     """Return the number of rounds of a cell."""
-    if cell.study == "widths":
-        return max(WIDTHS)
-    if cell.study in ("grid", "long"):
-        return LAST
-    return LONGEST[cell.method] if cell.method in LONGEST and cell.seed == 0 else min(LAST, 100)
+    return LAST.get(cell.study) or (LONGEST.get(cell.method, 100) if cell.seed == 0 else 100)
 
 
 def train_pooled(module: fb.HybridBayesianClassifier, data: TensorDataset) -> None:
@@ -278,7 +290,7 @@ def train_pooled(module: fb.HybridBayesianClassifier, data: TensorDataset) -> No
 def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
     """Return all tables as Markdown."""
     parts = []
-    for data in SOURCES:
+    for data in SHORT:
         mine = {cell: found for cell, found in done.items() if cell.study == "rounds" and cell.data == data}
         pooled = {cell.seed: found["0"] for cell, found in mine.items() if cell.method == "pooled"}
         if pooled:
@@ -286,13 +298,12 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
     widths = {cell: found for cell, found in done.items() if cell.study == "widths"}
     if widths:
         parts += ["### Sites beside the best σ around the same means", beside_best_widths(widths, done)]
-    long = {cell: found for cell, found in done.items() if cell.study == "long"}
-    if long:
-        parts += ["### The default, 200 rounds", beside_averaging(long)]
-        parts += ["### Every rule, 200 rounds of digits", grown(long)]
-    grid = {cell: found for cell, found in done.items() if cell.study == "grid"}
-    if grid:
-        parts += ["### From every start", worst(grid)]
+    networks = {cell: found for cell, found in done.items() if cell.study == "networks"}
+    if networks:
+        parts += ["### The default beside federated averaging, 300 rounds", beside_averaging(networks)]
+    rules = {cell.method: found for cell, found in done.items() if cell.study == "rules"}
+    if rules:
+        parts += ["### Every rule, 200 rounds of digits", grown(rules)]
     return "\n\n".join(parts)
 
 
@@ -334,7 +345,7 @@ def met(method: str, seeds: Mapping[int, dict[str, Any]], pooled: Mapping[int, d
 def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell, dict[str, Any]]) -> str:
     """Return mutual information of sites, and of their means with the best σ, over the pooled one; and all NLLs."""
     rows = []
-    for data, number in itertools.product(SOURCES, WIDTHS):
+    for data, number in itertools.product(SHORT, WIDTHS):
         seeds = {cell.seed: found for cell, found in widths.items() if cell.data == data}
         pooled = [done[Cell("rounds", data, "pooled", seed)]["0"] for seed in seeds]
         if not seeds:
@@ -357,26 +368,42 @@ def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell
 
 
 def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
-    """Return the default's NLL at rounds 20 and 200, and how far it is above federated averaging's at any tenth."""
+    """Return NLL by round, how far above federated averaging's it is at any tenth, and the information over the pooled.
+
+    Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on.
+    """
     rows = []
-    for cell, found in sorted(done.items(), key=lambda item: item[0][:4]):
-        average = done.get(cell._replace(method="fedavg"))
-        if cell.method not in LONG[:-1] or average is None:
+    kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"]})
+    for data, method, epochs, clients in kinds:
+        mine = {cell: found for cell, found in done.items() if cell[1:3] + cell[4:6] == (data, method, epochs, clients)}
+        pairs = [(found, done[Cell("networks", data, "fedavg", cell.seed, epochs, clients)],
+                  done[Cell("networks", data, f"pooled, {method}", cell.seed)]["0"])
+                 for cell, found in mine.items()
+                 if Cell("networks", data, "fedavg", cell.seed, epochs, clients) in done]
+        if not pairs:
             continue
-        excess = {number: found[number]["nll"] - average[number]["nll"] for number in found
-                  if number.isdigit() and int(number) >= 20}
-        worst = max(excess, key=lambda number: excess[number])
+        tenths = [n for n in map(str, range(20, LAST["networks"] + 1, 10)) if all(n in found for found, *_ in pairs)]
+        nll = {n: [statistics.fmean(each[n]["nll"] for each in way) for way in list(zip(*pairs))[:2]] for n in tenths}
+        highest = max(tenths, key=lambda n: nll[n][0] - nll[n][1])
+        pooled = statistics.fmean(each["mutual_information"] for *_, each in pairs)
+        factors = {n: statistics.fmean(found[n]["mutual_information"] for found, *_ in pairs) / pooled
+                   for n in tenths[2:]}
+        farthest = max(factors, key=lambda n: max(factors[n], 1 / factors[n]))
+        last = tenths[-1]
         rows.append([
-            cell.data, cell.method, cell.seed, f"{found['20']['nll']:.3f}", f"{found['200']['nll']:.3f}",
-            f"{average['20']['nll']:.3f}", f"{average['200']['nll']:.3f}", f"{excess[worst]:+.3f} (round {worst})",
+            data, method, clients, epochs, len(pairs),
+            *(" / ".join(f"{each:.3f}" for each in nll[n]) if n in nll else "–" for n in ("20", "40", "100", "300")),
+            f"{nll[highest][0] - nll[highest][1]:+.3f} ({highest})",
+            f"{factors['40']:.2f}, {factors[last]:.2f}; {factors[farthest]:.2f} ({farthest})",
+            f"{max(found[n]['largest'] for found, *_ in pairs for n in tenths):.3f}",
         ])
-    columns = ["data", "network", "seed", "NLL 20", "NLL 200", "FedAvg 20", "FedAvg 200", "most above FedAvg"]
+    columns = ["data", "Bayesian", "clients", "epochs", "seeds", *(f"NLL {n}" for n in (20, 40, 100, 300)),
+               "most above FedAvg", "information / pooled", "largest σ"]
     return markdown_table(columns, rows)
 
 
-def grown(done: Mapping[Cell, dict[str, Any]]) -> str:
+def grown(mine: Mapping[str, dict[str, Any]]) -> str:
     """Return the NLL of each method on digits by round, those that grow most first."""
-    mine = {cell.method: found for cell, found in done.items() if cell.data == "digits" and cell.seed == 0}
     change = {method: found["200"]["nll"] - found["20"]["nll"] if "200" in found else math.inf
               for method, found in mine.items()}
     rows = [
@@ -386,29 +413,6 @@ def grown(done: Mapping[Cell, dict[str, Any]]) -> str:
         for method in sorted(mine, key=lambda each: -change[each])
     ]
     return markdown_table(["rule", "NLL 20", "NLL 40", "NLL 100", "NLL 200", "200 − 20", "median σ"], rows)
-
-
-def worst(done: Mapping[Cell, dict[str, Any]], count: int = 6) -> str:
-    """Return the cells whose NLL has grown most from round 40 to 200, and how many keep each bar."""
-    alive = {cell: found for cell, found in done.items() if "error" not in found and "200" in found}
-    grown = {cell: found["200"]["nll"] - found["40"]["nll"] for cell, found in alive.items()}
-    widest = max((max(found[n]["largest"] for n in found if n.isdigit()) for found in alive.values()), default=math.nan)
-    text = (
-        f"{len(done)} cells of 200 rounds: {len(done) - len(alive)} died; the largest σ of all is {widest:.2f} (prior "
-        f"1, bar 1.2); in {sum(each <= 0.03 for each in grown.values())} the NLL of round 200 is at most that of round "
-        "40 plus 0.03."
-    )
-    columns = ["data", "initial σ", "KL weight", "local epochs", "estimator", "NLL 40", "NLL 200", "largest σ"]
-    rows = [
-        [cell.data, str(cell.start or "own"), cell.weight, cell.epochs, cell.estimator,
-         done[cell]["40"]["nll"], done[cell]["200"]["nll"], done[cell]["200"]["largest"]]
-        for cell in sorted(grown, key=lambda each: -grown[each])[:count]
-    ]
-    rows += [
-        [cell.data, str(cell.start or "own"), cell.weight, cell.epochs, cell.estimator, "died", "", ""]
-        for cell in done if cell not in alive
-    ]
-    return f"{text}\n\n{markdown_table(columns, rows)}"
 
 
 def read(file: Path) -> dict[Cell, dict[str, Any]]:
@@ -436,16 +440,17 @@ def run_cells(file: Path, todo: Sequence[Any], result_of: Callable[[Any], dict[s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("rounds", "widths", "long", "grid"), help="one of the studies")
-    parser.add_argument("--data", type=Path, help="folder with uci_regression/kin8nm")
+    parser.add_argument("--only", choices=("rounds", "widths", "rules", "networks"), help="one of the studies")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="folder with uci_regression and FashionMNIST")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "rounds.jsonl"
     done = read(file)
-    todo = [cell for cell in cells() if cell not in done and options.only in (None, cell.study)]
-    todo = [cell for cell in todo if options.data is not None or cell.data != "kin8nm"]
+    todo = [cell for cell in cells(options.seeds) if cell not in done and options.only in (None, cell.study)]
+    todo = [cell for cell in todo if options.data is not None or cell.data not in STORED]
     run_cells(file, todo, lambda cell: run(cell, options.data))
     text = tables({cell: found for cell, found in read(file).items() if cell in set(cells())})
     if options.out == HERE / "results":
