@@ -21,6 +21,7 @@ test-oldest: .venv-oldest/ready  ## all tests with the lowest versions that pypr
 
 lint: .venv/ready  ## ruff and pyright
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
 docs: .venv/ready  ## the documentation as a site, in outputs/site

@@ -2,7 +2,11 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("nvflare") else [
-    "lightning_fedbayes/nvflare",
-    *(f"tests/nvflare/{name}.py" for name in ("kills", "local", "simulated")),
-]
+collect_ignore = (
+    []
+    if find_spec("nvflare")
+    else [
+        "lightning_fedbayes/nvflare",
+        *(f"tests/nvflare/{name}.py" for name in ("kills", "local", "simulated")),
+    ]
+)

@@ -33,8 +33,12 @@ def rows(table: str) -> list[dict[str, Any]]:
     Raises:
         FederationError: there is no such table.
     """
-    known = {f"{source} {name}": content for source, tables in sources().items() for name, content in tables.items()
-             if name not in OTHER}
+    known = {
+        f"{source} {name}": content
+        for source, tables in sources().items()
+        for name, content in tables.items()
+        if name not in OTHER
+    }
     if table not in known:
         raise FederationError(f"{FILE.name} has no table '{table}'; {nearest(table, known)}")
     found = []

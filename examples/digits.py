@@ -53,7 +53,12 @@ def federate(fusion: str, arguments: argparse.Namespace) -> tuple[list[float], l
     )
     curve = Curves("val/nll")
     logger = WandbLogger(
-        project="fedbayes", group="digits", job_type="fit", name=fusion, save_dir=arguments.output, offline=True,
+        project="fedbayes",
+        group="digits",
+        job_type="fit",
+        name=fusion,
+        save_dir=arguments.output,
+        offline=True,
         version=f"{arguments.started}-{fusion.replace(' ', '-')}",
     )
     trainer = L.Trainer(

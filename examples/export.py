@@ -1,6 +1,6 @@
 """Train a federation and take its network out of the package: a state_dict, torch.export, ONNX.
 
-    python examples/export.py        # ONNX too, where onnxscript and onnxruntime are installed
+python examples/export.py        # ONNX too, where onnxscript and onnxruntime are installed
 """
 
 from importlib.util import find_spec

@@ -1,8 +1,9 @@
 """Fine-tune what trains above a frozen network, in a federation that learns a posterior of it.
 
-    python examples/fine_tune.py         # a head above frozen features of digits
-    python examples/fine_tune.py lora    # LoRA in a small BERT of random weights; needs transformers and peft
+python examples/fine_tune.py         # a head above frozen features of digits
+python examples/fine_tune.py lora    # LoRA in a small BERT of random weights; needs transformers and peft
 """
+
 import sys
 from typing import Any
 

@@ -93,11 +93,13 @@ def score(probs: Mapping[str, Tensor], data: fb.HospitalsDataModule) -> Tensor:
     """Accuracy, NLL (nats) and ECE (rows) at every hospital and over all patients (columns), shape (3, 5)."""
     pairs = [(probs[name], data.test_sets[name].tensors[1]) for name in HOSPITALS]
     pairs.append((torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])))
-    return torch.tensor([
-        [(p.argmax(1) == y).float().mean() for p, y in pairs],
-        [negative_log_likelihood(p, y).mean() for p, y in pairs],
-        [calibration_diagram(p, y).ece for p, y in pairs],
-    ])
+    return torch.tensor(
+        [
+            [(p.argmax(1) == y).float().mean() for p, y in pairs],
+            [negative_log_likelihood(p, y).mean() for p, y in pairs],
+            [calibration_diagram(p, y).ece for p, y in pairs],
+        ]
+    )
 
 
 def picture(mean: Tensor, error: Tensor) -> Figure:
@@ -106,15 +108,27 @@ def picture(mean: Tensor, error: Tensor) -> Figure:
     for panel, (axes, name) in enumerate(zip(figure.subplots(1, len(SCORES)), SCORES)):
         for row, method in enumerate(METHODS):
             x = torch.arange(len(COLUMNS)) + 0.14 * (row - (len(METHODS) - 1) / 2)
-            axes.errorbar(x.numpy(), mean[row, panel].numpy(), error[row, panel].numpy(), fmt="o", markersize=4.5,
-                          color=plots.PALETTE[row], label=method)
+            axes.errorbar(
+                x.numpy(),
+                mean[row, panel].numpy(),
+                error[row, panel].numpy(),
+                fmt="o",
+                markersize=4.5,
+                color=plots.PALETTE[row],
+                label=method,
+            )
         axes.set_xticks(range(len(COLUMNS)), COLUMNS)
         axes.set_title(f"{name}: {'higher' if name == 'accuracy' else 'lower'} is better", fontsize=11)
         axes.grid(axis="y", color=plots.GRID, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=plots.INK, labelsize=9, length=0)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS),
-                  frameon=False, fontsize=9)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(METHODS),
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 

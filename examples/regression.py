@@ -122,12 +122,14 @@ def in_original_units(prediction: RegressionPrediction, mean: float, std: float)
 def scores(prediction: RegressionPrediction, target: Tensor) -> Tensor:
     """Compute the scores, in the order of SCORES."""
     mean, variance = prediction.mean, prediction.variance
-    return torch.stack([
-        (mean - target).square().mean().sqrt(),
-        gaussian_nll(mean, variance, target).mean(),
-        gaussian_crps(mean, variance, target).mean(),
-        interval_coverage(mean, variance, target, LEVEL).mean(),
-    ])
+    return torch.stack(
+        [
+            (mean - target).square().mean().sqrt(),
+            gaussian_nll(mean, variance, target).mean(),
+            gaussian_crps(mean, variance, target).mean(),
+            interval_coverage(mean, variance, target, LEVEL).mean(),
+        ]
+    )
 
 
 @torch.no_grad()
@@ -166,8 +168,15 @@ def drawn(at: Tensor, mean: Tensor, std: Tensor, x: Tensor, y: Tensor) -> Figure
     figure = plots.empty_figure(5, 3.75)
     axes = figure.add_subplot()
     for widths, alpha in ((2, 0.18), (1, 0.3)):
-        axes.fill_between(inputs, middle - widths * width, middle + widths * width, color=plots.PALETTE[0], alpha=alpha,
-                          linewidth=0, label=f"± {widths} sd")
+        axes.fill_between(
+            inputs,
+            middle - widths * width,
+            middle + widths * width,
+            color=plots.PALETTE[0],
+            alpha=alpha,
+            linewidth=0,
+            label=f"± {widths} sd",
+        )
     axes.plot(inputs, middle, color=plots.PALETTE[0], linewidth=1.8, label="predictive mean")
     axes.scatter(x.numpy(), y.numpy(), s=10, color=plots.INK, zorder=3, label="data")
     axes.set(xlabel="input x", ylabel="target y", title="Predictive distribution", xlim=(inputs[0], inputs[-1]))
@@ -186,8 +195,11 @@ def intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor) -> Figure
     axes.plot(rank, middle, color=plots.PALETTE[0], linewidth=1.8, label="predictive mean")
     for chosen, color, label in ((inside, plots.INK, "inside"), (~inside, plots.PALETTE[1], "outside")):
         axes.scatter(rank[chosen], truth[chosen], s=10, color=color, zorder=3, label=f"target {label}")
-    axes.set(xlabel="example, by predicted mean", ylabel="target y",
-             title=f"Prediction intervals ({inside.mean():.0%} of targets inside)")
+    axes.set(
+        xlabel="example, by predicted mean",
+        ylabel="target y",
+        title=f"Prediction intervals ({inside.mean():.0%} of targets inside)",
+    )
     axes.legend()
     return figure
 

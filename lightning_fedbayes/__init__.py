@@ -228,10 +228,28 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server",
-    "sources.ivon", "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules",
-    "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "clients.across", "trainer",
-    "callbacks.calibration", "callbacks",
+    "core.errors",
+    "core.posterior",
+    "core.messages",
+    "fusion",
+    "methods",
+    "server.plan",
+    "server",
+    "sources.ivon",
+    "clients.privacy",
+    "layers",
+    "sources.curvature",
+    "data.partition",
+    "data",
+    "modules",
+    "clients.adversaries",
+    "clients.learned",
+    "clients.settings",
+    "clients.evaluation",
+    "clients.across",
+    "trainer",
+    "callbacks.calibration",
+    "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

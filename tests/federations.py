@@ -73,8 +73,13 @@ def trainer(rounds: int = 2, callbacks: Any = (), **options: Any) -> L.Trainer:
 
 
 def federate(
-    module: L.LightningModule, federation: fb.FederatedBayes, rounds: int = 2, train: Any = None, val: Any = None,
-    ckpt_path: Any = None, **options: Any,
+    module: L.LightningModule,
+    federation: fb.FederatedBayes,
+    rounds: int = 2,
+    train: Any = None,
+    val: Any = None,
+    ckpt_path: Any = None,
+    **options: Any,
 ) -> L.Trainer:
     """Fit ``module`` for some rounds and return the Trainer."""
     made = trainer(rounds, [federation, *options.pop("callbacks", [])], **options)

@@ -23,7 +23,9 @@ from lightning_fedbayes.methods import available_methods, unregister_method
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 BENCHMARKS = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*/README.md")))
@@ -40,8 +42,21 @@ NOT_RUN = {
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()
 ROOMS = (
-    "callbacks", "callbacks.calibration", "clients", "clients.adversaries", "core.exchange", "data", "data.partition",
-    "clients.privacy", "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
+    "callbacks",
+    "callbacks.calibration",
+    "clients",
+    "clients.adversaries",
+    "core.exchange",
+    "data",
+    "data.partition",
+    "clients.privacy",
+    "flower",
+    "fusion",
+    "layers",
+    "methods",
+    "metrics",
+    "metrics.functional",
+    "modules",
     *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
 )
 WORDS_OF_THE_README = 700
@@ -93,7 +108,7 @@ def test_the_page_of_rules_names_every_rule_and_alias():
 
 def test_the_readme_is_short_and_names_rules_that_exist():
     text = (ROOT / "README.md").read_text()
-    table = text[text.index(BEGIN):text.index(END)]
+    table = text[text.index(BEGIN) : text.index(END)]
     assert len(text.replace(table, "").split()) <= WORDS_OF_THE_README
     assert len(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) == 3
     assert set(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) <= {*RULES, *available_methods()}
@@ -128,7 +143,7 @@ def test_a_page_of_the_first_hour_is_short(page):
 
 def charts(text):
     """The charts that a page names in the first column of its last table."""
-    column = re.findall(r"^\| (`.*?) \|", text[text.index("## What to look at in W&B"):], re.MULTILINE)
+    column = re.findall(r"^\| (`.*?) \|", text[text.index("## What to look at in W&B") :], re.MULTILINE)
     return {name for cell in column for name in re.findall(r"`([^`]+)`", cell)}
 
 
@@ -273,7 +288,11 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}

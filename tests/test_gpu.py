@@ -21,7 +21,9 @@ from .metrics.test_shells import CASES
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.filterwarnings(
-        "ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*", "ignore:GPU available.*",
+        "ignore:.*exists and is not empty.*",
+        "ignore:.*callbacks used to create.*",
+        "ignore:GPU available.*",
     ),
 ]
 DEVICE, ENGINES = torch.device("cuda"), ["sequential", "vectorized"]
@@ -30,13 +32,17 @@ ON = {"accelerator": "gpu", "devices": 1}
 
 def posterior(federation: fb.FederatedBayes) -> dict[str, torch.Tensor]:
     found = federation.posterior
-    return {**{f"mean/{n}": v.cpu() for n, v in found.mean.items()},
-            **{f"variance/{n}": v.cpu() for n, v in found.variance.items()}}
+    return {
+        **{f"mean/{n}": v.cpu() for n, v in found.mean.items()},
+        **{f"variance/{n}": v.cpu() for n, v in found.variance.items()},
+    }
 
 
 WITHOUT_NOISE = {
-    **{name: {"fusion": name} for name in (
-        "fedavg", "geometric_median", "trimmed_mean", "multi_krum", "fedadam", "ivar_vb", "icov_vb")},
+    **{
+        name: {"fusion": name}
+        for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum", "fedadam", "ivar_vb", "icov_vb")
+    },
     "proximal": {"fusion": fb.FedProx(0.1)},
     "scaffold": {"fusion": fb.Scaffold()},
     "nova": {"fusion": fb.FedNova()},
@@ -107,8 +113,12 @@ def test_a_checkpoint_resumes_on_the_other_device(tmp_path, first, then, engine)
     def fit(rounds, where, ckpt_path=None):
         module = Plain(network(batch_norm=True), optimizer=partial(torch.optim.SGD, momentum=0.9))
         federation = fb.FederatedBayes(
-            fb.SizesPartition((32, 24, 18, 16)), engine=engine, fusion="sites", posterior=fb.Laplace(),
-            keep=["optimizer"], buffers="local",
+            fb.SizesPartition((32, 24, 18, 16)),
+            engine=engine,
+            fusion="sites",
+            posterior=fb.Laplace(),
+            keep=["optimizer"],
+            buffers="local",
         )
         return federation, federate(module, federation, rounds, loader(), ckpt_path=ckpt_path, **where)
 
@@ -125,11 +135,13 @@ def test_rules_fuse_on_the_gpu_as_on_the_cpu(rule):
     torch.manual_seed(0)
     clients = [
         fb.GaussianPosterior(
-            {"w": torch.randn(4, 3), "b": torch.randn(3)}, {"w": torch.rand(4, 3) + 0.5, "b": torch.rand(3) + 0.5})
+            {"w": torch.randn(4, 3), "b": torch.randn(3)}, {"w": torch.rand(4, 3) + 0.5, "b": torch.rand(3) + 0.5}
+        )
         for _ in range(7)
     ]
     previous = fb.GaussianPosterior(
-        {"w": torch.zeros(4, 3), "b": torch.zeros(3)}, {"w": 9 * torch.ones(4, 3), "b": 9 * torch.ones(3)})
+        {"w": torch.zeros(4, 3), "b": torch.zeros(3)}, {"w": 9 * torch.ones(4, 3), "b": 9 * torch.ones(3)}
+    )
 
     def moved(each, device):
         parts = each.mean, each.variance
@@ -161,8 +173,14 @@ def test_metrics_take_tensors_of_the_gpu(case):
     found, here = metric.compute(), expected(*inputs)
     pairs = zip(found, here, strict=True) if isinstance(here, tuple) else [(found, here)]
     for first, second in pairs:
-        torch.testing.assert_close(torch.as_tensor(first).cpu(), torch.as_tensor(second), rtol=1e-4, atol=1e-5,
-                                   check_dtype=False, equal_nan=True)
+        torch.testing.assert_close(
+            torch.as_tensor(first).cpu(),
+            torch.as_tensor(second),
+            rtol=1e-4,
+            atol=1e-5,
+            check_dtype=False,
+            equal_nan=True,
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -258,9 +276,15 @@ def test_heads_are_fitted_on_the_gpu_as_on_the_cpu():
     def fit(**where):
         torch.manual_seed(0)
         module = fb.HeadModule(mlp(FEATURES, 4), fb.BayesianHead(CLASSES, "one_hot"), 4)
-        made = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                         enable_model_summary=False, callbacks=[fb.FederatedBayes(fb.IIDPartition(3))],
-                         **{"accelerator": "cpu", **where})
+        made = L.Trainer(
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[fb.FederatedBayes(fb.IIDPartition(3))],
+            **{"accelerator": "cpu", **where},
+        )
         made.fit(module, loader())
         return module.cpu().eval()(blobs(12).tensors[0])
 

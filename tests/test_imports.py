@@ -179,8 +179,18 @@ def test_a_server_loads_no_lightning_and_no_pictures():
 
 def test_promised_names_are_public():
     promised = {
-        "FederatedBayes", "GaussianPosterior", "HybridBayesianClassifier", "HybridBayesianRegressor", "BayesianModule",
-        "bayesianize", "IIDPartition", "DirichletPartition", "ClassPartition", "SizesPartition", "register_fusion",
-        "fuse", "available_fusions",
+        "FederatedBayes",
+        "GaussianPosterior",
+        "HybridBayesianClassifier",
+        "HybridBayesianRegressor",
+        "BayesianModule",
+        "bayesianize",
+        "IIDPartition",
+        "DirichletPartition",
+        "ClassPartition",
+        "SizesPartition",
+        "register_fusion",
+        "fuse",
+        "available_fusions",
     }
     assert promised <= set(lightning_fedbayes.__all__)

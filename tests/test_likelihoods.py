@@ -122,8 +122,7 @@ def test_every_output_goes_through_everything(output, posterior, engine):
     conformal = fb.FederatedConformal(kind="lac" if known.of_classes else "interval")
     callback = fb.FederatedBayes(engine=engine, posterior=fb.Laplace(prior_std=1.0) if posterior == "laplace" else None)
     report, clients = fb.UncertaintyReport(samples=4), fb.ClientReport()
-    made = federate(module, callback, 2, DataLoader(data, 8), held_out,
-                    callbacks=[report, clients, scaling, conformal])
+    made = federate(module, callback, 2, DataLoader(data, 8), held_out, callbacks=[report, clients, scaling, conformal])
     assert math.isfinite(float(made.callback_metrics["val/draws/clients/nll"]))
     assert 0.001 < scaling.temperature < 1000
     assert math.isfinite(conformal.threshold)
@@ -133,8 +132,9 @@ def test_every_output_goes_through_everything(output, posterior, engine):
     prediction = predictive.predict_step((x, y))
     scores = fb.evaluate_clients(predictive, data_of(output, (20, 24), 2))
     assert all(bool(torch.isfinite(each).all()) for each in scores.values.values())
-    assert {"test/scaled/nll", f"test/{conformal.label}/coverage"} <= trainer(
-        1, [scaling, conformal]).test(module, held_out, verbose=False)[0].keys()
+    assert {"test/scaled/nll", f"test/{conformal.label}/coverage"} <= trainer(1, [scaling, conformal]).test(
+        module, held_out, verbose=False
+    )[0].keys()
     found = trainer(1, [scaling, conformal]).predict(predictive, held_out)
     if known.of_classes:
         assert prediction.label.numel() == y.numel()
@@ -174,10 +174,17 @@ def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
     held_out = data_of("risks", (40, 44), 1)
     module = Named("risks", posterior)
     callback = fb.FederatedBayes(engine=engine, posterior=fb.SWAG() if posterior == "swag" else None)
-    made = federate(module, callback, 2, DataLoader(data_of("risks"), 16), DataLoader(held_out, 16),
-                    callbacks=[fb.UncertaintyReport(samples=4), fb.ClientReport()])
+    made = federate(
+        module,
+        callback,
+        2,
+        DataLoader(data_of("risks"), 16),
+        DataLoader(held_out, 16),
+        callbacks=[fb.UncertaintyReport(samples=4), fb.ClientReport()],
+    )
     assert {f"val/draws/clients/{name}" for name in ("c_index", "c_index_worst", "nll", "nll_spread")} <= {
-        *made.callback_metrics}
+        *made.callback_metrics
+    }
     predictive = fb.PosteriorPredictive(module, callback.posterior, samples=3, likelihood="cox")
     scores = fb.evaluate_clients(predictive, held_out)
     for k, data in enumerate(held_out.datasets):
@@ -190,13 +197,15 @@ def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
         nll = partial_nll(prediction.log_risk, y) / len(y)
         assert float(scores.values["nll"][k]) == pytest.approx(float(nll), 1e-5)
         assert float(scores.values["c_index"][k]) == pytest.approx(
-            float(concordance_index(prediction.log_risk, y[:, 1], y[:, 0])))
+            float(concordance_index(prediction.log_risk, y[:, 1], y[:, 0]))
+        )
     assert scores.worst("c_index") == float(scores.values["c_index"].min())
     (found,) = trainer(1).validate(predictive, DataLoader(held_out, 84), verbose=False)
     assert found.keys() == {"val/c_index", "val/nll"}
     assert trainer(1).predict(predictive, DataLoader(held_out, 84))[0].log_risk.shape == (84,)
     weight, nll = fb.choose_personal_weight(
-        lambda weight: callback.posterior, module, held_out.datasets[0], (0.0, 1.0), likelihood="cox", samples=3)
+        lambda weight: callback.posterior, module, held_out.datasets[0], (0.0, 1.0), likelihood="cox", samples=3
+    )
     assert weight == 0
     assert nll[0.0] == pytest.approx(float(scores.values["nll"][0]))
 
@@ -213,20 +222,31 @@ def test_clients_without_events_have_no_c_index_and_count_nowhere():
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize(("beside", "why"), [
-    ({"callback": fb.FederatedTemperature()}, "leave calibrations out"),
-    ({"callback": fb.FederatedConformal(kind="interval")}, "leave calibrations out"),
-    ({"posterior": fb.Laplace()}, "take Bayesian layers, fb.IVON or fb.SWAG"),
-    ({"posterior": fb.Laplace(likelihood="cox")}, "take Bayesian layers, fb.IVON or fb.SWAG"),
-], ids=["temperature", "conformal", "laplace", "laplace of a likelihood"])
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"callback": fb.FederatedTemperature()}, "leave calibrations out"),
+        ({"callback": fb.FederatedConformal(kind="interval")}, "leave calibrations out"),
+        ({"posterior": fb.Laplace()}, "take Bayesian layers, fb.IVON or fb.SWAG"),
+        ({"posterior": fb.Laplace(likelihood="cox")}, "take Bayesian layers, fb.IVON or fb.SWAG"),
+    ],
+    ids=["temperature", "conformal", "laplace", "laplace of a likelihood"],
+)
 def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, why, engine):
     module = Own("risks", "plain")
     before = module.network.weight.detach().clone()
     callback = fb.FederatedBayes(engine=engine, posterior=beside.get("posterior"))
     others = [beside["callback"]] if "callback" in beside else []
     with pytest.raises(fb.FedBayesError, match=f"likelihood 'cox': what an example says depends on.*{why}"):
-        federate(module, callback, 2, DataLoader(data_of("risks"), 16), DataLoader(data_of("risks"), 16),
-                 callbacks=others, num_sanity_val_steps=0)
+        federate(
+            module,
+            callback,
+            2,
+            DataLoader(data_of("risks"), 16),
+            DataLoader(data_of("risks"), 16),
+            callbacks=others,
+            num_sanity_val_steps=0,
+        )
     assert torch.equal(module.network.weight, before)
 
 
@@ -234,7 +254,8 @@ def test_what_needs_single_examples_is_refused_of_risks_without_a_trainer():
     module, data = Own("risks", "plain"), data_of("risks")
     batches = DataLoader(data.datasets[0], 16)
     for call in (
-        lambda: fb.Laplace().posterior(module, batches), lambda: fb.KroneckerLaplace().site(module, batches),
+        lambda: fb.Laplace().posterior(module, batches),
+        lambda: fb.KroneckerLaplace().site(module, batches),
         lambda: fb.Laplace(curvature="empirical").site(module, batches),
         lambda: fb.FederatedTemperature().fit_from(module, data),
         lambda: fb.FederatedConformal(kind="interval").fit_from(module, data),
@@ -294,11 +315,13 @@ def test_scores_are_those_of_other_libraries_on_flat_positions(output):
     labels = np.arange(probs.shape[1])
     assert float(found["val/nll"]) == pytest.approx(log_loss(flat, probs, labels=labels), abs=1e-6)
     assert float(found["val/brier"]) == pytest.approx(
-        float((probs - F.one_hot(flat, probs.shape[1])).square().sum(1).mean()), abs=1e-6)
+        float((probs - F.one_hot(flat, probs.shape[1])).square().sum(1).mean()), abs=1e-6
+    )
     if probs.shape[1] == 2:  # sklearn's is of one of the two classes
         assert float(found["val/brier"]) / 2 == pytest.approx(brier_score_loss(flat, probs[:, 1]), abs=1e-6)
     assert float(found["val/ece"]) == pytest.approx(
-        float(multiclass_calibration_error(probs, flat, probs.shape[1], 15)), abs=1e-6)
+        float(multiclass_calibration_error(probs, flat, probs.shape[1], 15)), abs=1e-6
+    )
     assert float(found["val/accuracy"]) == pytest.approx(float((probs.argmax(1) == flat).double().mean()))
     assert rows["counts"].tolist() == [y[0].numel()] * 50
 
@@ -346,7 +369,8 @@ class Counts(fb.Likelihood):
 
     def nll(self, outputs, targets):
         return F.poisson_nll_loss(outputs, targets.view_as(outputs), full=False, reduction="none") + torch.lgamma(
-            targets.view_as(outputs) + 1)
+            targets.view_as(outputs) + 1
+        )
 
     def predict(self, draws):
         rates = draws.exp()
@@ -356,8 +380,9 @@ class Counts(fb.Likelihood):
 
 @pytest.mark.filterwarnings("ignore:the temperature")
 def test_a_likelihood_of_one_s_own_goes_through_everything(monkeypatch):
-    monkeypatch.setitem(OUTPUTS, "counts", (
-        lambda: nn.Linear(5, 1), lambda n: torch.poisson(torch.full((n, 1), 3.0)), Counts()))
+    monkeypatch.setitem(
+        OUTPUTS, "counts", (lambda: nn.Linear(5, 1), lambda n: torch.poisson(torch.full((n, 1), 3.0)), Counts())
+    )
     for posterior in ("layers", "laplace"):
         test_every_output_goes_through_everything("counts", posterior, "vectorized")
     draws, y = torch.randn(4, 9, 1), torch.poisson(torch.full((9, 1), 2.0))
@@ -365,18 +390,21 @@ def test_a_likelihood_of_one_s_own_goes_through_everything(monkeypatch):
     torch.testing.assert_close(Counts().rows(draws, y)["nll"], mixture)
 
 
-@pytest.mark.parametrize(("outputs", "targets", "found"), [
-    (torch.zeros(4, 3), torch.zeros(4).long(), fb.Categorical()),
-    (torch.zeros(4, 3, 5, 6), torch.zeros(4, 5, 6).long(), fb.Categorical()),
-    (torch.zeros(4, 6, 3), torch.zeros(4, 6).int(), fb.Categorical(channels=-1)),
-    (torch.zeros(4), torch.zeros(4).long(), "yes or no, or numbers"),
-    (torch.zeros(4, 1), torch.ones(4), "yes or no, or numbers"),
-    (torch.zeros(4, 3), torch.ones(4, 3), "yes or no, or numbers"),
-    (torch.zeros(4, 1), torch.randn(4), "noise is not known"),
-    (torch.zeros(4, 2), torch.randn(4), "noise='output'"),
-    (torch.zeros(4, 3), torch.randn(4, 5), "one output per target"),
-    (torch.zeros(4, 3), torch.full((4,), 7), "targets run from 7 to 7, and there are 3 classes"),
-])
+@pytest.mark.parametrize(
+    ("outputs", "targets", "found"),
+    [
+        (torch.zeros(4, 3), torch.zeros(4).long(), fb.Categorical()),
+        (torch.zeros(4, 3, 5, 6), torch.zeros(4, 5, 6).long(), fb.Categorical()),
+        (torch.zeros(4, 6, 3), torch.zeros(4, 6).int(), fb.Categorical(channels=-1)),
+        (torch.zeros(4), torch.zeros(4).long(), "yes or no, or numbers"),
+        (torch.zeros(4, 1), torch.ones(4), "yes or no, or numbers"),
+        (torch.zeros(4, 3), torch.ones(4, 3), "yes or no, or numbers"),
+        (torch.zeros(4, 1), torch.randn(4), "noise is not known"),
+        (torch.zeros(4, 2), torch.randn(4), "noise='output'"),
+        (torch.zeros(4, 3), torch.randn(4, 5), "one output per target"),
+        (torch.zeros(4, 3), torch.full((4,), 7), "targets run from 7 to 7, and there are 3 classes"),
+    ],
+)
 def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, targets, found):
     if isinstance(found, str):
         with pytest.raises(fb.FedBayesError, match=found):
@@ -402,14 +430,23 @@ def test_a_temperature_is_scipy_s_optimum(output):
 
         def loss(u):
             return float(fb.Gaussian(pair[1].double() * math.exp(u)).nll(pair[0].double(), pair[2].double()).mean())
+
     found = fb.FederatedTemperature(max_influence=None).fit({"a": pair}).temperature
     wanted = minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x
     if abs(wanted) < 5:  # a finite optimum
         assert math.log(found) == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize(("output", "per"), [("segmentation", "position"), ("segmentation", "example"),
-                                             ("labels", "position"), ("labels", "example"), ("pixels", "example")])
+@pytest.mark.parametrize(
+    ("output", "per"),
+    [
+        ("segmentation", "position"),
+        ("segmentation", "example"),
+        ("labels", "position"),
+        ("labels", "example"),
+        ("pixels", "example"),
+    ],
+)
 def test_coverage_over_redraws(output, per):
     """Positions of an example are alike by a common shift; both guarantees hold over examples that are drawn anew."""
     _, _, known = OUTPUTS[output]

@@ -21,11 +21,20 @@ import lightning_fedbayes as fb
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 QUIET = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
     "accelerator": "cpu",
 }
 GIVEN = {
-    "L": L, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "TensorDataset": TensorDataset, "quiet": QUIET,
+    "L": L,
+    "torch": torch,
+    "nn": nn,
+    "F": F,
+    "DataLoader": DataLoader,
+    "TensorDataset": TensorDataset,
+    "quiet": QUIET,
 }
 """Names that every script has imported, and options that keep a Trainer quiet."""
 
@@ -387,7 +396,8 @@ def changed_lines(script):
     return sum(
         max(hunk.count("-"), hunk.count("+"))
         for marked, group in itertools.groupby(marks, lambda mark: mark in "-+" and mark != "")
-        if marked for hunk in [list(group)]
+        if marked
+        for hunk in [list(group)]
     )
 
 

@@ -1,6 +1,6 @@
 """Models of other packages, unchanged, federate with IVON; each is skipped where its package is not installed.
 
-    pip install --group models && python -m pytest tests/test_peer_models.py
+pip install --group models && python -m pytest tests/test_peer_models.py
 """
 
 import lightning as L
@@ -86,18 +86,28 @@ class Words(Own):
 def bert(seed=0):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    ))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            num_labels=2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
 
 
 def sentences(count=12, as_encoding=False):
     torch.manual_seed(1)
     words, mask = torch.randint(0, 50, (count, 7)), torch.ones(count, 7, dtype=torch.long)
     mask[::3, 5:] = 0
-    rows = [{"input_ids": w, "attention_mask": m, "labels": torch.tensor(n % 2)}
-            for n, (w, m) in enumerate(zip(words, mask))]
+    rows = [
+        {"input_ids": w, "attention_mask": m, "labels": torch.tensor(n % 2)}
+        for n, (w, m) in enumerate(zip(words, mask))
+    ]
     if not as_encoding:
         return DataLoader(rows, 4)
     transformers = pytest.importorskip("transformers")
@@ -124,14 +134,20 @@ def test_dicts_of_a_tokenizer(as_encoding):
     for module, batches in ((Words(bert()), data), (Pair(bert()), paired())):
         names = [name for name, _ in module.named_parameters()]
         posterior = fb.Laplace(parameters=[next(n for n in names if n.endswith("classifier.weight"))]).posterior(
-            module, batches)
+            module, batches
+        )
         for predictive in ("draws", "linearised"):
             torch.manual_seed(0)
             made = fb.PosteriorPredictive(module, posterior, 4, predictive=predictive)
             found.append(trainer(1, [fb.UncertaintyReport()]).validate(made, batches, verbose=False)[0])
         site = fb.KroneckerLaplace(fb.Laplace(parameters=["*classifier*"])).site(module, batches)
-        found.append({f"{part}.{name.rpartition('.')[2]}": float(v.double().norm())
-                      for part in ("inputs", "outputs") for name, v in getattr(site, part).items()})
+        found.append(
+            {
+                f"{part}.{name.rpartition('.')[2]}": float(v.double().norm())
+                for part in ("inputs", "outputs")
+                for name, v in getattr(site, part).items()
+            }
+        )
     for ours, wanted in zip(found[:3], found[3:], strict=True):
         assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
@@ -142,7 +158,8 @@ def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
     for module, data in ((Words(bert()), sentences()), (Pair(bert()), paired())):
         module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.05)
         federation = fb.FederatedBayes(
-            fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine)
+            fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine
+        )
         trainer(1, [federation]).fit(module, data)
         posteriors.append(federation.posterior)
     ours, wanted = posteriors
@@ -155,10 +172,13 @@ def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
 def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
     module, calls = Words(bert()), []
     mean = {name: p.detach().clone() for name, p in module.named_parameters()}
-    posterior = fb.GaussianPosterior(mean, {
-        name: torch.full_like(p, 0.01 if "layer.1" in name or "classifier" in name else 0.0)
-        for name, p in mean.items()
-    })
+    posterior = fb.GaussianPosterior(
+        mean,
+        {
+            name: torch.full_like(p, 0.01 if "layer.1" in name or "classifier" in name else 0.0)
+            for name, p in mean.items()
+        },
+    )
     module.network.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append("BatchedTensor" in repr(_[2])))
     batch = next(iter(sentences()))
     made = fb.PosteriorPredictive(module, posterior, 5)
@@ -248,8 +268,14 @@ def lora_bert(rank=2, **options):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     bert = transformers.BertForSequenceClassification(config)
     return peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
@@ -258,10 +284,16 @@ def lora_bert(rank=2, **options):
 def texts(kind=dict, padded=True):
     """A loader of dicts, or of BatchEncodings."""
     generator = torch.Generator().manual_seed(0)
-    examples = [kind({
-        "input_ids": torch.randint(1, 50, (7,), generator=generator), "labels": torch.tensor(i % 2),
-        **({"attention_mask": (torch.arange(7) < LENGTHS[i % 12]).long()} if padded else {}),
-    }) for i in range(24)]
+    examples = [
+        kind(
+            {
+                "input_ids": torch.randint(1, 50, (7,), generator=generator),
+                "labels": torch.tensor(i % 2),
+                **({"attention_mask": (torch.arange(7) < LENGTHS[i % 12]).long()} if padded else {}),
+            }
+        )
+        for i in range(24)
+    ]
     return DataLoader(examples, batch_size=4)
 
 
@@ -307,8 +339,9 @@ def test_lora_ends_equal_by_either_engine(method, stack):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto", 2])
-@pytest.mark.parametrize("method", ["reverse_kl_barycenter", "sites", "weighted_average", "fedprox", "ditto",
-                                    "population"])
+@pytest.mark.parametrize(
+    "method", ["reverse_kl_barycenter", "sites", "weighted_average", "fedprox", "ditto", "population"]
+)
 def test_lora_with_ivon_has_a_posterior_of_what_trains(method, engine):
     module = Tuned(lora_bert(), fb.IVON)
     posterior = tuned(module, engine, fusion=method).posterior
@@ -346,8 +379,10 @@ def test_batch_encodings_and_no_mask():
 def test_a_bayesian_head_on_lora(engine):
     """``last=1`` is the classifier that trains, not the frozen copy that peft keeps and nobody calls."""
     network = fb.bayesianize(lora_bert(), last=1)
-    head, gaussians = "base_model.model.classifier.modules_to_save.default", [
-        name for name, _ in network.named_parameters() if "rho" in name]
+    head, gaussians = (
+        "base_model.model.classifier.modules_to_save.default",
+        [name for name, _ in network.named_parameters() if "rho" in name],
+    )
     assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
     posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
     assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34

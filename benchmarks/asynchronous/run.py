@@ -43,8 +43,10 @@ BUFFERS = {"by rounds": CLIENTS, "buffer of 5": 5, "one by one": 1}
 SWEEPS = {"logistic": {"by rounds": 60, "buffer of 5": 120, "one by one": 120}, "digits": dict.fromkeys(BUFFERS, 40)}
 """Messages of a federation, in units of its clients."""
 AVERAGES: dict[str, tuple[int, fb.Late]] = {
-    "FedAvg by rounds": (CLIENTS, fb.FedBuff()), "FedBuff, buffer of 5": (5, fb.FedBuff()),
-    "FedBuff, one by one": (1, fb.FedBuff()), "FedAsync, one by one": (1, fb.FedAsync()),
+    "FedAvg by rounds": (CLIENTS, fb.FedBuff()),
+    "FedBuff, buffer of 5": (5, fb.FedBuff()),
+    "FedBuff, one by one": (1, fb.FedBuff()),
+    "FedAsync, one by one": (1, fb.FedAsync()),
 }
 ABSENCES = {
     "100 times slower": fb.Delays(slow={0: 100.0}),
@@ -148,22 +150,32 @@ def digits(cell: Cell) -> dict[str, Any]:
         mlp(64, 10), bayesian_last=2 if by_sites else 0, estimator="flipout", learning_rate=0.01, kl_weight=0.05
     )
     federation = fb.FederatedBayes(
-        fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=2, fusion="sites" if by_sites else "fedavg",
-        schedule=fb.Asynchronous(buffer=buffer, delays=stragglers(cell.seed), late=late), seed=cell.seed,
+        fb.DirichletPartition(CLIENTS, alpha=0.5),
+        local_epochs=2,
+        fusion="sites" if by_sites else "fedavg",
+        schedule=fb.Asynchronous(buffer=buffer, delays=stragglers(cell.seed), late=late),
+        seed=cell.seed,
     )
     curve = Curve(federation)
     trainer = L.Trainer(
-        max_epochs=SWEEPS["digits"]["by rounds"] * CLIENTS // buffer, accelerator="cpu", logger=False,
-        callbacks=[federation, curve], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
+        max_epochs=SWEEPS["digits"]["by rounds"] * CLIENTS // buffer,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, curve],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=fb.DigitsDataModule())
     met = [time for time, nll, _ in curve.points if nll <= NLL]
     last = curve.points[-len(curve.points) // 10 :]
     times, nlls, _ = zip(*curve.points)
     return {
-        "time": met[0] if met else math.inf, "curve": thinned(times, nlls),
-        "nll": statistics.fmean(each[1] for each in last), "accuracy": statistics.fmean(each[2] for each in last),
+        "time": met[0] if met else math.inf,
+        "curve": thinned(times, nlls),
+        "nll": statistics.fmean(each[1] for each in last),
+        "accuracy": statistics.fmean(each[2] for each in last),
         "sigma": float(federation.posterior.flatten()[1].sqrt().median()),
     }
 
@@ -209,8 +221,17 @@ def times_table(done: Done, study: str, splits: Sequence[str]) -> str:
             parts = [found[seed]["time"] / until(reference[seed]) for seed in found if seed in reference]
             worst = max(parts, default=math.nan)
             last = mean([each["curve"][-1][1] for each in found.values()], 4)
-            rows.append([split, row, mean([e["time"] for e in found.values()]), mean(parts, 2), f"{worst:.2f}", last,
-                         len(found)])
+            rows.append(
+                [
+                    split,
+                    row,
+                    mean([e["time"] for e in found.values()]),
+                    mean(parts, 2),
+                    f"{worst:.2f}",
+                    last,
+                    len(found),
+                ]
+            )
     value = "KL at the end" if study == "logistic" else "NLL at the end"
     return markdown_table(["split", "schedule", "time", "part of that by rounds", "largest", value, "seeds"], rows)
 
@@ -239,8 +260,14 @@ def absences_table(done: Done) -> str:
     for row in ABSENCES:
         found = list(of_row(done, "absences", "IID", row).values())
         whose = "all" if found and found[0]["heard"] else "the other nine"
-        rows.append([row, whose, *(mean([each[name] for each in found], 4) for name in
-                                   ("kl", "mean_error", "variance_ratio")), len(found)])
+        rows.append(
+            [
+                row,
+                whose,
+                *(mean([each[name] for each in found], 4) for name in ("kl", "mean_error", "variance_ratio")),
+                len(found),
+            ]
+        )
     figures = ["KL per parameter", "error of means, sd", "variance over true"]
     return markdown_table(["client 0", "beside the posterior of", *figures, "seeds"], rows)
 
@@ -265,10 +292,14 @@ def picture(done: Done) -> Any:
 def tables(done: Done) -> str:
     """Return all tables as Markdown."""
     parts = [
-        "### Logistic regression", times_table(done, "logistic", list(logistic.SPLITS)),
-        "### Digits by sites", times_table(done, "digits", ["sites"]),
-        "### Digits by sites and by averages", ends_table(done),
-        "### Absences", absences_table(done),
+        "### Logistic regression",
+        times_table(done, "logistic", list(logistic.SPLITS)),
+        "### Digits by sites",
+        times_table(done, "digits", ["sites"]),
+        "### Digits by sites and by averages",
+        ends_table(done),
+        "### Absences",
+        absences_table(done),
     ]
     return "\n\n".join(parts)
 

@@ -51,13 +51,21 @@ class Library(ABC):
 
     def build(self, template: nn.Sequential, estimator: str, prior_mean: float, prior_std: float) -> nn.Module:
         """Return a Bayesian network of the geometry of ``template`` (linear layers and convolutions)."""
-        return self.network([self.layer(each, estimator, prior_mean, prior_std) if list(each.parameters()) else each
-                             for each in template])
+        return self.network(
+            [
+                self.layer(each, estimator, prior_mean, prior_std) if list(each.parameters()) else each
+                for each in template
+            ]
+        )
 
     def gaussians(self, network: nn.Module) -> Sequence[tuple[Tensor, Tensor]]:
         """Mean and raw spread of each Gaussian parameter, in the order of the template's parameters."""
-        return [(getattr(module, mean), getattr(module, raw)) for module in network.modules()
-                for mean, raw in self.parameters if isinstance(getattr(module, mean, None), Tensor)]
+        return [
+            (getattr(module, mean), getattr(module, raw))
+            for module in network.modules()
+            for mean, raw in self.parameters
+            if isinstance(getattr(module, mean, None), Tensor)
+        ]
 
     def raw(self, std: Tensor) -> Tensor:
         """Return the raw spread of a standard deviation: ρ."""
@@ -85,8 +93,12 @@ def geometry(template: nn.Module) -> dict[str, Any]:
     if isinstance(template, nn.Linear):
         return {"in_features": template.in_features, "out_features": template.out_features}
     assert isinstance(template, nn.Conv2d)
-    return {"in_channels": template.in_channels, "out_channels": template.out_channels,
-            "kernel_size": template.kernel_size, "padding": template.padding}
+    return {
+        "in_channels": template.in_channels,
+        "out_channels": template.out_channels,
+        "kernel_size": template.kernel_size,
+        "padding": template.padding,
+    }
 
 
 class Ours(Library):
@@ -100,8 +112,11 @@ class Ours(Library):
     def layer(self, template: nn.Module, estimator: str, prior_mean: float, prior_std: float) -> nn.Module:
         from lightning_fedbayes import layers
 
-        kind = {"reparameterization": "Reparameterization", "local_reparameterization": "LocalReparameterization",
-                "flipout": "Flipout"}[estimator]
+        kind = {
+            "reparameterization": "Reparameterization",
+            "local_reparameterization": "LocalReparameterization",
+            "flipout": "Flipout",
+        }[estimator]
         make = getattr(layers, type(template).__name__ + kind)
         return make(**geometry(template), prior_mean=prior_mean, prior_variance=prior_std**2)
 
@@ -147,10 +162,18 @@ class BayesianTorch(Library):
     def convert(self, network: nn.Sequential) -> nn.Module:
         from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 
-        dnn_to_bnn(network, {
-            "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
-            "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5,
-        })
+        dnn_to_bnn(
+            network,
+            {
+                "prior_mu": 0.0,
+                "prior_sigma": 1.0,
+                "posterior_mu_init": 0.0,
+                "posterior_rho_init": -3.0,
+                "type": "Reparameterization",
+                "moped_enable": False,
+                "moped_delta": 0.5,
+            },
+        )
         return network
 
 
@@ -286,8 +309,11 @@ class TyXe(Library):
         network = tyxe.PytorchBNN(copy.deepcopy(template), prior, guide)
         network.estimator = estimator
         first: Any = template[0]
-        shape = (first.in_features,) if isinstance(first, nn.Linear) else (
-            first.in_channels, *(8,) * len(first.kernel_size))
+        shape = (
+            (first.in_features,)
+            if isinstance(first, nn.Linear)
+            else (first.in_channels, *(8,) * len(first.kernel_size))
+        )
         list(network.pytorch_parameters(torch.zeros(1, *shape)))  # makes the parameters of the guide
         return network
 
@@ -316,6 +342,8 @@ class TyXe(Library):
         return self.build(network, "reparameterization", 0.0, 1.0)
 
 
-LIBRARIES: dict[str, Library] = {each.name: each for each in (
-    Ours(), BayesianTorch(), TorchUncertainty(), Blitz(), TorchBNN(), LightningUQBox(), TyXe())}
+LIBRARIES: dict[str, Library] = {
+    each.name: each
+    for each in (Ours(), BayesianTorch(), TorchUncertainty(), Blitz(), TorchBNN(), LightningUQBox(), TyXe())
+}
 """Every library by name, in the order of the table."""

@@ -151,8 +151,10 @@ def largest_z_between(draws: Tensor, others: Tensor, rounding: float = 0.0) -> f
     The standard errors come from the draws; ``rounding`` is the relative error that the number type excuses.
     """
     draws, others = draws.double(), others.double()
-    pairs = [(draws, others, rounding), ((draws - draws.mean(0)).square(), (others - others.mean(0)).square(),
-                                         4 * rounding)]
+    pairs = [
+        (draws, others, rounding),
+        ((draws - draws.mean(0)).square(), (others - others.mean(0)).square(), 4 * rounding),
+    ]
     worst = 0.0
     for these, those, excused in pairs:
         distance = (these.mean(0) - those.mean(0)).abs() - excused * (those.mean(0).abs() + those.std(0))
@@ -162,8 +164,10 @@ def largest_z_between(draws: Tensor, others: Tensor, rounding: float = 0.0) -> f
 
 
 def largest_z_of_transformation(
-    library: Library, make: Callable[[], tuple[nn.Sequential, Tensor]],
-    sample: Callable[[nn.Module, Tensor], Tensor], rounding: float = 0.0,
+    library: Library,
+    make: Callable[[], tuple[nn.Sequential, Tensor]],
+    sample: Callable[[nn.Module, Tensor], Tensor],
+    rounding: float = 0.0,
 ) -> Measured:
     """Largest z between draws by ``sample(network, x)`` and draws of the network as it is, over all estimators."""
     worst = 0.0
@@ -188,8 +192,9 @@ def kl_is_the_sum(library: Library) -> Measured:
     """KL of a network of four parameters under N(0, 1), against the sum of ``torch.distributions``' in float64."""
     template, x = perceptron()
     network, means, stds = posterior(library, template, library.estimators[0])
-    exact = sum(float(kl_divergence(Normal(m.double(), s.double()), Normal(0.0, 1.0)).sum())
-                for m, s in zip(means, stds))
+    exact = sum(
+        float(kl_divergence(Normal(m.double(), s.double()), Normal(0.0, 1.0)).sum()) for m, s in zip(means, stds)
+    )
     draws = kl_draws(library, network, x, DRAWS)
     error = LIMIT * float(draws.std()) / len(draws) ** 0.5 if len(draws) > 1 else 0.0
     return Measured(float(draws.mean()) / exact, abs(float(draws.mean()) - exact) < error + 1e-4 * exact)

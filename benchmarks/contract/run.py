@@ -47,8 +47,22 @@ def interpreter(library: Library, folder: Path) -> str:
     (packages / "shared.pth").write_text("\n".join(site.getsitepackages()))
     constraints = home / "constraints.txt"
     constraints.write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints,
-                    *library.requirement.split()], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            constraints,
+            *library.requirement.split(),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     installed.touch()
     return str(python)
 
@@ -65,8 +79,14 @@ def measure_elsewhere(library: Library, folder: Path) -> dict[str, Any]:
     """Call :func:`measure` in the library's environment; ``{"reason": …}`` if it cannot be installed or run."""
     try:
         python = interpreter(library, folder)
-        done = subprocess.run([python, "-m", "benchmarks.contract.run", "--inside", library.name], check=True,
-                              capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [python, "-m", "benchmarks.contract.run", "--inside", library.name],
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     except subprocess.CalledProcessError as error:
         return {"reason": (error.stderr.strip() or f"exit status {error.returncode}").splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -84,15 +104,23 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """A row per law, a column per library, and a last row that counts what holds of what applies."""
     from lightning_fedbayes.core.tables import markdown_table
 
-    measured = {name: {law: Verdict(**each) for law, each in result["verdicts"].items()}
-                for name, result in results.items() if "verdicts" in result}
-    rows = [[law, LAWS[law].figure, *(shown(measured[name][law]) if name in measured else "" for name in results)]
-            for law in LAWS]
+    measured = {
+        name: {law: Verdict(**each) for law, each in result["verdicts"].items()}
+        for name, result in results.items()
+        if "verdicts" in result
+    }
+    rows = [
+        [law, LAWS[law].figure, *(shown(measured[name][law]) if name in measured else "" for name in results)]
+        for law in LAWS
+    ]
     counts = []
     for name, result in results.items():
         verdicts = [each.verdict for each in measured.get(name, {}).values()]
-        counts.append(f"{verdicts.count('pass')} of {len(verdicts) - verdicts.count('n/a')}" if verdicts
-                      else f"not measured: {result['reason']}")
+        counts.append(
+            f"{verdicts.count('pass')} of {len(verdicts) - verdicts.count('n/a')}"
+            if verdicts
+            else f"not measured: {result['reason']}"
+        )
     header = [f"{name} {result.get('version', '')}".strip() for name, result in results.items()]
     return markdown_table(("law", "figure", *header), [*rows, ["**holds**", "", *counts]])
 

@@ -48,7 +48,10 @@ class Layer(nn.Module):
         super().__init__()
         self.query, self.key, self.value = Adapter(width), nn.Linear(width, width), Adapter(width)
         self.output, self.first, self.second = (
-            nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+            nn.Linear(width, width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,16 +105,28 @@ def compare(width: int, layers: int, length: int, clients: int, fits: int) -> li
     for engine in engines * fits:
         clock, federation = Clock(), fb.FederatedBayes(fb.IIDPartition(clients), fusion="fedavg", engine=engine)
         trainer = L.Trainer(
-            max_epochs=ROUNDS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[federation, clock],
+            max_epochs=ROUNDS,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[federation, clock],
         )
         trainer.fit(module, DataLoader(data, BATCH))
         times[engine] += clock.times[1:]
         probed = getattr(federation.federation.engine, "probed", None)
         operations = operations if probed is None else probed.flops
     one, other = (1e3 * statistics.median(each) for each in times.values())
-    return [f"{width} × {layers}", str(length), str(clients), f"{operations / 1e6:,.0f}", f"{one:.0f}", f"{other:.0f}",
-            f"{one / other:.2f}"]
+    return [
+        f"{width} × {layers}",
+        str(length),
+        str(clients),
+        f"{operations / 1e6:,.0f}",
+        f"{one:.0f}",
+        f"{other:.0f}",
+        f"{one / other:.2f}",
+    ]
 
 
 def main() -> None:
@@ -121,9 +136,20 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [compare(*cell, clients, fits) for cell in CELLS for clients in (4, 10)]
     print(f"torch {torch.__version__}, one thread, medians of {fits * (ROUNDS - 1)} rounds\n")
-    print(markdown_table((
-        "width × layers", "words", "clients", "million operations per step", "sequential, ms/round",
-        "vectorized, ms/round", "sequential / vectorized"), rows))
+    print(
+        markdown_table(
+            (
+                "width × layers",
+                "words",
+                "clients",
+                "million operations per step",
+                "sequential, ms/round",
+                "vectorized, ms/round",
+                "sequential / vectorized",
+            ),
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,10 @@ def work(options: argparse.Namespace) -> None:
     checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, filename="round")
     kept = () if keeps == "nothing" else fb.Kept(["posterior"] if keeps == "posterior" else (), folder / "clients")
     made = fb.FederatedBayes(
-        fb.IIDPartition(options.clients), fusion=FUSIONS[keeps], fraction=options.fraction, keep=kept,
+        fb.IIDPartition(options.clients),
+        fusion=FUSIONS[keeps],
+        fraction=options.fraction,
+        keep=kept,
         engine="vectorized",
     )
     generator = torch.Generator().manual_seed(0)
@@ -99,8 +102,12 @@ def work(options: argparse.Namespace) -> None:
     module, last = Regressor(keeps != "nothing"), folder / "checkpoints" / "last.ckpt"
     with quietly():
         trainer = L.Trainer(
-            max_epochs=options.rounds, accelerator="cpu", logger=False, callbacks=[Watch(), made, checkpoints],
-            enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=options.rounds,
+            accelerator="cpu",
+            logger=False,
+            callbacks=[Watch(), made, checkpoints],
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         resumed = str(last) if last.exists() else None
         trainer.fit(module, DataLoader(data, batch_size=1, shuffle=True), ckpt_path=resumed, weights_only=False)
@@ -127,8 +134,13 @@ def size_of(folder: Path) -> float:
 
 def started(folder: Path, options: argparse.Namespace) -> subprocess.Popen[str]:
     """Start a process that works in a folder."""
-    given = {"worker": folder, "clients": options.clients, "rounds": options.rounds, "fraction": options.fraction,
-             "keeps": options.keeps}
+    given = {
+        "worker": folder,
+        "clients": options.clients,
+        "rounds": options.rounds,
+        "fraction": options.fraction,
+        "keeps": options.keeps,
+    }
     command = [sys.executable, "-m", "benchmarks.engine.clients"]
     command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -165,11 +177,17 @@ def million(options: argparse.Namespace) -> str:
             most = max(each["megabytes"] for each in rounds)
             digests.append(found[-1]["digest"])
             times, last = sorted(each["seconds"] for each in rounds), found[-1]
-            rows.append([
-                "killed once, resumed" if killed else "from start to end", f"{seconds / 60:.1f}",
-                f"{times[0]:.0f} to {times[-1]:.0f}", f"{most / 1e3:.2f}", f"{last['checkpoint']:.1f}",
-                f"{last['disk'] / 1e3:.1f}", digests[-1][:12],
-            ])
+            rows.append(
+                [
+                    "killed once, resumed" if killed else "from start to end",
+                    f"{seconds / 60:.1f}",
+                    f"{times[0]:.0f} to {times[-1]:.0f}",
+                    f"{most / 1e3:.2f}",
+                    f"{last['checkpoint']:.1f}",
+                    f"{last['disk'] / 1e3:.1f}",
+                    digests[-1][:12],
+                ]
+            )
             shutil.rmtree(own)
     if len(set(digests)) > 1:
         raise RuntimeError(f"the resumed run ends elsewhere: {digests}")
@@ -186,8 +204,14 @@ def by_number(options: argparse.Namespace) -> str:
         for options.clients in numbers:
             found = followed(started(Path(folder) / str(options.clients), options), bar)
             best = min(each["seconds"] for each in found if "round" in each)
-            rows.append([f"{options.clients:,}", f"{best:.2f}", f"{1e6 * best / options.clients:.0f}",
-                         f"{max(each.get('megabytes', 0) for each in found) / 1e3:.2f}"])
+            rows.append(
+                [
+                    f"{options.clients:,}",
+                    f"{best:.2f}",
+                    f"{1e6 * best / options.clients:.0f}",
+                    f"{max(each.get('megabytes', 0) for each in found) / 1e3:.2f}",
+                ]
+            )
     return markdown_table(["clients", "s per round", "µs per client", "memory, GB"], rows)
 
 

@@ -89,8 +89,13 @@ def federation(module: L.LightningModule, data: TensorDataset, rounds: int) -> f
     """Run the same rounds through a Trainer. Return the loss of the last round."""
     callback = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", engine="sequential")
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=rounds,
+        accelerator="cpu",
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=True))
     return callback.history[-1]["train_loss"]
@@ -130,19 +135,24 @@ def main() -> None:
             "deterministic",
             lambda: federation(Classifier(mlp(64, 10)), digits.train, rounds),
             lambda: plain_loop(mlp(64, 10), digits.train, parts, rounds),
-            rounds, repeats,
+            rounds,
+            repeats,
         ),
         compare(
             "mean-field (reparameterization)",
             lambda: federation(
                 fb.HybridBayesianClassifier(
-                    mlp(64, 10), bayesian_last=2, estimator="reparameterization",
+                    mlp(64, 10),
+                    bayesian_last=2,
+                    estimator="reparameterization",
                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
                 ),
-                digits.train, rounds,
+                digits.train,
+                rounds,
             ),
             lambda: plain_loop(PeerNetwork(), digits.train, parts, rounds),
-            rounds, repeats,
+            rounds,
+            repeats,
         ),
     ]
     columns = ("network 64-50-10", "federation, ms/round", "plain loop, ms/round", "ratio", "last loss, ours / loop")

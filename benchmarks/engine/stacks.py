@@ -85,9 +85,15 @@ def compare(name: str, make: Any, clients: int, times: int, rounds: int) -> list
     for engine in ("sequential", "vectorized"):
         clock = Clock()
         trainer = L.Trainer(
-            max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[
-                fb.FederatedBayes(fb.IIDPartition(clients), fusion="reverse_kl_barycenter", engine=engine), clock,
+            max_epochs=rounds,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                fb.FederatedBayes(fb.IIDPartition(clients), fusion="reverse_kl_barycenter", engine=engine),
+                clock,
             ],
         )
         trainer.fit(make(), DataLoader(data, BATCH, shuffle=True))
@@ -105,23 +111,35 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     columns = ("clients", "sequential, ms/round", "vectorized, ms/round", "sequential / vectorized")
-    cells = [(kind, hidden, times, clients) for kind in (nn.GRU, nn.LSTM) for hidden, times in (
-        (8, 20), (8, 80), (32, 20), (128, 20), (128, 80), (256, 20)) for clients in (2, 5, 10, 20)
-        if clients == 10 or hidden < 128]
+    cells = [
+        (kind, hidden, times, clients)
+        for kind in (nn.GRU, nn.LSTM)
+        for hidden, times in ((8, 20), (8, 80), (32, 20), (128, 20), (128, 80), (256, 20))
+        for clients in (2, 5, 10, 20)
+        if clients == 10 or hidden < 128
+    ]
     rows = [
-        compare(f"{kind.__name__}, hidden {hidden}, {times} steps in time", lambda k=kind, h=hidden: Sequences(k, h),
-                clients, times, rounds)
+        compare(
+            f"{kind.__name__}, hidden {hidden}, {times} steps in time",
+            lambda k=kind, h=hidden: Sequences(k, h),
+            clients,
+            times,
+            rounds,
+        )
         for kind, hidden, times, clients in cells
     ]
     print(f"torch {torch.__version__}, one thread, medians of {rounds - 1} rounds\n")
     print(markdown_table(("layer", *columns), rows))
     kinds = [
-        ("none", lambda: None, False), ("accuracy, called", lambda: MulticlassAccuracy(CLASSES), False),
+        ("none", lambda: None, False),
+        ("accuracy, called", lambda: MulticlassAccuracy(CLASSES), False),
         ("accuracy, updated", lambda: MulticlassAccuracy(CLASSES), True),
-        ("two in a collection, called", metrics, False), ("two in a collection, updated", metrics, True),
+        ("two in a collection, called", metrics, False),
+        ("two in a collection, updated", metrics, True),
     ]
-    rows = [compare(name, lambda m=make, u=update: Measured(m(), update=u), 10, 1, rounds)
-            for name, make, update in kinds]
+    rows = [
+        compare(name, lambda m=make, u=update: Measured(m(), update=u), 10, 1, rounds) for name, make, update in kinds
+    ]
     print("\n" + markdown_table(("metric", *columns), rows))
 
 

@@ -136,8 +136,15 @@ def standardised(clients: Mapping[str, Parts], targets: bool = False) -> dict[st
 
 
 def from_csv(
-    files: Sequence[Path], client: str | None, target: str, seed: int, drop: Sequence[str] = (),
-    squares: Sequence[str] = (), task: Task | None = None, event: str | None = None, **options: Any,
+    files: Sequence[Path],
+    client: str | None,
+    target: str,
+    seed: int,
+    drop: Sequence[str] = (),
+    squares: Sequence[str] = (),
+    task: Task | None = None,
+    event: str | None = None,
+    **options: Any,
 ) -> Federation:
     """Make a federation of any table, in one file or several.
 
@@ -354,8 +361,11 @@ def hapt(folder: Path, seed: int) -> Federation:
             own += [features(signal[at : at + WINDOW]) for at in range(start, stop - WINDOW + 1, WINDOW)]
     clients = {}
     for person, (name, by_label) in enumerate(windows.items()):
-        parts = [cut(Examples(torch.from_numpy(np.stack(own)), torch.full((len(own),), number)), person + number)
-                 for number, own in sorted(by_label.items()) if len(own) >= 3]
+        parts = [
+            cut(Examples(torch.from_numpy(np.stack(own)), torch.full((len(own),), number)), person + number)
+            for number, own in sorted(by_label.items())
+            if len(own) >= 3
+        ]
         clients[name] = Parts(*(joined(part) for part in zip(*parts)))
     return Federation("classification", standardised(clients), 12, hidden=(32,))
 

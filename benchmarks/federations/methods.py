@@ -103,8 +103,7 @@ METHODS: dict[str, Method] = {
     "IVON, population": Method(LONGER[1], POPULATION, kind="ivon", own=True),
     "hierarchical linear": Method(({"slopes": 0}, {"slopes": 1}), own=True, linear=True),
 }
-FEDERATED = tuple(
-    name for name, method in METHODS.items() if not (method.weight or method.pooled or method.personal))
+FEDERATED = tuple(name for name, method in METHODS.items() if not (method.weight or method.pooled or method.personal))
 """Those that end at one global model without data in one place."""
 
 
@@ -214,7 +213,11 @@ class Watch(L.Callback):
 
 
 def train(
-    federation: Federation, method: Method, setting: Mapping[str, float], rounds: int, seed: int,
+    federation: Federation,
+    method: Method,
+    setting: Mapping[str, float],
+    rounds: int,
+    seed: int,
     watched: Sequence[int] = (),
 ) -> Run:
     """Train a federation, or its clients alone, or a model of the pooled data."""
@@ -253,8 +256,14 @@ def train(
 
     watch = Watch(tuning, watched, turns)
     trainer = L.Trainer(
-        max_epochs=rounds * turns, accelerator="cpu", logger=False, callbacks=[callback, watch],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        max_epochs=rounds * turns,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback, watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
         limit_val_batches=0,
     )
     loader = DataLoader(
@@ -264,8 +273,11 @@ def train(
     trainer.fit(module, loader)
     seconds = time.process_time() - start
     weights = WEIGHTS if method.personal else (method.weight,)
-    sent = 0.0 if method.alone or method.pooled else (
-        1000 * turns * statistics.fmean(each["megabytes_up"] for each in callback.history) / len(names))
+    sent = (
+        0.0
+        if method.alone or method.pooled
+        else (1000 * turns * statistics.fmean(each["megabytes_up"] for each in callback.history) / len(names))
+    )
     return Run(module.eval(), {weight: posteriors(weight) for weight in weights}, watch.by_round, sent, seconds)
 
 
@@ -312,7 +324,10 @@ def nlls(federation: Federation, found: Prediction, y: Tensor) -> Tensor:
 
 
 def predictions(
-    federation: Federation, module: L.LightningModule, posteriors: Mapping[str, fb.GaussianPosterior], part: str,
+    federation: Federation,
+    module: L.LightningModule,
+    posteriors: Mapping[str, fb.GaussianPosterior],
+    part: str,
 ) -> Predictions:
     """Return each client's predictions and targets, those of one posterior in one pass."""
     own = {name: getattr(parts, part) for name, parts in federation.clients.items()}
@@ -328,7 +343,10 @@ def predictions(
 
 
 def scores(
-    federation: Federation, module: L.LightningModule, posteriors: Mapping[str, fb.GaussianPosterior], part: str,
+    federation: Federation,
+    module: L.LightningModule,
+    posteriors: Mapping[str, fb.GaussianPosterior],
+    part: str,
 ) -> dict[str, Any]:
     """Return the scores of all clients' predictions on one part of their own examples; see :func:`summary`."""
     return summary(federation, predictions(federation, module, posteriors, part))
@@ -407,12 +425,16 @@ def conformal_size(federation: Federation, tuning: Predictions, test: Prediction
     new, target = together(test), torch.cat([y for _, y in test.values()])
     if federation.task == "classification":
         conformal = fb.FederatedConformal(LEVEL).fit(
-            {name: class_scores(one.first, y) for name, (one, y) in tuning.items()})
+            {name: class_scores(one.first, y) for name, (one, y) in tuning.items()}
+        )
         chosen = conformal.sets(new.first)
-        return {"set_size": float(chosen.sum(1).double().mean()),
-                "set_coverage": float(chosen[torch.arange(len(target)), target].double().mean())}
+        return {
+            "set_size": float(chosen.sum(1).double().mean()),
+            "set_coverage": float(chosen[torch.arange(len(target)), target].double().mean()),
+        }
     conformal = fb.FederatedConformal(LEVEL, kind="interval").fit(
-        {name: interval_scores(one.first, deviation(one), y) for name, (one, y) in tuning.items()})
+        {name: interval_scores(one.first, deviation(one), y) for name, (one, y) in tuning.items()}
+    )
     ends = conformal.intervals(new.first, deviation(new))
     inside = (ends[:, 0] <= target) & (target <= ends[:, 1])
     return {"set_size": float((ends[:, 1] - ends[:, 0]).mean()), "set_coverage": float(inside.double().mean())}
@@ -430,7 +452,8 @@ def chosen_by(federation: Federation, found: Mapping[str, Any]) -> float:
 
 
 def personal_weights(
-    federation: Federation, module: L.LightningModule,
+    federation: Federation,
+    module: L.LightningModule,
     posteriors: Mapping[float, Mapping[str, fb.GaussianPosterior]],
 ) -> dict[str, dict[str, float]]:
     """Return, for each of :data:`KINDS`, client → the λ that its NLL on tuning parts chooses.
@@ -475,8 +498,10 @@ def mixed_model(federation: Federation, slopes: bool) -> MixedModel:
             columns.append(column)
     columns = [column - 1 for column in columns]
     random = tuple(range(1 + slopes * len(columns)))
-    sums = {name: fb.LinearStatistics.of(own.train.inputs[:, columns], own.train.targets)
-            for name, own in federation.clients.items()}
+    sums = {
+        name: fb.LinearStatistics.of(own.train.inputs[:, columns], own.train.targets)
+        for name, own in federation.clients.items()
+    }
     return MixedModel(fb.HierarchicalLinearRegression(random=random).fit(sums), columns)
 
 
@@ -517,8 +542,9 @@ def result_of(federation: Federation, method: Method, choice: Mapping[str, Any],
         model = mixed_model(federation, bool(choice["setting"]["slopes"]))
         seconds, columns = time.process_time() - start, len(model.columns) + 1
         sent = 8e-3 * (columns * (columns + 1) / 2 + columns + 2)
-        return {"": scored(federation, partial(predictions_of, federation, model))
-                | {"kilobytes": sent, "seconds": seconds}}
+        return {
+            "": scored(federation, partial(predictions_of, federation, model)) | {"kilobytes": sent, "seconds": seconds}
+        }
     run = train(federation, method, choice["setting"], choice["rounds"], seed)
     cost = {"kilobytes": run.kilobytes, "seconds": run.seconds}
 
@@ -544,6 +570,11 @@ def scored(federation: Federation, predicted: Callable[[str], Predictions]) -> d
     """
     tuning, new = predicted("tuning"), predicted("test")
     size = {} if federation.task == "survival" else conformal_size(federation, tuning, new)
-    return summary(federation, new) | size | {
-        "tuning": chosen_by(federation, summary(federation, tuning)),
-        "validation": chosen_by(federation, summary(federation, predicted("validation")))}
+    return (
+        summary(federation, new)
+        | size
+        | {
+            "tuning": chosen_by(federation, summary(federation, tuning)),
+            "validation": chosen_by(federation, summary(federation, predicted("validation"))),
+        }
+    )

@@ -60,19 +60,29 @@ class Study(NamedTuple):
 
 def figures_of(study: str, metric: str, variants: Mapping[str, str]) -> dict[str, Figure]:
     """Return method → published figure, of FLamby's methods and of ``variants`` of them (ours → FLamby's)."""
-    known = {row["method"]: Figure(*map(float, row[metric].split(" ± "))) for row in rows("flamby results")
-             if row["study"] == study}
+    known = {
+        row["method"]: Figure(*map(float, row[metric].split(" ± ")))
+        for row in rows("flamby results")
+        if row["study"] == study
+    }
     return {**known, **{ours: known[theirs] for ours, theirs in variants.items()}}
 
 
 STUDIES = {
     name: Study(metric, figures_of(name, metric, variants), **settings)
     for name, metric, variants, settings in (
-        ("Fed-Heart, FLamby's settings", "accuracy", {UNPASSED: "cyclic"},
-         {"batch": 4, "rounds": 15, "epochs": 50, "rate": 1e-3}),
-        ("TCGA-BRCA, FLamby's settings", "c-index",
-         {UNPASSED: "cyclic", f"FedAvg{KEPT}": "FedAvg", f"FedAdam{KEPT}": "FedAdam"},
-         {"batch": 8, "rounds": 5, "epochs": 30, "rate": 0.1}),
+        (
+            "Fed-Heart, FLamby's settings",
+            "accuracy",
+            {UNPASSED: "cyclic"},
+            {"batch": 4, "rounds": 15, "epochs": 50, "rate": 1e-3},
+        ),
+        (
+            "TCGA-BRCA, FLamby's settings",
+            "c-index",
+            {UNPASSED: "cyclic", f"FedAvg{KEPT}": "FedAvg", f"FedAdam{KEPT}": "FedAdam"},
+            {"batch": 8, "rounds": 5, "epochs": 30, "rate": 0.1},
+        ),
     )
 }
 """Batches, rounds and rates are those of FLamby's configuration files (15 = ⌊⌊486 / 4 / 4⌋ · 50 / 100⌋ rounds,
@@ -140,12 +150,22 @@ def run(folder: Path, study: str, method: str, seed: int) -> dict[str, Any]:
             data, rounds = {"0": data["0"]}, first_turns(len(clients), settings.rounds, seed)
             options["weighting"] = "equal"
     modules: dict[str, Any] = {"optimizer": optimizer}
-    module = (fb.HybridBayesianClassifier(nn.Sequential(layer, TwoLogits()), 0, **modules) if heart
-              else fb.CoxRegressor(layer, **modules))
+    module = (
+        fb.HybridBayesianClassifier(nn.Sequential(layer, TwoLogits()), 0, **modules)
+        if heart
+        else fb.CoxRegressor(layer, **modules)
+    )
     callback = fb.FederatedBayes(seed=seed, safeguards=fb.Safeguards(max_influence=None), **options)
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[callback], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
     )
     if rounds:
         trainer.fit(module, DataLoader(fb.ClientDatasets(data), settings.batch, shuffle=True))

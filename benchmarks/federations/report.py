@@ -124,8 +124,11 @@ def kind_of(rows: Rows) -> tuple[str, str, str]:
     first = next(iter(next(iter(rows.values())).values()))
     if "pooled" in first:
         return "c-index", "", ""
-    return ("accuracy", "ECE", "set size") if "calibration" in first and not regression(rows) else (
-        "RMSE", "coverage of 90 % intervals", "interval width")
+    return (
+        ("accuracy", "ECE", "set size")
+        if "calibration" in first and not regression(rows)
+        else ("RMSE", "coverage of 90 % intervals", "interval width")
+    )
 
 
 def regression(rows: Rows) -> bool:
@@ -164,11 +167,23 @@ def summary(found: Mapping[str, Rows]) -> str:
         if "chosen" not in own:
             continue
         line = [name, names["chosen"], kind_of(rows)[0]]
-        line += [" / ".join(f"{mean(own[kind], key):.3f}" if kind in own else "" for kind in (
-            "chosen", "FedAvg", "local", "pooled")) for key in ("metric", "clients", "worst_nll")]
+        line += [
+            " / ".join(
+                f"{mean(own[kind], key):.3f}" if kind in own else "" for kind in ("chosen", "FedAvg", "local", "pooled")
+            )
+            for key in ("metric", "clients", "worst_nll")
+        ]
         lines.append(line + [ratio(own, key) for key in ("kilobytes", "seconds")])
-    heads = ["federation", "chosen on validation data", "metric", "metric: chosen / FedAvg / local / pooled",
-             "NLL, mean over clients", "NLL, worst 10 % of clients", "bytes, times FedAvg's", "seconds, times FedAvg's"]
+    heads = [
+        "federation",
+        "chosen on validation data",
+        "metric",
+        "metric: chosen / FedAvg / local / pooled",
+        "NLL, mean over clients",
+        "NLL, worst 10 % of clients",
+        "bytes, times FedAvg's",
+        "seconds, times FedAvg's",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -187,8 +202,10 @@ def choices(found: Mapping[str, Rows]) -> str:
     heads = ["federation", *(head for part in (*PARTS, "test") for head in (f"lowest on {part} parts", "NLL"))]
     costs = by_choice(found)
     *_, single = costs.values()
-    ends = [[name, f"{statistics.fmean(own):.3f}", shown([a - b for a, b in zip(own, single, strict=True)])]
-            for name, own in costs.items()]
+    ends = [
+        [name, f"{statistics.fmean(own):.3f}", shown([a - b for a, b in zip(own, single, strict=True)])]
+        for name, own in costs.items()
+    ]
     end = markdown_table(["chosen by", "NLL, mean over federations", "above the best one for all"], ends)
     return f"{markdown_table(heads, lines)}\n\n{end}"
 
@@ -201,7 +218,8 @@ def by_choice(found: Mapping[str, Rows]) -> dict[str, list[float]]:
         result[part] = [mean(rows[lowest(rows, candidates(rows), key)], "clients") for rows in every]
         result[f"{part}, each seed by itself"] = [by_seed(rows, key) for rows in every]
     result["test parts, in hindsight"] = [
-        min(mean(rows[name], "clients") for name in candidates(rows)) for rows in every]
+        min(mean(rows[name], "clients") for name in candidates(rows)) for rows in every
+    ]
     means = {name: [mean(rows[name], "clients") for rows in every] for name in shared(found)}
     single = min(means, key=lambda name: statistics.fmean(means[name]))
     return {**result, f"test parts, one for all: {single}": means[single]}
@@ -210,8 +228,10 @@ def by_choice(found: Mapping[str, Rows]) -> dict[str, list[float]]:
 def by_seed(rows: Rows, key: str) -> float:
     """Return the NLL of the test parts where each seed takes the method with its own lowest score."""
     known = {name: rows[name] for name in candidates(rows)}
-    apart = [{name: {seed: seeds[seed]} for name, seeds in known.items() if seed in seeds}
-             for seed in {seed for seeds in known.values() for seed in seeds}]
+    apart = [
+        {name: {seed: seeds[seed]} for name, seeds in known.items() if seed in seeds}
+        for seed in {seed for seeds in known.values() for seed in seeds}
+    ]
     return statistics.fmean(mean(own[lowest(own, list(own), key)], "clients") for own in apart)
 
 
@@ -235,8 +255,10 @@ def families(found: Mapping[str, Rows]) -> str:
 
 def optimism(found: Mapping[str, Rows]) -> str:
     """Return by how much the tuning parts flatter each method: their NLL less that of the validation parts."""
-    gaps = {name: {row: mean(seeds, "tuning") - mean(seeds, "validation") for row, seeds in rows.items()}
-            for name, rows in found.items()}
+    gaps = {
+        name: {row: mean(seeds, "tuning") - mean(seeds, "validation") for row, seeds in rows.items()}
+        for name, rows in found.items()
+    }
     lines = []
     for row in dict.fromkeys(row for rows in found.values() for row in rows):
         known = [own for own in gaps.values() if row in own]
@@ -265,17 +287,28 @@ def personal(found: Mapping[str, Rows]) -> str:
         cells += [shown(gains(own, kind, "clients")) for kind in KINDS[:2]]
         cells.append(" / ".join(f"{mean(own[kind], 'worst_nll'):.3f}" for kind in order))
         wins[name] = {
-            kind: (statistics.fmean(gains(own, kind, "clients")) > 0,
-                   statistics.fmean(gains(own, kind, "worst_nll")) > 0)
+            kind: (
+                statistics.fmean(gains(own, kind, "clients")) > 0,
+                statistics.fmean(gains(own, kind, "worst_nll")) > 0,
+            )
             for kind in order[:-2]
         }
         lines.append(cells)
-    heads = ["federation", "personal: posteriors by", "population: best", "global: best", "local: best",
-             *(f"NLL: {kind}" for kind in order), *(f"gain over the better of both: {kind}" for kind in KINDS[:2]),
-             f"NLL, worst 10 %: {' / '.join(order)}"]
+    heads = [
+        "federation",
+        "personal: posteriors by",
+        "population: best",
+        "global: best",
+        "local: best",
+        *(f"NLL: {kind}" for kind in order),
+        *(f"gain over the better of both: {kind}" for kind in KINDS[:2]),
+        f"NLL, worst 10 %: {' / '.join(order)}",
+    ]
     unseen = {name: own for name, own in wins.items() if name not in LOOKED_AT}
-    ends = [[kind if kind == "population" else f"λ by {kind}", *counts(wins, kind), *counts(unseen, kind)]
-            for kind in order[:-2]]
+    ends = [
+        [kind if kind == "population" else f"λ by {kind}", *counts(wins, kind), *counts(unseen, kind)]
+        for kind in order[:-2]
+    ]
     lower = ["mean NLL over clients lower than both", "NLL of the worst 10 % lower", "both"]
     end = markdown_table(["personal posteriors", *lower, *(f"without Fed-Heart: {each}" for each in lower)], ends)
     return f"{markdown_table(heads, lines)}\n\nFederations on which they beat the global and the local model:\n\n{end}"
@@ -284,8 +317,14 @@ def personal(found: Mapping[str, Rows]) -> str:
 def counts(wins: Mapping[str, Mapping[str, tuple[bool, bool]]], kind: str) -> list[str]:
     """Return on how many federations the mean, the worst clients and both are better."""
     each = [own[kind] for own in wins.values()]
-    return [f"{sum(values)} of {len(each)}" for values in (
-        [mean for mean, _ in each], [worst for _, worst in each], [mean and worst for mean, worst in each])]
+    return [
+        f"{sum(values)} of {len(each)}"
+        for values in (
+            [mean for mean, _ in each],
+            [worst for _, worst in each],
+            [mean and worst for mean, worst in each],
+        )
+    ]
 
 
 def gains(own: Mapping[str, Seeds], kind: str, key: str) -> list[float]:
@@ -319,8 +358,15 @@ def table(rows: Rows, settings: Mapping[str, Mapping[str, Any]]) -> str:
     scores = [f"{name} within clients", "c-index of all"] if survival else [name]
     heads = ["method", *scores, "NLL", "NLL, mean over clients"]
     heads += [] if survival else [calibration, size]
-    heads += [f"{name}, worst 10 %", "NLL, worst 10 %", "NLL, tuning", "NLL, validation",
-              "kB up per round and client", "seconds", "setting"]
+    heads += [
+        f"{name}, worst 10 %",
+        "NLL, worst 10 %",
+        "NLL, tuning",
+        "NLL, validation",
+        "kB up per round and client",
+        "seconds",
+        "setting",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -337,17 +383,36 @@ def flamby(results: Results) -> str:
     lines = []
     for study, settings in published.STUDIES.items():
         for method, theirs in settings.methods.items():
-            ours = [result["metric"] for cell, result in results.items()
-                    if (cell.federation, cell.method) == (study, method)]
+            ours = [
+                result["metric"]
+                for cell, result in results.items()
+                if (cell.federation, cell.method) == (study, method)
+            ]
             if len(ours) < 2:
                 continue
             difference = statistics.fmean(ours) - theirs.mean
-            lines.append([study.split(",")[0], method, settings.metric, len(ours),
-                          f"{statistics.fmean(ours):.3f} ± {statistics.stdev(ours):.3f}",
-                          f"{theirs.mean:.3f} ± {theirs.deviation:.3f}", f"{difference:+.3f}",
-                          "yes" if abs(difference) <= 2 * theirs.deviation else "**no**"])
-    heads = ["federation", "method", "metric", "seeds", "ours", "FLamby", "difference",
-             "within two of its standard deviations"]
+            lines.append(
+                [
+                    study.split(",")[0],
+                    method,
+                    settings.metric,
+                    len(ours),
+                    f"{statistics.fmean(ours):.3f} ± {statistics.stdev(ours):.3f}",
+                    f"{theirs.mean:.3f} ± {theirs.deviation:.3f}",
+                    f"{difference:+.3f}",
+                    "yes" if abs(difference) <= 2 * theirs.deviation else "**no**",
+                ]
+            )
+    heads = [
+        "federation",
+        "method",
+        "metric",
+        "seeds",
+        "ours",
+        "FLamby",
+        "difference",
+        "within two of its standard deviations",
+    ]
     return f"Mean ± standard deviation over the seeds 42 to 46, pooled test set:\n\n{markdown_table(heads, lines)}"
 
 
@@ -371,12 +436,21 @@ def draw(name: str, rows: Rows, file: Path) -> None:
     figure = Figure(figsize=(6.4, 0.5 + 0.25 * len(wanted)), dpi=90, layout="constrained")
     axes = figure.subplots()
     keys: dict[str, tuple[str, Callable[[int], float]]] = {
-        "clients": ("mean over clients", lambda row: row - 0.12), "worst_nll": ("worst 10 %", lambda row: row + 0.12)}
+        "clients": ("mean over clients", lambda row: row - 0.12),
+        "worst_nll": ("worst 10 %", lambda row: row + 0.12),
+    }
     for number, (key, (label, place)) in enumerate(keys.items()):
         values = [[each[key] for each in rows[row].values() if each.get(key) is not None] for row in wanted]
         errors = [statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0 for own in values]
-        axes.errorbar([statistics.fmean(own) for own in values], [place(row) for row in range(len(wanted))],
-                      xerr=errors, fmt="o" if number == 0 else "s", markersize=4, color=PALETTE[number], label=label)
+        axes.errorbar(
+            [statistics.fmean(own) for own in values],
+            [place(row) for row in range(len(wanted))],
+            xerr=errors,
+            fmt="o" if number == 0 else "s",
+            markersize=4,
+            color=PALETTE[number],
+            label=label,
+        )
     axes.set_yticks(range(len(wanted)), wanted, fontsize=7)
     axes.invert_yaxis()
     axes.grid(color=GRID, linewidth=0.8)

@@ -50,8 +50,13 @@ class Cell(NamedTuple):
 def cells(names: Sequence[str], seeds: int, methods: Sequence[str] = tuple(METHODS)) -> list[Cell]:
     """Return all cells, each method's settings first."""
     found = [Cell(name, method, seed) for name in names for method in methods for seed in range(TUNING, seeds)]
-    repeated = [Cell(study, method, seed) for study in published.STUDIES if study.split(",")[0] in names
-                for method in published.STUDIES[study].methods for seed in published.SEEDS]
+    repeated = [
+        Cell(study, method, seed)
+        for study in published.STUDIES
+        if study.split(",")[0] in names
+        for method in published.STUDIES[study].methods
+        for seed in published.SEEDS
+    ]
     return found + repeated
 
 
@@ -85,8 +90,10 @@ def run(todo: Sequence[Cell], makers: Makers, folder: Path, file: Path, workers:
     for cell in todo:
         jobs.setdefault((cell.federation, cell.method), []).append(cell)
     waiting = [own for own in jobs.values() if not done.keys() >= set(own)]
-    calls = [partial(job, own, makers.get(own[0].federation), folder, {cell: done[cell] for cell in own if cell in done}
-                     ) for own in waiting]
+    calls = [
+        partial(job, own, makers.get(own[0].federation), folder, {cell: done[cell] for cell in own if cell in done})
+        for own in waiting
+    ]
     missing = set()
     with tqdm(finished(calls, workers), total=len(calls)) as bar:
         for found, lacks in bar:
@@ -152,21 +159,45 @@ def in_order(known: Results, names: Sequence[str]) -> Results:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the files")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(FEDERATIONS),
-                        help=f"some of the federations: {', '.join(FEDERATIONS)}")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", choices=list(METHODS), default=list(METHODS),
-                        help=f"some of the methods: {', '.join(METHODS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=list(FEDERATIONS),
+        help=f"some of the federations: {', '.join(FEDERATIONS)}",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        choices=list(METHODS),
+        default=list(METHODS),
+        help=f"some of the methods: {', '.join(METHODS)}",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--csv", type=Path, nargs="+", metavar="FILE",
-                        help="a table, in place of the federations; in several files, whose heads are alike")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a table, in place of the federations; in several files, whose heads are alike",
+    )
     parser.add_argument("--client", help="its column that names the client; of several files each is one without")
     parser.add_argument("--target", help="its column to predict")
     parser.add_argument("--drop", nargs="*", default=[], help="its columns that are no features")
-    parser.add_argument("--task", choices=get_args(Task),
-                        help="of a table; else by its target: up to 20 whole values, or text, are classes")
+    parser.add_argument(
+        "--task",
+        choices=get_args(Task),
+        help="of a table; else by its target: up to 20 whole values, or text, are classes",
+    )
     parser.add_argument("--event", help="its column of 0 and 1, for survival, whose target is the time")
-    parser.add_argument("--hidden", type=int, nargs="*", default=[],
-                        help="widths of hidden layers for a table, whose models are linear without")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        nargs="*",
+        default=[],
+        help="widths of hidden layers for a table, whose models are linear without",
+    )
     parser.add_argument("--rounds", type=int, nargs="+", help="numbers of rounds to choose from, for a table")
     parser.add_argument("--workers", type=int, default=2, help="number of processes, of one thread each")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
@@ -184,9 +215,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--event is of survival, not of --task {options.task}")
         sizes = {"rounds": tuple(options.rounds)} if options.rounds else {}
         first = options.csv[0]
-        makers = {first.stem if len(options.csv) == 1 else first.resolve().parent.name: partial(
-            table, files=options.csv, client=options.client, target=options.target, drop=options.drop,
-            task=options.task, event=options.event, hidden=tuple(options.hidden), **sizes)}
+        makers = {
+            first.stem if len(options.csv) == 1 else first.resolve().parent.name: partial(
+                table,
+                files=options.csv,
+                client=options.client,
+                target=options.target,
+                drop=options.drop,
+                task=options.task,
+                event=options.event,
+                hidden=tuple(options.hidden),
+                **sizes,
+            )
+        }
     names = options.only or list(makers)
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)

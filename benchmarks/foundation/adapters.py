@@ -234,12 +234,15 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> dict[str, Any]:
     with quietly():
         module = Adapted(cell)
     fusion = "sites" if cell.method == SITES else "weighted_average"
-    federation = fb.FederatedBayes(
-        fusion=fusion, local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential"
-    )
+    federation = fb.FederatedBayes(fusion=fusion, local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential")
     trainer = L.Trainer(
-        max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=ROUNDS,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     parts = {
         str(k): TensorDataset(train.inputs[train.clients == k], train.labels[train.clients == k])
@@ -322,22 +325,49 @@ def table(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
                 return statistics.fmean(each[name] for each in found)
 
             rounds = ROUNDS if method in OPTIONS else 1
-            rows.append([
-                title, mean("accuracy"), mean("nll"), mean("scaled_nll"), f"{mean('ece')} / {mean('scaled_ece')}",
-                f"{cost('trained'):,.0f}", f"{1000 * cost('megabytes') / rounds:.0f}", f"{cost('seconds'):.0f}",
-                choice, len(found),
-            ])
-    heads = ["method", "accuracy", "NLL", "NLL, temperature", "ECE / with it", "trained parameters",
-             "kB up, a client and round", "seconds", "chosen", "seeds"]
+            rows.append(
+                [
+                    title,
+                    mean("accuracy"),
+                    mean("nll"),
+                    mean("scaled_nll"),
+                    f"{mean('ece')} / {mean('scaled_ece')}",
+                    f"{cost('trained'):,.0f}",
+                    f"{1000 * cost('megabytes') / rounds:.0f}",
+                    f"{cost('seconds'):.0f}",
+                    choice,
+                    len(found),
+                ]
+            )
+    heads = [
+        "method",
+        "accuracy",
+        "NLL",
+        "NLL, temperature",
+        "ECE / with it",
+        "trained parameters",
+        "kB up, a client and round",
+        "seconds",
+        "chosen",
+        "seeds",
+    ]
     return f"### {data}\n\n{markdown_table(heads, rows)}"
 
 
 def tries(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
     """Return the table of what was tried on seed 0."""
     rows = [
-        [method, choice, f"{found['held_out_nll']:.3f}", f"{found['scaled_held_out_nll']:.3f}",
-         f"{found['accuracy']:.3f}", f"{found['nll']:.3f}", f"{found['scaled_nll']:.3f}"]
-        for method, choices in TRIES[data].items() for choice in choices
+        [
+            method,
+            choice,
+            f"{found['held_out_nll']:.3f}",
+            f"{found['scaled_held_out_nll']:.3f}",
+            f"{found['accuracy']:.3f}",
+            f"{found['nll']:.3f}",
+            f"{found['scaled_nll']:.3f}",
+        ]
+        for method, choices in TRIES[data].items()
+        for choice in choices
         for found in [done[Cell(data, method, choice, 0)]]
     ]
     heads = ["method", "tried", "held-out NLL", "with temperature", "test accuracy", "test NLL", "with temperature"]

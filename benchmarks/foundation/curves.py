@@ -53,8 +53,12 @@ SPLITS: dict[str, Any] = {
 CLIENTS = {split: int(split.split()[0]) for split in SPLITS}
 EXACT, ALL = heads.ONE_HOT, f"{heads.SOFTMAX}, all clients in each round"
 RATES = {
-    EXACT: (0.0,), ALL: (0.0,), "FedAvg": (1e-2, 1e-1, 1.0), "FedProx": (1e-2, 1e-1, 1.0),
-    "SCAFFOLD": (1e-2, 1e-1, 1.0), "sites on the head": (1e-3, 1e-2, 1e-1),
+    EXACT: (0.0,),
+    ALL: (0.0,),
+    "FedAvg": (1e-2, 1e-1, 1.0),
+    "FedProx": (1e-2, 1e-1, 1.0),
+    "SCAFFOLD": (1e-2, 1e-1, 1.0),
+    "sites on the head": (1e-3, 1e-2, 1e-1),
 }
 """Rates of SGD, of sites of Adam."""
 
@@ -85,9 +89,7 @@ def task_of(found: Mapping[str, Tensor], cell: Cell) -> heads.Task:
     task = heads.cifar(found, heads.Cell("CIFAR-10", cell.images, "any", "", 0.0, cell.seed))
     for number, part in enumerate(SPLITS[cell.split].split(task.train[1], seed=cell.seed).indices):
         task.clients[part] = number
-    calibration, test = (
-        (x[:size], y[:size]) for (x, y), size in ((task.calibration, HELD_OUT), (task.test, TESTED))
-    )
+    calibration, test = ((x[:size], y[:size]) for (x, y), size in ((task.calibration, HELD_OUT), (task.test, TESTED)))
     return task._replace(calibration=calibration, test=test)
 
 
@@ -97,9 +99,7 @@ def point(task: heads.Task, logs_of: Callable[[Tensor], Tensor], rounds: int, me
     heat = heads.temperature(held, task.calibration[1])
     nlls = [float(F.cross_entropy(logs, task.test[1])) for logs in (test, test / heat)]
     right = float((test.argmax(-1) == task.test[1]).float().mean())
-    return Point(
-        rounds, megabytes, nlls[0], nlls[1], right, float(F.cross_entropy(held / heat, task.calibration[1]))
-    )
+    return Point(rounds, megabytes, nlls[0], nlls[1], right, float(F.cross_entropy(held / heat, task.calibration[1])))
 
 
 class Scores(L.Callback):
@@ -149,8 +149,13 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> list[Point]:
         federation = fb.FederatedBayes(fusion=heads.TUNED[cell.method], local_epochs=EPOCHS, **options)
     scores = Scores(task, cell, federation)
     trainer = L.Trainer(
-        max_epochs=SCORED[-1], accelerator="cpu", logger=False, callbacks=[federation, scores],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=SCORED[-1],
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, scores],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=heads.BATCH))
     return scores.points
@@ -232,8 +237,11 @@ def table(done: Curves, images: int, rounds: Sequence[int] = (1, 8, 30)) -> str:
 def picture(done: Curves) -> Any:
     """Return a picture: a row for each split, NLL and accuracy by round, and NLL by megabytes; bands are all seeds."""
     figure = empty_figure(11, 2.6 * len(SPLITS))
-    columns = (("round", "rounds", "scaled_nll"), ("round", "rounds", "accuracy"),
-               ("MB up, all clients", "megabytes", "scaled_nll"))
+    columns = (
+        ("round", "rounds", "scaled_nll"),
+        ("round", "rounds", "accuracy"),
+        ("MB up, all clients", "megabytes", "scaled_nll"),
+    )
     axes = figure.subplots(len(SPLITS), len(columns), squeeze=False)
     for row, split in zip(axes, SPLITS):
         for axis, (label, across, up) in zip(row, columns):

@@ -32,12 +32,34 @@ OUTSIDE = 2000
 LINES, SHORTEST, TEXTS = 4, 30, 250
 """Successive lines of a speaker that are one text, characters of the shortest, and texts of a play."""
 COMEDIES = (
-    "allswell", "asyoulikeit", "comedy_errors", "cymbeline", "lll", "measure", "merry_wives", "merchant", "midsummer",
-    "much_ado", "pericles", "taming_shrew", "tempest", "troilus_cressida", "twelfth_night", "two_gentlemen",
+    "allswell",
+    "asyoulikeit",
+    "comedy_errors",
+    "cymbeline",
+    "lll",
+    "measure",
+    "merry_wives",
+    "merchant",
+    "midsummer",
+    "much_ado",
+    "pericles",
+    "taming_shrew",
+    "tempest",
+    "troilus_cressida",
+    "twelfth_night",
+    "two_gentlemen",
     "winters_tale",
 )
 TRAGEDIES = (
-    "cleopatra", "coriolanus", "hamlet", "julius_caesar", "lear", "macbeth", "othello", "romeo_juliet", "timon",
+    "cleopatra",
+    "coriolanus",
+    "hamlet",
+    "julius_caesar",
+    "lear",
+    "macbeth",
+    "othello",
+    "romeo_juliet",
+    "timon",
     "titus",
 )
 """The plays of the First Folio's parts as they are named today; all others are histories."""
@@ -114,8 +136,10 @@ def plays(file: Path) -> dict[str, Any]:
         found["plays"] += [number] * len(texts)
         found["names"].append(play)
     return {
-        "features": torch.cat(found["features"]), "genres": torch.tensor(found["genres"]),
-        "plays": torch.tensor(found["plays"]), "names": found["names"],
+        "features": torch.cat(found["features"]),
+        "genres": torch.tensor(found["genres"]),
+        "plays": torch.tensor(found["plays"]),
+        "names": found["names"],
     }
 
 

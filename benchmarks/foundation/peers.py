@@ -64,7 +64,8 @@ def run(afl: Any, task: Task) -> tuple[dict[str, float], float, int]:
     many test images the two put into different classes.
     """
     with (
-        patch.object(torch.Tensor, "cuda", here), patch.object(nn.Module, "cuda", here),
+        patch.object(torch.Tensor, "cuda", here),
+        patch.object(nn.Module, "cuda", here),
         patch.object(np, "mat", np.asmatrix, create=True),  # gone since NumPy 2
     ):
         started = time.perf_counter()
@@ -97,8 +98,11 @@ def main() -> None:
             continue
         scores, difference, others = run(afl, cifar(found, cell))
         keep(cell, scores)
-        print(f"{cell.examples} images, {cell.split}, seed {cell.seed}: accuracy {scores['accuracy']:.4f}, "
-              f"weights differ by {difference:.1e}, classes of {others} test images", flush=True)
+        print(
+            f"{cell.examples} images, {cell.split}, seed {cell.seed}: accuracy {scores['accuracy']:.4f}, "
+            f"weights differ by {difference:.1e}, classes of {others} test images",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ RETAINED = 0.8
 """Share of the examples, the surest, whose accuracy is given."""
 ONE_HOT, SOFTMAX, VARIATIONAL = "exact head, one-hot", "exact head, softmax", "exact head, softmax, variational"
 EXACT = {
-    ONE_HOT: fb.BayesianHead(10, "one_hot"), SOFTMAX: fb.BayesianHead(10, inference="laplace"),
+    ONE_HOT: fb.BayesianHead(10, "one_hot"),
+    SOFTMAX: fb.BayesianHead(10, inference="laplace"),
     VARIATIONAL: fb.BayesianHead(10),
 }
 TUNED = {"FedAvg": "weighted_average", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "sites on the head": "sites"}
@@ -182,8 +183,13 @@ def probabilities(cell: Cell, task: Task) -> tuple[dict[str, Tensor], dict[str, 
         module = fb.with_kl(module)
     federation = fb.FederatedBayes(fusion=TUNED[cell.method], local_epochs=EPOCHS, seed=cell.seed)
     trainer = L.Trainer(
-        max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=ROUNDS,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=BATCH))
     seconds = time.perf_counter() - started
@@ -243,7 +249,8 @@ def scored(task: Task, logs: Mapping[str, Tensor], costs: Mapping[str, float]) -
         entropies = [-(each * each.clamp_min(1e-30).log()).sum(-1) for each in (probs, outside)]
         is_outside = torch.cat([torch.zeros(len(probs)), torch.ones(len(outside))]).long()
         scores |= {
-            f"{name}accuracy": float(right.mean()), f"{name}nll": float(negative_log_likelihood(probs, labels).mean()),
+            f"{name}accuracy": float(right.mean()),
+            f"{name}nll": float(negative_log_likelihood(probs, labels).mean()),
             f"{name}ece": float(calibration_diagram(probs, labels).ece),
             f"{name}retained": float(right[surest].mean()),
             f"{name}auroc": float(binary_auroc(torch.cat(entropies), is_outside)),
@@ -283,16 +290,39 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
                 return statistics.fmean(each[name] for each in found)
 
             errors = statistics.stdev(f["scaled_nll"] for f in found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-            rows.append([
-                method, split, f"{mean('accuracy'):.3f}", f"{mean('nll'):.3f}",
-                f"{mean('scaled_nll'):.3f} ± {errors:.3f}", f"{mean('ece'):.3f} / {mean('scaled_ece'):.3f}",
-                f"{mean('auroc'):.3f} / {mean('scaled_auroc'):.3f}", f"{mean('scaled_retained'):.3f}",
-                f"{mean('worst_class'):.3f}", f"{mean('exchanges'):.0f}", f"{mean('megabytes'):.2f}",
-                f"{mean('seconds'):.1f}", len(found),
-            ])
+            rows.append(
+                [
+                    method,
+                    split,
+                    f"{mean('accuracy'):.3f}",
+                    f"{mean('nll'):.3f}",
+                    f"{mean('scaled_nll'):.3f} ± {errors:.3f}",
+                    f"{mean('ece'):.3f} / {mean('scaled_ece'):.3f}",
+                    f"{mean('auroc'):.3f} / {mean('scaled_auroc'):.3f}",
+                    f"{mean('scaled_retained'):.3f}",
+                    f"{mean('worst_class'):.3f}",
+                    f"{mean('exchanges'):.0f}",
+                    f"{mean('megabytes'):.2f}",
+                    f"{mean('seconds'):.1f}",
+                    len(found),
+                ]
+            )
         title = f"### {data}, {size:,} training images" if size else f"### Genre of lines of {data}"
-        heads = ["method", "split", "accuracy", "NLL", "NLL, temperature", "ECE / with it", "AUROC outside / with it",
-                 "accuracy of the surest 80 %", "worst class", "exchanges", "MB up, a client", "seconds", "seeds"]
+        heads = [
+            "method",
+            "split",
+            "accuracy",
+            "NLL",
+            "NLL, temperature",
+            "ECE / with it",
+            "AUROC outside / with it",
+            "accuracy of the surest 80 %",
+            "worst class",
+            "exchanges",
+            "MB up, a client",
+            "seconds",
+            "seeds",
+        ]
         parts += [title, markdown_table(heads, rows)]
     return "\n\n".join([*parts, "### One-hot heads: λ by evidence, and the best of a grid", ridges(done)])
 

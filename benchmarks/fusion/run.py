@@ -109,8 +109,10 @@ def measure_deterministic(rules: list[str], repeats: int) -> dict[str, list[tupl
     Of each rule: clients of a list, clients of a generator, clients of a server.
     """
     draws = torch.Generator().manual_seed(0)
-    states = [{name: torch.randn(shape, generator=draws) for name, shape in resnet18_shapes().items()}
-              for _ in range(DETERMINISTIC)]
+    states = [
+        {name: torch.randn(shape, generator=draws) for name, shape in resnet18_shapes().items()}
+        for _ in range(DETERMINISTIC)
+    ]
     posteriors = [GaussianPosterior.point_mass(state) for state in states]
     weights = [1.0 + k % 7 for k in range(DETERMINISTIC)]
     contestants: dict[tuple[str, int], Callable[[], object]] = {("", 0): lambda: state_dict_mean(states, weights)}
@@ -178,8 +180,10 @@ def main() -> None:
     print(f"| rule | seconds | × stack | extra MiB, {counts[0]} clients | extra MiB, {counts[1]} clients |")
     print("|---|---:|---:|---:|---:|")
     message = 2 * 4 * options.parameters / 2**20
-    print(f"| `torch.stack(...).mean(0)` | {baseline:.3f} | 1.0 | ≥ {counts[0] * message:.0f} | "
-          f"≥ {counts[1] * message:.0f} |")
+    print(
+        f"| `torch.stack(...).mean(0)` | {baseline:.3f} | 1.0 | ≥ {counts[0] * message:.0f} | "
+        f"≥ {counts[1] * message:.0f} |"
+    )
     for rule in rules:
         few, many = (value / 2**20 for value in memory[rule])
         print(f"| {rule} | {times[rule]:.3f} | {times[rule] / baseline:.1f} | {few:.0f} | {many:.0f} |")

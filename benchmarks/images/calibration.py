@@ -28,8 +28,13 @@ from lightning_fedbayes.metrics.functional import calibration_diagram, negative_
 
 HELD_OUT, TRAINED_ON, SPLITS, LEVEL = 0.1, 12000, 200, 0.9
 FEDAVG = Settings(
-    dataset="fashion_mnist", examples=round(TRAINED_ON / (1 - HELD_OUT)), validation_fraction=HELD_OUT,
-    bayesian_last=0, rounds=100, local_epochs=2, learning_rate=0.03,
+    dataset="fashion_mnist",
+    examples=round(TRAINED_ON / (1 - HELD_OUT)),
+    validation_fraction=HELD_OUT,
+    bayesian_last=0,
+    rounds=100,
+    local_epochs=2,
+    learning_rate=0.03,
 )
 """The study's short rounds, with as many images to train on."""
 
@@ -106,12 +111,13 @@ def main() -> None:
         scaled = {name: (scaling(each).softmax(-1), truth) for name, (each, truth) in predicted.items()}
         for per_client in (False, True):
             generator = torch.Generator().manual_seed(seed)
-            found = torch.tensor([
-                coverages(scaled, per_client=per_client, generator=generator) for _ in range(SPLITS)
-            ])
+            found = torch.tensor([coverages(scaled, per_client=per_client, generator=generator) for _ in range(SPLITS)])
             sets.append([seed, "each client's" if per_client else "pooled", *found.mean(0).tolist()])
-    print(markdown_table(
-        ["seed", "T", "exchanges", "accuracy, %", "ECE, %", "NLL", "ECE at T, %", "NLL at T"], temperatures))
+    print(
+        markdown_table(
+            ["seed", "T", "exchanges", "accuracy, %", "ECE, %", "NLL", "ECE at T, %", "NLL at T"], temperatures
+        )
+    )
     print()
     print(markdown_table(["seed", "threshold", "coverage", "worst client", "classes in a set"], sets))
 

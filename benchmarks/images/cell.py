@@ -63,7 +63,10 @@ def make_bayesian(settings: Settings, network: nn.Module, pretrained: bool = Fal
     elif settings.log_variance is not None:
         which["posterior_std"] = math.exp(settings.log_variance / 2)
     return fb.bayesianize(
-        network, estimator=settings.estimator, prior_std=settings.prior_std, bayesian_bias=settings.bayesian_bias,  # type: ignore[arg-type]
+        network,
+        estimator=settings.estimator,
+        prior_std=settings.prior_std,
+        bayesian_bias=settings.bayesian_bias,  # type: ignore[arg-type]
         **which,
     )
 
@@ -93,7 +96,10 @@ def make_federation(settings: Settings) -> fb.FederatedBayes:
     """Return the callback of a cell."""
     rule: Any = make_rule(settings.fusion)
     return fb.FederatedBayes(
-        make_partition(settings), local_epochs=settings.local_epochs, weighting=settings.weighting, seed=settings.seed,
+        make_partition(settings),
+        local_epochs=settings.local_epochs,
+        weighting=settings.weighting,
+        seed=settings.seed,
         fusion=rule if settings.prior == "fixed" else fb.Averaging(rule, "global"),
     )
 
@@ -101,12 +107,20 @@ def make_federation(settings: Settings) -> fb.FederatedBayes:
 def make_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a cell."""
     if settings.optimizer == "ivon":
-        published: dict[str, Any] = {} if settings.hessian_init is None else {
-            "hessian_init": settings.hessian_init, "betas": (settings.momentum, settings.curvature_decay),
-            "curvature": "ivon",
-        }
+        published: dict[str, Any] = (
+            {}
+            if settings.hessian_init is None
+            else {
+                "hessian_init": settings.hessian_init,
+                "betas": (settings.momentum, settings.curvature_decay),
+                "curvature": "ivon",
+            }
+        )
         return fb.IVON(
-            network.parameters(), settings.learning_rate, prior_std=settings.prior_std, temperature=settings.kl_weight,
+            network.parameters(),
+            settings.learning_rate,
+            prior_std=settings.prior_std,
+            temperature=settings.kl_weight,
             **published,
         )
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}

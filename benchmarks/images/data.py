@@ -44,8 +44,9 @@ class Digits(SplitDataModule):
         count = min(len(labels), self.examples or len(labels))
         chosen = stratified_order(labels, torch.Generator().manual_seed(0))[:count]
         held_out = round((self.validation_fraction or 0) * count)
-        self.validation, self.train = (TensorDataset(inputs[i], labels[i]) for i in chosen.split(
-            [held_out, count - held_out]))
+        self.validation, self.train = (
+            TensorDataset(inputs[i], labels[i]) for i in chosen.split([held_out, count - held_out])
+        )
         self.test = source.validation
 
 
@@ -68,7 +69,9 @@ def make_data(settings: Settings, folder: Path | None) -> ImageDataModule | Digi
         raise FederationError(f"{name} is read from files: give --data DIR")
     directory = folder / name if (folder / name).is_dir() else folder
     return FILES[name](
-        directory, batch_size=settings.batch_size, validation_fraction=settings.validation_fraction,
+        directory,
+        batch_size=settings.batch_size,
+        validation_fraction=settings.validation_fraction,
         examples=settings.examples,
     )
 

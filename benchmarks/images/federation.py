@@ -58,7 +58,12 @@ class TestScores(L.Callback):
         self.retained = {name: AccuracyRetained() for name in MEASURES}
 
     def on_test_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         probs, target = outputs["probs"].cpu(), outputs["target"].cpu()
@@ -129,8 +134,10 @@ def run_cell(settings: Settings, folder: Path | None, logger: WandbLogger | None
     module = Classifier(network, settings)
     federation, curve, scores = make_federation(settings), Curve(), TestScores()
     trainer = L.Trainer(
-        max_epochs=settings.rounds, callbacks=[federation, curve, scores],
-        limit_val_batches=1.0 if settings.validation_fraction else 0, **{**_quiet(), "logger": logger or False},
+        max_epochs=settings.rounds,
+        callbacks=[federation, curve, scores],
+        limit_val_batches=1.0 if settings.validation_fraction else 0,
+        **{**_quiet(), "logger": logger or False},
     )
     trainer.fit(module, datamodule=data)
     L.seed_everything(settings.seed, verbose=False)
@@ -161,8 +168,12 @@ def run_cell(settings: Settings, folder: Path | None, logger: WandbLogger | None
 def _quiet() -> dict[str, Any]:
     """Return options of a Trainer without logger, checkpoints, progress bar and summary."""
     return {
-        "accelerator": "auto", "logger": False, "num_sanity_val_steps": 0, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False,
+        "accelerator": "auto",
+        "logger": False,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
     }
 
 

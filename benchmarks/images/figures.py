@@ -34,8 +34,11 @@ def draw(spec: Mapping[str, Any], finished: Finished) -> Figure | None:
         finished: cells of one data set, with scores.
     """
     where = spec.get("where", {})
-    rows = {cell: results for cell, results in rows_of(finished).items()
-            if all(getattr(cell, key) in values for key, values in where.items())}
+    rows = {
+        cell: results
+        for cell, results in rows_of(finished).items()
+        if all(getattr(cell, key) in values for key, values in where.items())
+    }
     if spec["kind"] == "curves":  # there are none without held-out images
         rows = {cell: results for cell, results in rows.items() if any(result["by_round"] for result in results)}
     return {"lines": _lines, "curves": _curves, "retained": _retained}[spec["kind"]](spec, rows) if rows else None
@@ -61,15 +64,26 @@ def _lines(spec: Mapping[str, Any], rows: Rows) -> Figure:
         for number, name in enumerate(series):
             points = {}
             for place, value in enumerate(places):
-                scores = [result["scores"][metric] for cell, results in rows.items() for result in results
-                          if getattr(cell, spec["x"]) == value and getattr(cell, spec["series"]) == name
-                          and metric in result["scores"]]
+                scores = [
+                    result["scores"][metric]
+                    for cell, results in rows.items()
+                    for result in results
+                    if getattr(cell, spec["x"]) == value
+                    and getattr(cell, spec["series"]) == name
+                    and metric in result["scores"]
+                ]
                 if scores:
                     points[place + SPREAD * (number - (len(series) - 1) / 2)] = mean_and_error(scores)
-            axes.errorbar(list(points), [scale * mean for mean, _ in points.values()],
-                          [scale * np.nan_to_num(error) for _, error in points.values()],
-                          label=str(name), marker="os"[number // len(PALETTE) % 2], markersize=4, capsize=2,
-                          **{**_style(number), **({} if numbers else {"linestyle": "none"})})
+            axes.errorbar(
+                list(points),
+                [scale * mean for mean, _ in points.values()],
+                [scale * np.nan_to_num(error) for _, error in points.values()],
+                label=str(name),
+                marker="os"[number // len(PALETTE) % 2],
+                markersize=4,
+                capsize=2,
+                **{**_style(number), **({} if numbers else {"linestyle": "none"})},
+            )
         axes.set(title=title, xlabel=spec["x"])
         axes.set_xticks(range(len(places)), [str(place) for place in places])
         if any(len(str(place)) > 8 for place in places):
@@ -98,8 +112,11 @@ def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
     Cells may be older than a measure: those that not all of them have are left out.
     """
     panels = _values(rows, spec["panels"])
-    measures = [measure for measure in MEASURES
-                if all(measure in result["retained"] for results in rows.values() for result in results)]
+    measures = [
+        measure
+        for measure in MEASURES
+        if all(measure in result["retained"] for results in rows.values() for result in results)
+    ]
     figure, grid = _panels(len(panels), len(measures))
     for panel, line in zip(panels, grid):
         for measure, axes in zip(measures, line):
@@ -114,8 +131,12 @@ def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
 
 def _results(rows: Rows, spec: Mapping[str, Any], panel: Any, name: Any) -> list[Mapping[str, Any]]:
     """Return the results of all cells of a panel and a line."""
-    return [result for cell, results in rows.items() for result in results
-            if getattr(cell, spec["panels"]) == panel and getattr(cell, spec["series"]) == name]
+    return [
+        result
+        for cell, results in rows.items()
+        for result in results
+        if getattr(cell, spec["panels"]) == panel and getattr(cell, spec["series"]) == name
+    ]
 
 
 def _values(rows: Iterable[Settings], setting: str) -> list[Any]:
@@ -142,7 +163,11 @@ def _finish(figure: Figure, grid: Any) -> Figure:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(3, len(handles)), frameon=False,
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(3, len(handles)),
+        frameon=False,
         fontsize=8,
     )
     return figure
@@ -150,5 +175,8 @@ def _finish(figure: Figure, grid: Any) -> Figure:
 
 def _style(number: int) -> dict[str, Any]:
     """Return colour, dashes and width of a line."""
-    return {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number // len(PALETTE) % len(DASHES)],
-            "linewidth": 1.5}
+    return {
+        "color": PALETTE[number % len(PALETTE)],
+        "linestyle": DASHES[number // len(PALETTE) % len(DASHES)],
+        "linewidth": 1.5,
+    }

@@ -67,9 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def train(
-    study: Study, cells: Sequence[Settings], store: Store, options: argparse.Namespace, started: str
-) -> None:
+def train(study: Study, cells: Sequence[Settings], store: Store, options: argparse.Namespace, started: str) -> None:
     """Run the cells and keep each result at once; the error of a cell that fails while it trains is its result."""
     with tqdm(cells, unit="cell") as bar:
         for cell in bar:

@@ -148,8 +148,11 @@ def _check(study: Study, file: str) -> None:
         _check_lists(figure.get("where", {}), f"{file}, figures, where")
         if needs - set(figure):
             raise FederationError(f"{file}, figures, {figure['kind']}: {', '.join(needs - set(figure))} is missing")
-        _check_names([figure[key] for key in ("x", "series", "panels") if key in figure], KEYS,
-                     f"{file}, figures: unknown setting")
+        _check_names(
+            [figure[key] for key in ("x", "series", "panels") if key in figure],
+            KEYS,
+            f"{file}, figures: unknown setting",
+        )
         _check_names(figure.get("metrics", ()), METRICS, f"{file}, figures: unknown metric")
     for row in study.published_rows:
         _check_names(row, (*KEYS, *METRICS), f"{file}, published: unknown setting or metric")

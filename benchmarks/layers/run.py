@@ -101,14 +101,20 @@ def layer_steps(repeats: int) -> list[list[str]]:
     rows += contest("linear 784→400, batch 32", nn.Linear(784, 400), ours, theirs, inputs, repeats)
     inputs = torch.randn(32, 16, 16, 16)
     ours = {e: getattr(layers, f"Conv2d{suffix}")(16, 32, 3, padding=1) for e, suffix in SUFFIX.items()}
-    theirs = {"reparameterization": peer.Conv2dReparameterization(16, 32, 3, padding=1),
-              "flipout": peer.Conv2dFlipout(16, 32, 3, padding=1)}
+    theirs = {
+        "reparameterization": peer.Conv2dReparameterization(16, 32, 3, padding=1),
+        "flipout": peer.Conv2dFlipout(16, 32, 3, padding=1),
+    }
     rows += contest("conv 16→32, 3×3, 16×16, batch 32", nn.Conv2d(16, 32, 3, padding=1), ours, theirs, inputs, repeats)
     return rows
 
 
 def contest(
-    what: str, plain: nn.Module, ours: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module], inputs: Tensor,
+    what: str,
+    plain: nn.Module,
+    ours: Mapping[str, nn.Module],
+    theirs: Mapping[str, nn.Module],
+    inputs: Tensor,
     repeats: int,
 ) -> list[list[str]]:
     """A row per estimator: times, and ratios to the deterministic layer and to bayesian-torch's layer."""
@@ -119,11 +125,18 @@ def contest(
     rows = []
     for name, layer in ours.items():
         peer_name = name if name in theirs else "reparameterization"  # bayesian-torch has no local reparameterisation
-        rows.append([
-            what, name, microseconds(times, "deterministic"), microseconds(times, f"ours {name}"),
-            microseconds(times, f"theirs {peer_name}"), ratio(times, f"ours {name}", "deterministic"),
-            ratio(times, f"theirs {peer_name}", f"ours {name}"), f"{size(layer) / size(theirs[peer_name]):.2f}",
-        ])
+        rows.append(
+            [
+                what,
+                name,
+                microseconds(times, "deterministic"),
+                microseconds(times, f"ours {name}"),
+                microseconds(times, f"theirs {peer_name}"),
+                ratio(times, f"ours {name}", "deterministic"),
+                ratio(times, f"theirs {peer_name}", f"ours {name}"),
+                f"{size(layer) / size(theirs[peer_name]):.2f}",
+            ]
+        )
     return rows
 
 
@@ -161,10 +174,26 @@ def predictions(samples: int, repeats: int) -> list[list[str]]:
             for _ in range(samples):
                 network(inputs)
 
-        times = take_turns({"samples": all_samples, "parts": parts, "naive": naive, "mean": mean,
-                            "plain": lambda plain=plain: plain(inputs)}, repeats)
-        rows.append([str(last), microseconds(times, "samples"), ratio(times, "samples", "parts"),
-                     ratio(times, "samples", "naive"), microseconds(times, "mean"), ratio(times, "mean", "plain")])
+        times = take_turns(
+            {
+                "samples": all_samples,
+                "parts": parts,
+                "naive": naive,
+                "mean": mean,
+                "plain": lambda plain=plain: plain(inputs),
+            },
+            repeats,
+        )
+        rows.append(
+            [
+                str(last),
+                microseconds(times, "samples"),
+                ratio(times, "samples", "parts"),
+                ratio(times, "samples", "naive"),
+                microseconds(times, "mean"),
+                ratio(times, "mean", "plain"),
+            ]
+        )
     return rows
 
 
@@ -236,14 +265,20 @@ def posterior_sources(samples: int, repeats: int) -> list[list[str]]:
     drawn = PosteriorPredictive(plain, laplace, samples=samples, predictive="draws")
     linearised, by_factors = PosteriorPredictive(plain, laplace), PosteriorPredictive(plain, one_shot)
     steps = {
-        "Adam alone": step(copy.deepcopy(plain)), **{name: step(each) for name, each in layered.items()},
-        "IVON": step(copy.deepcopy(plain), ivon), "SWAG": path(copy.deepcopy(plain)), "dropout": step(dropout),
-        "pass of ggn": passes("ggn"), "pass of empirical": passes("empirical"),
+        "Adam alone": step(copy.deepcopy(plain)),
+        **{name: step(each) for name, each in layered.items()},
+        "IVON": step(copy.deepcopy(plain), ivon),
+        "SWAG": path(copy.deepcopy(plain)),
+        "dropout": step(dropout),
+        "pass of ggn": passes("ggn"),
+        "pass of empirical": passes("empirical"),
         "pass of K-FAC": lambda: factors.site(plain, [(inputs, labels)]),
     }
     predictions = {
-        "Adam alone": lambda: plain(many), "draws": lambda: drawn.sample(many),
-        "linearised": lambda: linearised.sample(many), "Kronecker": lambda: by_factors.sample(many),
+        "Adam alone": lambda: plain(many),
+        "draws": lambda: drawn.sample(many),
+        "linearised": lambda: linearised.sample(many),
+        "Kronecker": lambda: by_factors.sample(many),
         **{name: partial(sample_outputs, each.eval(), many, samples) for name, each in layered.items()},
         "dropout": partial(sample_outputs, dropout.eval(), many, samples),
         "ensemble": lambda: [plain(many) for _ in range(members)],
@@ -254,20 +289,28 @@ def posterior_sources(samples: int, repeats: int) -> list[list[str]]:
         predicted = take_turns(predictions, repeats)
     rows = []
     for name, predictor, network in (
-        *((name, name, network) for name, network in layered.items()), ("IVON", "draws", None),
-        ("pass of ggn", "linearised", None), ("pass of empirical", "linearised", None),
-        ("pass of K-FAC", "Kronecker", None), ("SWAG", "draws", None),
-        ("dropout", "dropout", dropout), ("ensemble", "ensemble", None),
+        *((name, name, network) for name, network in layered.items()),
+        ("IVON", "draws", None),
+        ("pass of ggn", "linearised", None),
+        ("pass of empirical", "linearised", None),
+        ("pass of K-FAC", "Kronecker", None),
+        ("SWAG", "draws", None),
+        ("dropout", "dropout", dropout),
+        ("ensemble", "ensemble", None),
     ):
         sent = 2 * size if network is None else read_posterior(network).num_bytes
         if name == "ensemble":
             name, cost, sent = f"ensemble of {members}", str(members), members * size
         else:
             cost = ratio(trained, name, "Adam alone")
-        rows.append([
-            name, f"1 + {cost} / local epochs" if name.startswith("pass") else cost,
-            ratio(predicted, predictor, "Adam alone"), f"{sent / size:.2f}",
-        ])
+        rows.append(
+            [
+                name,
+                f"1 + {cost} / local epochs" if name.startswith("pass") else cost,
+                ratio(predicted, predictor, "Adam alone"),
+                f"{sent / size:.2f}",
+            ]
+        )
     return rows
 
 
@@ -289,8 +332,10 @@ def stacked_networks(clients: int, repeats: int) -> list[list[str]]:
     inputs, targets = torch.randn(clients, 16, 13), torch.randn(clients, 16, 1)
     for estimator in ESTIMATORS:
         objective = Objective(bayesianize(mlp(13, 1), last=2, estimator=estimator))
-        stack = {name: parameter.detach().expand(clients, *parameter.shape).clone().requires_grad_()
-                 for name, parameter in objective.named_parameters()}
+        stack = {
+            name: parameter.detach().expand(clients, *parameter.shape).clone().requires_grad_()
+            for name, parameter in objective.named_parameters()
+        }
         alone = copy.deepcopy(objective)
 
         def together(with_kl: bool, objective: nn.Module = objective, stack: dict[str, Tensor] = stack) -> None:
@@ -305,10 +350,18 @@ def stacked_networks(clients: int, repeats: int) -> list[list[str]]:
                     parameter.grad = None
                 alone(x, y, True).backward()
 
-        times = take_turns({"with": lambda: together(True), "without": lambda: together(False), "turn": in_turn},
-                           repeats)
-        rows.append([str(clients), estimator, microseconds(times, "with"), ratio(times, "with", "without"),
-                     ratio(times, "turn", "with")])
+        times = take_turns(
+            {"with": lambda: together(True), "without": lambda: together(False), "turn": in_turn}, repeats
+        )
+        rows.append(
+            [
+                str(clients),
+                estimator,
+                microseconds(times, "with"),
+                ratio(times, "with", "without"),
+                ratio(times, "turn", "with"),
+            ]
+        )
     return rows
 
 
@@ -321,23 +374,57 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     repeats = arguments.repeats
 
-    print(f"torch {torch.__version__}, bayesian-torch {getattr(bayesian_torch, '__version__', '0.5.0')}, "
-          f"{torch.get_num_threads()} threads, medians of {repeats}\n")
-    print(markdown_table(("training step", "estimator", "deterministic, µs", "ours, µs", "bayesian-torch, µs",
-                          "ours / deterministic", "bayesian-torch / ours", "memory, ours / bayesian-torch"),
-                         layer_steps(repeats)))
+    print(
+        f"torch {torch.__version__}, bayesian-torch {getattr(bayesian_torch, '__version__', '0.5.0')}, "
+        f"{torch.get_num_threads()} threads, medians of {repeats}\n"
+    )
+    print(
+        markdown_table(
+            (
+                "training step",
+                "estimator",
+                "deterministic, µs",
+                "ours, µs",
+                "bayesian-torch, µs",
+                "ours / deterministic",
+                "bayesian-torch / ours",
+                "memory, ours / bayesian-torch",
+            ),
+            layer_steps(repeats),
+        )
+    )
     print()
-    print(markdown_table(("Bayesian layers of LeNet", "100 samples, µs", "/ (beginning once + 100 × the rest)",
-                          "/ 100 passes", "mean_only, µs", "mean_only / deterministic"), predictions(100, repeats)))
+    print(
+        markdown_table(
+            (
+                "Bayesian layers of LeNet",
+                "100 samples, µs",
+                "/ (beginning once + 100 × the rest)",
+                "/ 100 passes",
+                "mean_only, µs",
+                "mean_only / deterministic",
+            ),
+            predictions(100, repeats),
+        )
+    )
     print()
-    print(markdown_table(("forward, backward and step", "Adam, µs", "IVON, µs", "IVON / Adam"),
-                         optimizer_steps(repeats)))
+    print(
+        markdown_table(("forward, backward and step", "Adam, µs", "IVON, µs", "IVON / Adam"), optimizer_steps(repeats))
+    )
     print()
-    print(markdown_table(("posterior of a LeNet", "training / Adam's", "20 draws / one prediction", "bytes / FedAvg's"),
-                         posterior_sources(20, repeats)))
+    print(
+        markdown_table(
+            ("posterior of a LeNet", "training / Adam's", "20 draws / one prediction", "bytes / FedAvg's"),
+            posterior_sources(20, repeats),
+        )
+    )
     print()
-    print(markdown_table(("networks 13-50-1 at once", "estimator", "step, µs", "step with KL / without",
-                          "one by one / at once"), [*stacked_networks(10, repeats), *stacked_networks(100, repeats)]))
+    print(
+        markdown_table(
+            ("networks 13-50-1 at once", "estimator", "step, µs", "step with KL / without", "one by one / at once"),
+            [*stacked_networks(10, repeats), *stacked_networks(100, repeats)],
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ KINDS: dict[str, dict[str, Any]] = {
 """Name → options of the optimizer."""
 EPOCHS = (20, 40, 60, 200, 400)
 TRAININGS: dict[str, dict[str, Any] | None] = {
-    "IVON": {"temperature": 1.0}, "IVON, temperature 0.1": {"temperature": 0.1}, "Adam": None, "mean field": None,
+    "IVON": {"temperature": 1.0},
+    "IVON, temperature 0.1": {"temperature": 0.1},
+    "Adam": None,
+    "mean field": None,
 }
 """Name → options of IVON, if that trains."""
 SEEDS = 3
@@ -83,10 +86,14 @@ def kin8nm(folder: Path) -> Problem:
 def fashion_mnist(folder: Path) -> Problem:
     """Return 10,000 images to train, and 2,000 of the test part."""
     raw = folder / "FashionMNIST" / "raw"
-    parts = [read_idx_images(raw / f"{part}-images-idx3-ubyte", raw / f"{part}-labels-idx1-ubyte", (1, 28, 28), 10)
-             for part in ("train", "t10k")]
-    (x, y), (new, labels) = [((part.images[:count].float() / 255 - 0.286) / 0.353, part.labels[:count].long())
-                             for part, count in zip(parts, (10_000, 2_000), strict=True)]
+    parts = [
+        read_idx_images(raw / f"{part}-images-idx3-ubyte", raw / f"{part}-labels-idx1-ubyte", (1, 28, 28), 10)
+        for part in ("train", "t10k")
+    ]
+    (x, y), (new, labels) = [
+        ((part.images[:count].float() / 255 - 0.286) / 0.353, part.labels[:count].long())
+        for part, count in zip(parts, (10_000, 2_000), strict=True)
+    ]
     return Problem(x, y, new, labels, lenet, 64)
 
 
@@ -100,7 +107,10 @@ def table(inputs: np.ndarray, classes: np.ndarray, count: int) -> Problem:
 
 
 PROBLEMS: dict[str, Callable[[Path], Problem]] = {
-    "digits": digits, "wine": wine, "kin8nm": kin8nm, "FashionMNIST": fashion_mnist,
+    "digits": digits,
+    "wine": wine,
+    "kin8nm": kin8nm,
+    "FashionMNIST": fashion_mnist,
 }
 
 
@@ -177,8 +187,16 @@ def over_data(folder: Path, epochs: int) -> str:
             lasts.append(found[-1][0])
             widths.append(found[-1][1])
         falls = [best - last for best, last in zip(bests, lasts)]
-        rows.append([data, name, f"{fmean(bests):.3f}", f"{fmean(lasts):.3f}",
-                     f"{fmean(falls):.3f} ± {stdev(falls) / SEEDS**0.5:.3f}", f"{fmean(widths):.3f}"])
+        rows.append(
+            [
+                data,
+                name,
+                f"{fmean(bests):.3f}",
+                f"{fmean(lasts):.3f}",
+                f"{fmean(falls):.3f} ± {stdev(falls) / SEEDS**0.5:.3f}",
+                f"{fmean(widths):.3f}",
+            ]
+        )
     return markdown_table(["data", "training", "best epoch", f"epoch {epochs}", "fall", "median σ"], rows)
 
 

@@ -65,18 +65,28 @@ def fashion_mnist(folder: Path | None, seed: int) -> SplitDataModule:
 
 STUDIES = {
     "digits": Study(
-        lambda _, seed: fb.DigitsDataModule(BATCH, seed=seed), lambda: mlp(64, 10, [50]), bayesian_last=2, rounds=20,
-        local_epochs=20, rate=0.01, samples=100),
-    "fashion_mnist": Study(
-        fashion_mnist, lenet, bayesian_last=3, rounds=60, local_epochs=1, rate=0.003, samples=20),
+        lambda _, seed: fb.DigitsDataModule(BATCH, seed=seed),
+        lambda: mlp(64, 10, [50]),
+        bayesian_last=2,
+        rounds=20,
+        local_epochs=20,
+        rate=0.01,
+        samples=100,
+    ),
+    "fashion_mnist": Study(fashion_mnist, lenet, bayesian_last=3, rounds=60, local_epochs=1, rate=0.003, samples=20),
 }
 STUDIES["digits_hybrid"] = STUDIES["digits"]._replace(bayesian_last=1, local_epochs=5)
 STUDIES["fashion_mnist_tempered"] = STUDIES["fashion_mnist"]._replace(kl_weight=0.1)
 
 
 def run(
-    study: Study, partition: Partition, seed: int, folder: Path | None = None, bayesian: bool = True,
-    batches: int | None = None, **options: Any,
+    study: Study,
+    partition: Partition,
+    seed: int,
+    folder: Path | None = None,
+    bayesian: bool = True,
+    batches: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train a federation and score its global posterior on the examples held out.
 
@@ -91,15 +101,23 @@ def run(
     """
     L.seed_everything(seed, verbose=False)
     data = study.data(folder, seed)
-    layers: dict[str, Any] = {"bayesian_last": study.bayesian_last, "posterior_std": STD} if bayesian else {
-        "bayesian_last": 0}
+    layers: dict[str, Any] = (
+        {"bayesian_last": study.bayesian_last, "posterior_std": STD} if bayesian else {"bayesian_last": 0}
+    )
     module = fb.HybridBayesianClassifier(
         study.network(), learning_rate=study.rate, samples=study.samples, kl_weight=study.kl_weight, **layers
     )
     federation = fb.FederatedBayes(partition, local_epochs=study.local_epochs, seed=seed, **options)
     trainer = L.Trainer(
-        max_epochs=study.rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        max_epochs=study.rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
         limit_train_batches=batches,
     )
     trainer.fit(module, datamodule=data)

@@ -83,15 +83,24 @@ def run(method: Method, share: float, seed: int, rounds: int = ROUNDS) -> dict[s
     L.seed_everything(seed, verbose=False)
     data = NoisyDigits(share, seed)
     module = fb.HybridBayesianClassifier(
-        mlp(64, 10, [50]), bayesian_last=method.bayesian_last, posterior_std=0.05 if method.bayesian_last else None,
-        learning_rate=RATE, samples=SAMPLES, robustness=method.robustness,
+        mlp(64, 10, [50]),
+        bayesian_last=method.bayesian_last,
+        posterior_std=0.05 if method.bayesian_last else None,
+        learning_rate=RATE,
+        samples=SAMPLES,
+        robustness=method.robustness,
     )
-    federation = fb.FederatedBayes(
-        fb.IIDPartition(CLIENTS), fusion=method.fusion, local_epochs=LOCAL_EPOCHS, seed=seed
-    )
+    federation = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=method.fusion, local_epochs=LOCAL_EPOCHS, seed=seed)
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
     )
     trainer.fit(module, datamodule=data)
     return scores(module.eval(), data.validation)

@@ -79,11 +79,19 @@ def digits_to_seven(seed: int) -> Data:
 
 STUDIES: dict[str, tuple[Callable[[int], Data], Callable[[], nn.Module], fb.Partition, str, int]] = {
     "digits, 5 IID clients, sites": (
-        whole_digits, lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
-        fb.IIDPartition(clients=5), "sites", 10),
+        whole_digits,
+        lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+        fb.IIDPartition(clients=5),
+        "sites",
+        10,
+    ),
     "digits 0 to 7, 10 clients, Dirichlet(0.5), averaged": (
-        digits_to_seven, partial(mlp, 64, 8), fb.DirichletPartition(clients=10, alpha=0.5),
-        "reverse_kl_barycenter", 20),
+        digits_to_seven,
+        partial(mlp, 64, 8),
+        fb.DirichletPartition(clients=10, alpha=0.5),
+        "reverse_kl_barycenter",
+        20,
+    ),
 }
 
 

@@ -99,7 +99,11 @@ class LogisticRegression(L.LightningModule):
         if self.pooled is not None:
             return torch.optim.Adam(self.parameters(), lr=0.03)
         return torch.optim.LBFGS(
-            self.parameters(), max_iter=200, history_size=30, tolerance_grad=1e-6, tolerance_change=1e-12,
+            self.parameters(),
+            max_iter=200,
+            history_size=30,
+            tolerance_grad=1e-6,
+            tolerance_change=1e-12,
             line_search_fn="strong_wolfe",
         )
 
@@ -118,8 +122,13 @@ def distance(posterior: fb.GaussianPosterior, pooled: fb.GaussianPosterior) -> D
 def fit(module: L.LightningModule, data: TensorDataset, epochs: int, callbacks: list[L.Callback]) -> None:
     """Train on whole batches."""
     trainer = L.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, callbacks=callbacks, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=len(data)))
 

@@ -57,7 +57,8 @@ FEDERATED: dict[str, dict[str, Any]] = {
 PLAIN = ("IVON + sites", "Laplace + sites")
 """Methods whose network has no Bayesian layers."""
 HEADS: dict[str, Literal["laplace", "variational"]] = {
-    "exact head, Laplace": "laplace", "exact head, variational": "variational",
+    "exact head, Laplace": "laplace",
+    "exact head, variational": "variational",
 }
 """Inference of :class:`~lightning_fedbayes.BayesianHead` for the logistic regressions, one client for each class."""
 METHODS = (NUTS, MEAN_FIELD, FULL, *FEDERATED, *HEADS)
@@ -121,7 +122,9 @@ PROBLEMS = {
 def cells() -> list[Cell]:
     """Return all cells: NUTS first, which the others are compared with."""
     return [
-        Cell(problem, method, seed) for method in METHODS for problem in PROBLEMS
+        Cell(problem, method, seed)
+        for method in METHODS
+        for problem in PROBLEMS
         for seed in range(1 if method in (NUTS, *HEADS) else SEEDS)
         if PROBLEMS[problem].is_linear or method not in HEADS
     ]
@@ -162,8 +165,15 @@ def federate(module: L.LightningModule, data: L.LightningDataModule, cell: Cell,
     )
     found = Looks(looks, federation)
     trainer = L.Trainer(
-        max_epochs=max(looks), accelerator="cpu", logger=False, callbacks=[federation, found], limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        max_epochs=max(looks),
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, found],
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=data)
     return found
@@ -223,7 +233,8 @@ def trail(
     end = looks[max(looks)][0]
     return {
         str(number): {"estimated": estimate, **distances(posterior, pooled), "to_end": per_parameter(posterior, end)}
-        for number, (posterior, estimate) in looks.items() if number < max(looks)
+        for number, (posterior, estimate) in looks.items()
+        if number < max(looks)
     }
 
 
@@ -255,7 +266,8 @@ def described(chains: Tensor, data: rounds.Table, sizes: Sequence[int]) -> dict[
     points = of_true_class(probs, targets).quantile(levels, 0).logit().T
     return {
         "rhat": float(truth.split_rhat(probs.unflatten(0, chains.shape[:2])).max()),
-        "draws": len(probs), **scores(probs, targets),
+        "draws": len(probs),
+        **scores(probs, targets),
         "probs": [[float(f"{each:.5g}") for each in row] for row in probs.mean(0).tolist()],
         "points": [[round(each, 3) for each in row] for row in points.tolist()],
     }
@@ -320,11 +332,30 @@ def truths(exact: Mapping[str, Mapping[str, Any]]) -> str:
     rows = []
     for problem, found in exact.items():
         sizes = PROBLEMS[problem].sizes
-        rows.append([problem, "-".join(map(str, sizes)), truth.size(sizes), len(found["probs"]), found["draws"],
-                     f"{found['rhat']:.4f}{'' if found['rhat'] <= RHAT_BAR else ' (**too large**)'}",
-                     found["nll"], found["accuracy"], found["mutual_information"]])
-    heads = ["problem", "sizes", "parameters", "examples held out", "draws", "largest R̂", "NLL", "accuracy",
-             "mutual information"]
+        rows.append(
+            [
+                problem,
+                "-".join(map(str, sizes)),
+                truth.size(sizes),
+                len(found["probs"]),
+                found["draws"],
+                f"{found['rhat']:.4f}{'' if found['rhat'] <= RHAT_BAR else ' (**too large**)'}",
+                found["nll"],
+                found["accuracy"],
+                found["mutual_information"],
+            ]
+        )
+    heads = [
+        "problem",
+        "sizes",
+        "parameters",
+        "examples held out",
+        "draws",
+        "largest R̂",
+        "NLL",
+        "accuracy",
+        "mutual information",
+    ]
     return markdown_table(heads, rows)
 
 
@@ -341,11 +372,26 @@ def table(done: Results, problem: str) -> str:
             continue
         ratios = [each["mutual_information"] / exact["mutual_information"] for each in found]
         nll, variation, coverage = (
-            statistics.fmean(each[key] for each in found) for key in ("nll", "total_variation", "coverage"))
-        rows.append([method, len(found), f"{nll - exact['nll']:+.4f}", f"{variation:.4f}",
-                     f"{statistics.fmean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", f"{coverage:.2f}"])
-    heads = ["method", "seeds", "NLL − NUTS's", "total variation", "mutual information / NUTS's (its range)",
-             "coverage of 90 %"]
+            statistics.fmean(each[key] for each in found) for key in ("nll", "total_variation", "coverage")
+        )
+        rows.append(
+            [
+                method,
+                len(found),
+                f"{nll - exact['nll']:+.4f}",
+                f"{variation:.4f}",
+                f"{statistics.fmean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{coverage:.2f}",
+            ]
+        )
+    heads = [
+        "method",
+        "seeds",
+        "NLL − NUTS's",
+        "total variation",
+        "mutual information / NUTS's (its range)",
+        "coverage of 90 %",
+    ]
     return markdown_table(heads, rows)
 
 
@@ -368,8 +414,14 @@ def bounds(done: Results) -> str:
         if all(both):
             shown = [f"{min(each):.2f} to {max(each):.2f}" for each in both]
             apart = [each["to_mean_field"] for each in of(done, problem, MEAN_FIELD) if "to_mean_field" in each]
-            rows.append([problem, *shown, "yes" if has_converged(done, problem) else "**no**",
-                         f"{max(apart):.2g}" if apart else ""])
+            rows.append(
+                [
+                    problem,
+                    *shown,
+                    "yes" if has_converged(done, problem) else "**no**",
+                    f"{max(apart):.2g}" if apart else "",
+                ]
+            )
     heads = ["problem", "mean field", "full covariance", "full covariance is ahead", "KL of mean field to the solution"]
     return markdown_table(heads, rows)
 
@@ -387,10 +439,25 @@ def estimates(done: Results) -> str:
             if len(told) < len(seeds):
                 estimated += f" ({len(told)} of {len(seeds)})"
             least = min(each[number]["width"] for each in seeds)
-            rows.append([problem, number, len(seeds), estimated, *(f"{means[key]:.2g}" for key in (
-                "to_end", "to_mean_field")), f"{means['width']:.2f} ({least:.2f})"])
-    heads = ["problem", "round", "seeds", "estimated", f"KL to round {LOOKS[-1]}", "KL to mean field, pooled",
-             "median σ over mean field's (smallest)"]
+            rows.append(
+                [
+                    problem,
+                    number,
+                    len(seeds),
+                    estimated,
+                    *(f"{means[key]:.2g}" for key in ("to_end", "to_mean_field")),
+                    f"{means['width']:.2f} ({least:.2f})",
+                ]
+            )
+    heads = [
+        "problem",
+        "round",
+        "seeds",
+        "estimated",
+        f"KL to round {LOOKS[-1]}",
+        "KL to mean field, pooled",
+        "median σ over mean field's (smallest)",
+    ]
     return markdown_table(heads, rows)
 
 
@@ -410,9 +477,15 @@ def draw(done: Results, file: Path) -> None:
             if method == FULL and not (of(done, problem, FULL) and has_converged(done, problem)):
                 continue
             found = of(done, problem, method)
-            axes.plot([each["mutual_information"] / exact for each in found],
-                      [each["total_variation"] for each in found], "osD^vPX*"[number],
-                      color=PALETTE[number % len(PALETTE)], markersize=5, label=method, alpha=0.8)
+            axes.plot(
+                [each["mutual_information"] / exact for each in found],
+                [each["total_variation"] for each in found],
+                "osD^vPX*"[number],
+                color=PALETTE[number % len(PALETTE)],
+                markersize=5,
+                label=method,
+                alpha=0.8,
+            )
         axes.set_title(problem, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="mutual information / NUTS's")
         axes.xaxis.set(major_locator=FixedLocator(RATIOS), major_formatter="{x:g}", minor_locator=NullLocator())

@@ -54,9 +54,18 @@ def dealt(labels: Tensor) -> list[Tensor]:
 def lenet() -> nn.Sequential:
     """Return the LeNet of FedFisher's code."""
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, bias=False), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5, bias=False), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 120, bias=False), nn.ReLU(), nn.Linear(120, 84, bias=False),
-        nn.ReLU(), nn.Linear(84, 10, bias=False),
+        nn.Conv2d(1, 6, 5, bias=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5, bias=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 120, bias=False),
+        nn.ReLU(),
+        nn.Linear(120, 84, bias=False),
+        nn.ReLU(),
+        nn.Linear(84, 10, bias=False),
     )
 
 
@@ -107,7 +116,9 @@ def ours(networks: Sequence[nn.Module], clients: Sequence[TensorDataset], chosen
         for each in zip(networks, tqdm(loaders, desc="diagonals", leave=False))
     ]
     found: dict[str, dict[float, nn.Module]] = {
-        "fb.Laplace, product, s": {}, "fb.KroneckerLaplace, s": {}, "fb.KroneckerLaplace, damping": {},
+        "fb.Laplace, product, s": {},
+        "fb.KroneckerLaplace, s": {},
+        "fb.KroneckerLaplace, damping": {},
     }
     for damping in DAMPINGS:
         one_shot = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0), damping)
@@ -160,9 +171,11 @@ def fedfisher(
     size = len(vectors[0])
     return {
         "FedFisher's code, diagonal": one_shot.get_fisher_diag_model(
-            size, count, shares, options, start, vectors, diagonals, chosen_on),
+            size, count, shares, options, start, vectors, diagonals, chosen_on
+        ),
         "FedFisher's code, K-FAC": one_shot.get_fisher_kfac_model(
-            size, count, shares, options, start, networks, vectors, factors, chosen_on, clients),
+            size, count, shares, options, start, networks, vectors, factors, chosen_on, clients
+        ),
     }
 
 

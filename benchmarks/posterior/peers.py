@@ -60,13 +60,22 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     features = next(iter(clients.values())).tensors[0].shape[1]
     L.seed_everything(options.seed, verbose=False)
     module = fb.HybridBayesianClassifier(
-        network(features, 10), bayesian_last=len(HIDDEN) + 1, posterior_std=STD,
-        learning_rate=options.rate, samples=SAMPLES, kl_weight=options.kl_weight,
+        network(features, 10),
+        bayesian_last=len(HIDDEN) + 1,
+        posterior_std=STD,
+        learning_rate=options.rate,
+        samples=SAMPLES,
+        kl_weight=options.kl_weight,
     )
     federation = fb.FederatedBayes(local_epochs=options.local_epochs, fusion=options.rule, seed=options.seed)
     trainer = L.Trainer(
-        max_epochs=options.rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=options.rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     start = time.perf_counter()
     trainer.fit(module, DataLoader(fb.ClientDatasets(clients), batch_size=options.batch, shuffle=True))

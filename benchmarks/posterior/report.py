@@ -66,8 +66,15 @@ def logistic_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str,
             shown.append(" / ".join(f"{by_round[at - 1]:.2g}" for at in AT if at <= len(by_round)))
         lines.append([split, rule, prior_of(rule, prior), len(seeds), *shown])
     when = ", ".join(map(str, AT))
-    heads = ["clients", "rule", "prior", "seeds", f"KL per parameter after {when} rounds",
-             "error of the mean, posterior sd", "variance ratio"]
+    heads = [
+        "clients",
+        "rule",
+        "prior",
+        "seeds",
+        f"KL per parameter after {when} rounds",
+        "error of the mean, posterior sd",
+        "variance ratio",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -88,8 +95,11 @@ def bars_by_round(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, 
 
 def reached(result: Mapping[str, Any]) -> float:
     """Return the first round from which on both bars hold until the last; infinity if there is none."""
-    outside = [number for number, (kl, error) in enumerate(zip(result["kl"], result["mean_error"], strict=True), 1)
-               if not (kl <= KL_BAR and error <= MEAN_BAR)]
+    outside = [
+        number
+        for number, (kl, error) in enumerate(zip(result["kl"], result["mean_error"], strict=True), 1)
+        if not (kl <= KL_BAR and error <= MEAN_BAR)
+    ]
     first = max(outside, default=0) + 1
     return first if first <= len(result["kl"]) else math.inf
 
@@ -98,14 +108,25 @@ def scores_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, A
     """Return the scores, mean ± standard error over the seeds."""
     lines = []
     for (split, rule, prior), seeds in rows.items():
-        scores = [mean_and_error([result[key] for result in seeds.values()])
-                  for key in ("nll", "ece", "accuracy", "mutual_information")]
+        scores = [
+            mean_and_error([result[key] for result in seeds.values()])
+            for key in ("nll", "ece", "accuracy", "mutual_information")
+        ]
         sent = [result["megabytes"] for result in seeds.values() if "megabytes" in result and not pooled(rule)]
         where = "" if pooled(rule) else split
         traffic = f"{statistics.fmean(sent):.2f}" if sent else ""
         lines.append([where, rule, prior_of(rule, prior), len(seeds), *scores, traffic])
-    heads = ["clients", "rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats",
-             "MB up per round"]
+    heads = [
+        "clients",
+        "rule",
+        "prior",
+        "seeds",
+        "NLL",
+        "ECE",
+        "accuracy",
+        "mutual information, nats",
+        "MB up per round",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -118,8 +139,14 @@ def digits_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, An
         factor = ours["mutual_information"] / theirs["mutual_information"]
         met = [ours["nll"] <= NLL_BAR, max(factor, 1 / factor) <= FACTOR_BAR]
         lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}", *map(verdict, met)])
-    heads = ["seed", "NLL of sites", "NLL of pooled training", "mutual information, sites / pooled",
-             f"NLL ≤ {NLL_BAR}", f"within a factor {FACTOR_BAR}"]
+    heads = [
+        "seed",
+        "NLL of sites",
+        "NLL of pooled training",
+        "mutual information, sites / pooled",
+        f"NLL ≤ {NLL_BAR}",
+        f"within a factor {FACTOR_BAR}",
+    ]
     return f"{BAR_SPLIT}, seed by seed:\n\n{markdown_table(heads, lines)}"
 
 
@@ -130,8 +157,11 @@ def fashion_mnist_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[
         ours_of, fedavg_of = (rows.get((split, rule, "fixed"), {}) for rule in ("sites", "fedavg"))
         for seed in sorted(ours_of.keys() & fedavg_of.keys()):
             ours = ours_of[seed]
-            rivals = {f"{rule}, {prior}": seeds[seed] for (where, rule, prior), seeds in rows.items()
-                      if where == split and seed in seeds and not rule.startswith("fedavg") and not sites(rule)}
+            rivals = {
+                f"{rule}, {prior}": seeds[seed]
+                for (where, rule, prior), seeds in rows.items()
+                if where == split and seed in seeds and not rule.startswith("fedavg") and not sites(rule)
+            }
             line, met = [], []
             for score in ("nll", "ece"):
                 best, name = min(((each[score], name) for name, each in rivals.items()), default=(math.nan, "none"))
@@ -140,8 +170,18 @@ def fashion_mnist_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[
             points = 100 * (ours["accuracy"] - fedavg_of[seed]["accuracy"])
             met.append(points >= -POINTS_BAR)
             lines.append([split, seed, *line, f"{points:+.1f}", *map(verdict, met)])
-    heads = ["clients", "seed", "NLL of sites", "lowest of the rules", "ECE of sites", "lowest of the rules",
-             "accuracy − FedAvg's, points", "NLL lowest", "ECE lowest", f"≥ −{POINTS_BAR} points"]
+    heads = [
+        "clients",
+        "seed",
+        "NLL of sites",
+        "lowest of the rules",
+        "ECE of sites",
+        "lowest of the rules",
+        "accuracy − FedAvg's, points",
+        "NLL lowest",
+        "ECE lowest",
+        f"≥ −{POINTS_BAR} points",
+    ]
     return f"Sites beside the best rule, each score by itself:\n\n{markdown_table(heads, lines)}"
 
 
@@ -188,9 +228,14 @@ def curves(results: Results, file: Path) -> None:
             if where == split:
                 number = rules.index(rule)
                 label = f"{rule}, {prior_of(rule, prior)}"
-                axes.plot(range(1, len(kl) + 1), kl, color=PALETTE[number % len(PALETTE)], label=label,
-                          linestyle="--" if prior == "global" else "-",
-                          linewidth=2.4 if rule == "sites" else 1.3)
+                axes.plot(
+                    range(1, len(kl) + 1),
+                    kl,
+                    color=PALETTE[number % len(PALETTE)],
+                    label=label,
+                    linestyle="--" if prior == "global" else "-",
+                    linewidth=2.4 if rule == "sites" else 1.3,
+                )
         axes.axhline(KL_BAR, color="#777777", linewidth=0.8)
         axes.set(title=split, xlabel="round")
     grid[0].set(ylabel="KL per parameter, nats", yscale="log", ylim=(2e-3, 100))

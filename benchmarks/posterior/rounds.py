@@ -57,18 +57,32 @@ STEPS = 10_000
 """Of pooled training, with rates from 1e-2 to 1e-4 (a factor of 100, geometric)."""
 METHODS: dict[str, dict[str, Any]] = {
     "sites": {"fusion": "sites"},
-    "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"}, "linear_pool": {"fusion": "linear_pool"},
-    "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
-    "default": {}, "last layer": {},
-    "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"},
-    "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "keep": ["optimizer"]},
+    "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
+    "linear_pool": {"fusion": "linear_pool"},
+    "conflation": {"fusion": "conflation"},
+    "gaussian_fit": {"fusion": "gaussian_fit"},
+    "default": {},
+    "last layer": {},
+    "fedavg": {"fusion": "fedavg"},
+    "sites, no layers": {"fusion": "sites"},
+    "IVON + sites": {"fusion": "sites"},
+    "one client": {"fusion": "fedavg", "keep": ["optimizer"]},
     "IVON + reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""
 PLAIN = ("fedavg", "sites, no layers", "IVON + sites", "IVON + reverse_kl_barycenter", "one client")
 OTHERS = (
-    "weighted_average", "wasserstein_barycenter", "log_variance_average", "trimmed_mean", "geometric_median", "ivar_vb",
-    "icov_vb", "fedavgm", "fedadagrad", "fedadam", "fedyogi",
+    "weighted_average",
+    "wasserstein_barycenter",
+    "log_variance_average",
+    "trimmed_mean",
+    "geometric_median",
+    "ivar_vb",
+    "icov_vb",
+    "fedavgm",
+    "fedadagrad",
+    "fedadam",
+    "fedyogi",
 )
 """Rules that "rules" runs beside those of ``METHODS``."""
 METHODS |= {name: {"fusion": name} for name in OTHERS}
@@ -204,7 +218,8 @@ def scores(
         "accuracy": float((mean.argmax(-1) == targets).float().mean()),
         "nll": float(negative_log_likelihood(mean, targets).mean()),
         "mutual_information": float(mutual_information(probs).mean()),
-        "median": float(widths.median()), "largest": float(widths.max()),
+        "median": float(widths.median()),
+        "largest": float(widths.max()),
     }
 
 
@@ -232,15 +247,23 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
         train_pooled(module, data.train)
         return {"0": scores(module, fb.read_posterior(module), data.validation)}
     partition = fb.IIDPartition(1) if cell.method == "one client" else fb.DirichletPartition(cell.clients, alpha=0.5)
-    federation = fb.FederatedBayes(partition, local_epochs=cell.epochs, seed=cell.seed,
-                                   fraction=COHORTS[cell.clients], **METHODS[cell.method])
+    federation = fb.FederatedBayes(
+        partition, local_epochs=cell.epochs, seed=cell.seed, fraction=COHORTS[cell.clients], **METHODS[cell.method]
+    )
     rounds = rounds_of(cell)
     tenths = range(10, rounds + 1, 10)
     every = {"rules": tenths, "networks": tenths, "widths": WIDTHS}.get(cell.study, LOOKS)
     looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, looks],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
     )
     found: dict[str, Any] = {}
     try:
@@ -310,8 +333,15 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
 def by_round(done: Mapping[Cell, dict[str, Any]], pooled: Mapping[int, dict[str, float]]) -> str:
     """Return NLL, mutual information over the pooled one, and median σ by round: means over the seeds."""
     reference = {key: statistics.fmean(each[key] for each in pooled.values()) for key in pooled[min(pooled)]}
-    rows = [["pooled", len(pooled), *["" for _ in LOOKS[:-1]],
-             f"{reference['nll']:.3f} / 1 / {reference['median']:.2f}", ""]]
+    rows = [
+        [
+            "pooled",
+            len(pooled),
+            *["" for _ in LOOKS[:-1]],
+            f"{reference['nll']:.3f} / 1 / {reference['median']:.2f}",
+            "",
+        ]
+    ]
     for method in METHODS:
         seeds = {cell.seed: found for cell, found in done.items() if cell.method == method and cell.seed in pooled}
         if not seeds:
@@ -324,7 +354,8 @@ def by_round(done: Mapping[Cell, dict[str, Any]], pooled: Mapping[int, dict[str,
                 continue
             mean = {key: statistics.fmean(each[key] for each in found.values()) for key in ("nll", "median")}
             ratio = statistics.fmean(
-                each["mutual_information"] / pooled[seed]["mutual_information"] for seed, each in found.items())
+                each["mutual_information"] / pooled[seed]["mutual_information"] for seed, each in found.items()
+            )
             line.append(f"{mean['nll']:.3f} / {ratio:.2f} / {mean['median']:.2f}")
         rows.append([method, len(seeds), *line, met(method, seeds, pooled)])
     return markdown_table(["method", "seeds", *(f"round {number}" for number in LOOKS), "bar"], rows)
@@ -356,14 +387,27 @@ def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell
             for way in (*ways, pooled)
         )
         factor = sites["mutual_information"] / best["mutual_information"]
-        rows.append([
-            data, number, len(seeds),
-            *(f"{way['mutual_information'] / pool['mutual_information']:.2f}" for way in (sites, best)),
-            f"{factor:.2f}",
-            *(f"{way['nll']:.3f}" for way in (sites, best, pool)),
-        ])
-    columns = ["data", "round", "seeds", "sites / pooled", "best σ / pooled", "sites / best σ", "NLL, sites",
-               "NLL, best σ", "NLL, pooled"]
+        rows.append(
+            [
+                data,
+                number,
+                len(seeds),
+                *(f"{way['mutual_information'] / pool['mutual_information']:.2f}" for way in (sites, best)),
+                f"{factor:.2f}",
+                *(f"{way['nll']:.3f}" for way in (sites, best, pool)),
+            ]
+        )
+    columns = [
+        "data",
+        "round",
+        "seeds",
+        "sites / pooled",
+        "best σ / pooled",
+        "sites / best σ",
+        "NLL, sites",
+        "NLL, best σ",
+        "NLL, pooled",
+    ]
     return markdown_table(columns, rows)
 
 
@@ -376,40 +420,72 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
     kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"]})
     for data, method, epochs, clients in kinds:
         mine = {cell: found for cell, found in done.items() if cell[1:3] + cell[4:6] == (data, method, epochs, clients)}
-        pairs = [(found, done[Cell("networks", data, "fedavg", cell.seed, epochs, clients)],
-                  done[Cell("networks", data, f"pooled, {method}", cell.seed)]["0"])
-                 for cell, found in mine.items()
-                 if Cell("networks", data, "fedavg", cell.seed, epochs, clients) in done]
+        pairs = [
+            (
+                found,
+                done[Cell("networks", data, "fedavg", cell.seed, epochs, clients)],
+                done[Cell("networks", data, f"pooled, {method}", cell.seed)]["0"],
+            )
+            for cell, found in mine.items()
+            if Cell("networks", data, "fedavg", cell.seed, epochs, clients) in done
+        ]
         if not pairs:
             continue
         tenths = [n for n in map(str, range(20, LAST["networks"] + 1, 10)) if all(n in found for found, *_ in pairs)]
         nll = {n: [statistics.fmean(each[n]["nll"] for each in way) for way in list(zip(*pairs))[:2]] for n in tenths}
         highest = max(tenths, key=lambda n: nll[n][0] - nll[n][1])
         pooled = statistics.fmean(each["mutual_information"] for *_, each in pairs)
-        factors = {n: statistics.fmean(found[n]["mutual_information"] for found, *_ in pairs) / pooled
-                   for n in tenths[2:]}
+        factors = {
+            n: statistics.fmean(found[n]["mutual_information"] for found, *_ in pairs) / pooled for n in tenths[2:]
+        }
         farthest = max(factors, key=lambda n: max(factors[n], 1 / factors[n]))
         last = tenths[-1]
-        rows.append([
-            data, method, clients, epochs, len(pairs),
-            *(" / ".join(f"{each:.3f}" for each in nll[n]) if n in nll else "–" for n in ("20", "40", "100", "300")),
-            f"{nll[highest][0] - nll[highest][1]:+.3f} ({highest})",
-            f"{factors['40']:.2f}, {factors[last]:.2f}; {factors[farthest]:.2f} ({farthest})",
-            f"{max(found[n]['largest'] for found, *_ in pairs for n in tenths):.3f}",
-        ])
-    columns = ["data", "Bayesian", "clients", "epochs", "seeds", *(f"NLL {n}" for n in (20, 40, 100, 300)),
-               "most above FedAvg", "information / pooled", "largest σ"]
+        rows.append(
+            [
+                data,
+                method,
+                clients,
+                epochs,
+                len(pairs),
+                *(
+                    " / ".join(f"{each:.3f}" for each in nll[n]) if n in nll else "–"
+                    for n in ("20", "40", "100", "300")
+                ),
+                f"{nll[highest][0] - nll[highest][1]:+.3f} ({highest})",
+                f"{factors['40']:.2f}, {factors[last]:.2f}; {factors[farthest]:.2f} ({farthest})",
+                f"{max(found[n]['largest'] for found, *_ in pairs for n in tenths):.3f}",
+            ]
+        )
+    columns = [
+        "data",
+        "Bayesian",
+        "clients",
+        "epochs",
+        "seeds",
+        *(f"NLL {n}" for n in (20, 40, 100, 300)),
+        "most above FedAvg",
+        "information / pooled",
+        "largest σ",
+    ]
     return markdown_table(columns, rows)
 
 
 def grown(mine: Mapping[str, dict[str, Any]]) -> str:
     """Return the NLL of each method on digits by round, those that grow most first."""
-    change = {method: found["200"]["nll"] - found["20"]["nll"] if "200" in found else math.inf
-              for method, found in mine.items()}
+    change = {
+        method: found["200"]["nll"] - found["20"]["nll"] if "200" in found else math.inf
+        for method, found in mine.items()
+    }
     rows = [
-        [method, *(f"{mine[method][number]['nll']:.3f}" if number in mine[method] else "died"
-                   for number in ("20", "40", "100", "200")), f"{change[method]:+.3f}",
-         f"{mine[method]['200']['median']:.2f}" if "200" in mine[method] else ""]
+        [
+            method,
+            *(
+                f"{mine[method][number]['nll']:.3f}" if number in mine[method] else "died"
+                for number in ("20", "40", "100", "200")
+            ),
+            f"{change[method]:+.3f}",
+            f"{mine[method]['200']['median']:.2f}" if "200" in mine[method] else "",
+        ]
         for method in sorted(mine, key=lambda each: -change[each])
     ]
     return markdown_table(["rule", "NLL 20", "NLL 40", "NLL 100", "NLL 200", "200 − 20", "median σ"], rows)

@@ -31,8 +31,14 @@ ROUNDS = 50
 """Of logistic regression."""
 RULES = ("weighted_average", "reverse_kl_barycenter", "conflation")
 MORE_RULES = (
-    "linear_pool", "weighted_average", "wasserstein_barycenter", "log_variance_average", "conflation",
-    "weighted_conflation", "weighted_sum", "distributed_weight_consolidation",
+    "linear_pool",
+    "weighted_average",
+    "wasserstein_barycenter",
+    "log_variance_average",
+    "conflation",
+    "weighted_conflation",
+    "weighted_sum",
+    "distributed_weight_consolidation",
 )
 """Those of the images. ``gaussian_fit`` has no variance where clients agree, and so no prior="global"; the last one
 refuses to fuse where clients are less certain than the global posterior, as with a KL weight of 0.1."""
@@ -136,8 +142,10 @@ def finished(file: Path) -> Results:
 def keep(file: Path, cell: Cell, result: dict[str, Any]) -> None:
     """Append a finished cell as one line."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    short = {key: [float(f"{each:.5g}") for each in value] if isinstance(value, list) else value
-             for key, value in result.items()}
+    short = {
+        key: [float(f"{each:.5g}") for each in value] if isinstance(value, list) else value
+        for key, value in result.items()
+    }
     with file.open("a") as out:
         out.write(json.dumps({"cell": cell._asdict(), **short}, separators=(",", ":")) + "\n")
 

@@ -76,8 +76,13 @@ def nuts(data: TensorDataset, sizes: Sequence[int], seed: int = 0) -> Tensor:
         logs = jax.nn.log_softmax(outputs(parameters, inputs, sizes))
         return (parameters**2).sum() / 2 - logs[rows, classes].sum()
 
-    sampler = infer.MCMC(infer.NUTS(potential_fn=energy), num_warmup=WARMUP, num_samples=KEPT, num_chains=CHAINS,
-                         chain_method="sequential")
+    sampler = infer.MCMC(
+        infer.NUTS(potential_fn=energy),
+        num_warmup=WARMUP,
+        num_samples=KEPT,
+        num_chains=CHAINS,
+        chain_method="sequential",
+    )
     first, key = jax.random.split(jax.random.PRNGKey(seed))
     sampler.run(key, init_params=jax.random.normal(first, (CHAINS, size(sizes))))
     return torch.from_numpy(np.array(sampler.get_samples(group_by_chain=True)))
@@ -158,8 +163,14 @@ def mean_field(data: TensorDataset) -> tuple[Tensor, Tensor]:
     nodes, weights = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(NODES))
     mean = torch.zeros(2, inputs.shape[1], dtype=torch.float64, requires_grad=True)
     log_std = torch.full_like(mean, math.log(0.1)).requires_grad_()
-    optimizer = torch.optim.LBFGS([mean, log_std], max_iter=1000, history_size=50, tolerance_grad=1e-9,
-                                  tolerance_change=1e-14, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [mean, log_std],
+        max_iter=1000,
+        history_size=50,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
+    )
 
     def loss() -> Tensor:
         optimizer.zero_grad()

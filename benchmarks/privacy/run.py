@@ -39,8 +39,14 @@ class Score(NamedTuple):
 def fit(model: L.LightningModule, callbacks: list[L.Callback], rounds: int, batch_size: int, figure: str) -> Score:
     """Train a federation and score its global posterior."""
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=callbacks, enable_checkpointing=False,
-        enable_model_summary=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
     )
     trainer.fit(model, datamodule=fb.DigitsDataModule(batch_size=batch_size))
     found = trainer.callback_metrics
@@ -71,8 +77,12 @@ def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -
         kl_weight=0.05,
     )
     federation = fb.FederatedBayes(
-        fb.IIDPartition(clients=5), fusion="reverse_kl_barycenter", local_epochs=2, engine="sequential",
-        weighting="equal", seed=seed,
+        fb.IIDPartition(clients=5),
+        fusion="reverse_kl_barycenter",
+        local_epochs=2,
+        engine="sequential",
+        weighting="equal",
+        seed=seed,
     )
     callbacks: list[L.Callback] = [federation, *([privacy] if privacy else [])]
     return fit(model, callbacks, rounds=10, batch_size=32, figure="privacy/example_epsilon")

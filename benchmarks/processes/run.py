@@ -39,7 +39,11 @@ from lightning_fedbayes.trainer import collective_of
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05
 WARM_UP = 2
 COLUMNS = (
-    "side", "seconds per round", "rounds per second, times as many", "collectives per round", "MB that a process sends",
+    "side",
+    "seconds per round",
+    "rounds per second, times as many",
+    "collectives per round",
+    "MB that a process sends",
 )
 
 
@@ -114,20 +118,30 @@ def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
     torch.manual_seed(0)
     federation, clock = fb.FederatedBayes(fusion="weighted_average", engine="sequential", seed=0), Clock(cores, lap)
     trainer = L.Trainer(
-        max_epochs=len(cores) * lap + 1, accelerator="cpu", devices=processes,
-        strategy="fedbayes" if processes > 1 else "auto", callbacks=[clock, federation], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=len(cores) * lap + 1,
+        accelerator="cpu",
+        devices=processes,
+        strategy="fedbayes" if processes > 1 else "auto",
+        callbacks=[clock, federation],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Plain(), DataLoader(clients(data), batch_size=BATCH, shuffle=True))
     seconds = [end - start for start, end in itertools.pairwise(clock.starts)]
     laps = [seconds[turn * lap :][WARM_UP:lap] for turn in range(len(cores))]
-    (out / f"{rank}.json").write_text(json.dumps({
-        "seconds": statistics.mean(statistics.median(each) for each in laps),
-        "trained": clock.trained[WARM_UP:lap],
-        "collectives": (clock.collectives[-1] - clock.collectives[WARM_UP]) / rounds,
-        "sent": federation.history[-1].get("megabytes_between_processes", 0.0),
-        "size": federation.posterior.num_parameters,
-    }))
+    (out / f"{rank}.json").write_text(
+        json.dumps(
+            {
+                "seconds": statistics.mean(statistics.median(each) for each in laps),
+                "trained": clock.trained[WARM_UP:lap],
+                "collectives": (clock.collectives[-1] - clock.collectives[WARM_UP]) / rounds,
+                "sent": federation.history[-1].get("megabytes_between_processes", 0.0),
+                "size": federation.posterior.num_parameters,
+            }
+        )
+    )
 
 
 def start(processes: int, cores: list[int], arguments: argparse.Namespace, out: Path) -> subprocess.Popen:

@@ -67,9 +67,14 @@ def federation(order: Order) -> None:
     callback = fb.FederatedBayes(fusion="fedavg", engine=engine, seed=workloads.SEED)  # pyright: ignore[reportArgumentType]
     gate = Gate(order, {"lightning": L.__version__})
     trainer = L.Trainer(
-        max_epochs=order.rounds + 1, accelerator="gpu" if order.device == "cuda" else "cpu", devices=1,
-        callbacks=[AtTheGate(gate, callback), callback], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=order.rounds + 1,
+        accelerator="gpu" if order.device == "cuda" else "cpu",
+        devices=1,
+        callbacks=[AtTheGate(gate, callback), callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Plain(network(workload), workload), loader)
 

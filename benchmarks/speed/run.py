@@ -26,12 +26,23 @@ from benchmarks.speed.settings import OPPONENTS, SEED, TOLERANCE, WARM_UP, WORKL
 from benchmarks.speed.side import REQUIREMENTS, NotInstalledError, Side, SideError, interpreter
 
 MODULES = {
-    "ours": "ours", "dataloader": "loop", "loop": "loop", "pfl": "peers.pfl_research", "flower": "peers.flower",
+    "ours": "ours",
+    "dataloader": "loop",
+    "loop": "loop",
+    "pfl": "peers.pfl_research",
+    "flower": "peers.flower",
 }
 
 COLUMNS = (
-    "workload", "opponent", "opponent ms/round", "ours ms/round", "times faster", "bar", "met",
-    "peak MiB ours / theirs", "final loss ours / theirs",
+    "workload",
+    "opponent",
+    "opponent ms/round",
+    "ours ms/round",
+    "times faster",
+    "bar",
+    "met",
+    "peak MiB ours / theirs",
+    "final loss ours / theirs",
 )
 
 
@@ -70,17 +81,32 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME",
-                        help=f"workloads, of {', '.join(WORKLOADS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(WORKLOADS),
+        metavar="NAME",
+        help=f"workloads, of {', '.join(WORKLOADS)}",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="bursts of every side, in turn (7)")
     parser.add_argument("--rounds", type=int, help="rounds in a burst, in place of the workload's own number")
-    parser.add_argument("--peers", nargs="+", choices=["none", *REQUIREMENTS], default=list(REQUIREMENTS),
-                        help="frameworks to compare with beside the plain loops")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=["none", *REQUIREMENTS],
+        default=list(REQUIREMENTS),
+        help="frameworks to compare with beside the plain loops",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--engine", default="auto", help="FederatedBayes(engine=...) (auto)")
     parser.add_argument("--data", help="directory with FashionMNIST's train-*-ubyte.gz; without it images are made")
-    parser.add_argument("--cache", type=Path, default=Path("outputs/peers"),
-                        help="folder that keeps the environments of the peers (outputs/peers)")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path("outputs/peers"),
+        help="folder that keeps the environments of the peers (outputs/peers)",
+    )
     return parser.parse_args()
 
 
@@ -206,8 +232,9 @@ def heading(arguments: argparse.Namespace, results: dict[str, dict[str, Measurem
     )
     yield (
         f"Medians (and range of the ratio) of {arguments.repeats} repeats after {WARM_UP} rounds of warm-up, seed "
-        f"{SEED}; losses are marked from {100 * TOLERANCE:.0f} % of difference on. engine=\"{arguments.engine}\": "
-        + ", ".join(engines) + "."
+        f'{SEED}; losses are marked from {100 * TOLERANCE:.0f} % of difference on. engine="{arguments.engine}": '
+        + ", ".join(engines)
+        + "."
     )
 
 

@@ -65,9 +65,16 @@ def regression(clients: int, rounds: int, bar: float, bayesian: bool = False) ->
     kind = "mean-field" if bayesian else "deterministic"
     bars: dict[str, float | None] = {"dataloader": None, "loop": bar}
     return Workload(
-        title=f"13-50-1 {kind}, {clients} clients × 50, batch 1", data="linear", widths=(13, 50, 1),
-        clients=clients, examples=50, batch=1, rate=0.01, rounds=rounds,
-        bars=bars if bayesian else {**bars, "pfl": None}, bayesian=bayesian,
+        title=f"13-50-1 {kind}, {clients} clients × 50, batch 1",
+        data="linear",
+        widths=(13, 50, 1),
+        clients=clients,
+        examples=50,
+        batch=1,
+        rate=0.01,
+        rounds=rounds,
+        bars=bars if bayesian else {**bars, "pfl": None},
+        bayesian=bayesian,
     )
 
 
@@ -77,18 +84,36 @@ WORKLOADS: dict[str, Workload] = {
     "regression-100": regression(100, 4, 10.0),
     "regression-100-mean-field": regression(100, 4, 30.0, bayesian=True),
     "digits": Workload(
-        title="digits 64-50-10, 10 clients × 179, batch 16", data="digits", widths=(64, 50, 10),
-        clients=10, examples=179, batch=16, rate=0.1, rounds=20,
+        title="digits 64-50-10, 10 clients × 179, batch 16",
+        data="digits",
+        widths=(64, 50, 10),
+        clients=10,
+        examples=179,
+        batch=16,
+        rate=0.1,
+        rounds=20,
         bars={"dataloader": None, "loop": 2.0, "pfl": None},
     ),
     "dense-50k": Workload(
-        title="784-64-10, 10 clients × 500, batch 32", data="teacher", widths=(784, 64, 10),
-        clients=10, examples=500, batch=32, rate=0.05, rounds=5,
+        title="784-64-10, 10 clients × 500, batch 32",
+        data="teacher",
+        widths=(784, 64, 10),
+        clients=10,
+        examples=500,
+        batch=32,
+        rate=0.05,
+        rounds=5,
         bars={"dataloader": None, "loop": 1 / 0.9, "pfl": 1.0, "flower": 5.0},
     ),
     "lenet": Workload(
-        title="LeNet 28×28, 10 clients × 500, batch 64", data="images", widths=(),
-        clients=10, examples=500, batch=64, rate=0.05, rounds=2,
+        title="LeNet 28×28, 10 clients × 500, batch 64",
+        data="images",
+        widths=(),
+        clients=10,
+        examples=500,
+        batch=64,
+        rate=0.05,
+        rounds=2,
         bars={"dataloader": None, "loop": 1 / 1.1, "pfl": None},
     ),
 }

@@ -87,8 +87,13 @@ class Side:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the worker)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [python, "-m", f"benchmarks.speed.{module}", order.dumps()], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True, env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+            [python, "-m", f"benchmarks.speed.{module}", order.dumps()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
         )
         self.facts = self._answer()
 

@@ -30,21 +30,33 @@ def pictures(examples: int) -> fb.ClientDatasets:
     x, y = torch.randn(examples, 1, 28, 28), torch.randint(CLASSES, (examples,))
     x[torch.arange(examples), 0, 2 * y, 2 * y] += 20
     size = examples // CLIENTS
-    return fb.ClientDatasets({
-        str(number): TensorDataset(*part) for number, part in enumerate(zip(x.split(size), y.split(size)))
-    })
+    return fb.ClientDatasets(
+        {str(number): TensorDataset(*part) for number, part in enumerate(zip(x.split(size), y.split(size)))}
+    )
 
 
 def readers() -> list[L.Callback]:
     """Return everything that reads a validation."""
-    return [fb.UncertaintyReport(), fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(),
-            fb.FederatedConformal(kind="aps")]
+    return [
+        fb.UncertaintyReport(),
+        fb.ClientReport(),
+        fb.FederatedTemperature(),
+        fb.FederatedConformal(),
+        fb.FederatedConformal(kind="aps"),
+    ]
 
 
 def trainer(callbacks: list[L.Callback]) -> L.Trainer:
     """Return a Trainer that only trains and validates."""
-    return L.Trainer(max_epochs=2, accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False,
-                     enable_progress_bar=False, enable_model_summary=False)
+    return L.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def seconds(callbacks: list[L.Callback], module: L.LightningModule, loader: DataLoader) -> float:

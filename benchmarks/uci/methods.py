@@ -54,8 +54,10 @@ def linear(splits: Splits, plan: Plan) -> Outcome:
     module = regressor(networks(splits.number, splits.features, 0), splits, plan)
     federation, seconds = federate(module, splits, plan._replace(rounds=1))
     inputs, posterior = splits.test[0], federation.posterior
-    mean, variance = ({name.removeprefix("network.0."): part for name, part in each.items() if "network" in name}
-                      for each in (posterior.mean, posterior.variance))
+    mean, variance = (
+        {name.removeprefix("network.0."): part for name, part in each.items() if "network" in name}
+        for each in (posterior.mean, posterior.variance)
+    )
     with torch.no_grad():
         means = (inputs * mean["weight"]).sum(-1) + mean["bias"]
         spread = (inputs.square() * variance["weight"]).sum(-1) + variance["bias"]

@@ -63,20 +63,29 @@ def tune(
     found = at_once(one, method, plan, grid) if method in SGD else one_by_one(one, method, plan, grid)
     rows = ROWS.get(method, (method,))
     rounds = len(found[0])
-    last = {(row, name): [statistics.fmean(each[-1][row][name]) for each in found]
-            for row in rows for name in ("nll", "rmse", "sharpness")}
+    last = {
+        (row, name): [statistics.fmean(each[-1][row][name]) for each in found]
+        for row in rows
+        for name in ("nll", "rmse", "sharpness")
+    }
     losses = last[rows[0], "nll"]
     best = min(range(len(grid)), key=lambda place: losses[place] if math.isfinite(losses[place]) else math.inf)
     shown = {"NLL": losses, "RMSE": last[rows[0], "rmse"], "DS": last[rows[0], "sharpness"]}
     shown |= {f"NLL, {TITLES[row]}": last[row, "nll"] for row in rows[1:]}
-    shown |= {f"NLL after round {number + 1}": [statistics.fmean(each[number][rows[0]]["nll"]) for each in found]
-              for number in range(rounds - 1)}
+    shown |= {
+        f"NLL after round {number + 1}": [statistics.fmean(each[number][rows[0]]["nll"]) for each in found]
+        for number in range(rounds - 1)
+    }
     run = f"{one.number} splits, {rounds} rounds of {plan.local_epochs} local epochs"
-    return "\n\n".join([
-        f"{dataset}, {TITLES[rows[0]]}: {grid[best]:g} ({run})",
-        markdown_table(["validation", *map(str, grid)],
-                       [[name, *(f"{value:.3f}" for value in values)] for name, values in shown.items()]),
-    ])
+    return "\n\n".join(
+        [
+            f"{dataset}, {TITLES[rows[0]]}: {grid[best]:g} ({run})",
+            markdown_table(
+                ["validation", *map(str, grid)],
+                [[name, *(f"{value:.3f}" for value in values)] for name, values in shown.items()],
+            ),
+        ]
+    )
 
 
 ByRound = list[dict[str, dict[str, list[float]]]]
@@ -87,11 +96,22 @@ def at_once(splits: Splits, method: str, plan: Plan, grid: Sequence[float]) -> l
     """Return the scores of every rate, all trained side by side."""
     copies = splits.repeated(len(grid))
     outcome = METHODS[method](copies, plan._replace(rate=torch.tensor(grid).repeat_interleave(splits.number)))
-    every = [{row: scores_of(*each, copies.test[1], copies.target_std) for row, each in rows.items()}
-             for rows in outcome.by_round]
-    return [[{row: {name: values[place * splits.number : (place + 1) * splits.number]
-                    for name, values in scores.items()} for row, scores in rows.items()} for rows in every]
-            for place in range(len(grid))]
+    every = [
+        {row: scores_of(*each, copies.test[1], copies.target_std) for row, each in rows.items()}
+        for rows in outcome.by_round
+    ]
+    return [
+        [
+            {
+                row: {
+                    name: values[place * splits.number : (place + 1) * splits.number] for name, values in scores.items()
+                }
+                for row, scores in rows.items()
+            }
+            for rows in every
+        ]
+        for place in range(len(grid))
+    ]
 
 
 def one_by_one(splits: Splits, method: str, plan: Plan, grid: Sequence[float]) -> list[ByRound]:
@@ -100,6 +120,10 @@ def one_by_one(splits: Splits, method: str, plan: Plan, grid: Sequence[float]) -
     for rate in grid:
         torch.manual_seed(plan.seed)
         outcome = METHODS[method](splits, plan._replace(rate=rate))
-        found.append([{row: scores_of(*each, splits.test[1], splits.target_std) for row, each in rows.items()}
-                      for rows in outcome.by_round])
+        found.append(
+            [
+                {row: scores_of(*each, splits.test[1], splits.target_std) for row, each in rows.items()}
+                for rows in outcome.by_round
+            ]
+        )
     return found

@@ -85,8 +85,15 @@ def compare(splits: Splits, offset: float, rates: list[float], plan: Plan) -> st
                 part = slice(place * splits.number, (place + 1) * splits.number)
                 found = [statistics.fmean(scores[name][part]) for name in ("nll", "rmse", "sharpness")]
                 error = statistics.stdev(scores["nll"][part]) / math.sqrt(splits.number)
-                rows.append([f"{case[0]:g}", *case[1:], title + with_noise, f"{found[0]:.3f} ± {error:.3f}",
-                             *(f"{value:.3f}" for value in found[1:])])
+                rows.append(
+                    [
+                        f"{case[0]:g}",
+                        *case[1:],
+                        title + with_noise,
+                        f"{found[0]:.3f} ± {error:.3f}",
+                        *(f"{value:.3f}" for value in found[1:]),
+                    ]
+                )
     return markdown_table(["rate", "start", "target", "prediction", "NLL", "RMSE", "DS"], rows)
 
 

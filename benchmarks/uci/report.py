@@ -30,10 +30,18 @@ Entries = Mapping[str, Mapping[str, Entry]]
 
 LINEAR = (("published linear", "fedag_linear", True), ("FedAG linear", "fedag_linear", False))
 NETWORK = (("published network", "fedag", True), ("FedAG network", "fedag", False))
-REPEATED = (*LINEAR, *NETWORK, ("+ residual noise", "fedag_noise", False),
-            ("mean-variance clients", "mean_variance", False))
-POOLED = (("published VI", "vi", True), ("VI, pooled", "vi", False),
-          ("published deep ensemble", "deep_ensemble", True), ("deep ensemble, pooled", "deep_ensemble", False))
+REPEATED = (
+    *LINEAR,
+    *NETWORK,
+    ("+ residual noise", "fedag_noise", False),
+    ("mean-variance clients", "mean_variance", False),
+)
+POOLED = (
+    ("published VI", "vi", True),
+    ("VI, pooled", "vi", False),
+    ("published deep ensemble", "deep_ensemble", True),
+    ("deep ensemble, pooled", "deep_ensemble", False),
+)
 SITES = (("sites", "sites", False), ("IVON + sites", "ivon_sites", False), ("population", "population", False))
 """Head of a column of the README, its row in the tables, and whether it shows the published value."""
 CURVES = {"fedag": PALETTE[0], "fedag_noise": PALETTE[1], "vi": PALETTE[2], "deep_ensemble": PALETTE[3]}
@@ -136,8 +144,20 @@ def everything(entries: Entries) -> str:
                 if score in ("nll", "rmse"):
                     line.append("" if values is None or other is None else verdict(statistics.fmean(values), other))
             lines.append(line)
-    heads = ["data set", "method", "NLL", "published", "", "RMSE", "published", "", "determinant sharpness DS",
-             "published", "CRPS", "coverage of the 90 % interval"]
+    heads = [
+        "data set",
+        "method",
+        "NLL",
+        "published",
+        "",
+        "RMSE",
+        "published",
+        "",
+        "determinant sharpness DS",
+        "published",
+        "CRPS",
+        "coverage of the 90 % interval",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -145,8 +165,11 @@ def wins(entries: Entries) -> str:
     """Count the data sets on which each row has a lower NLL than the published FedAG network; add its cost."""
     lines = []
     for row, title in TITLES.items():
-        pairs = [(statistics.fmean(each[row]["scores"]["nll"]), published("nll", dataset, "fedag"), each[row])
-                 for dataset, each in entries.items() if row in each]
+        pairs = [
+            (statistics.fmean(each[row]["scores"]["nll"]), published("nll", dataset, "fedag"), each[row])
+            for dataset, each in entries.items()
+            if row in each
+        ]
         known = [(mean, other) for mean, other, _ in pairs if other is not None]
         if pairs:
             better, sent = sum(mean < other.mean for mean, other in known), [entry["upload"] for *_, entry in pairs]
@@ -174,12 +197,27 @@ def widths(entries: Entries) -> str:
     for dataset, each in entries.items():
         rmse, sharpness = published("rmse", dataset, "fedag"), published("sharpness", dataset, "fedag")
         if rmse is not None and sharpness is not None:
-            ours = [cell(each[row]["scores"][score]) if row in each else "" for row, score in (
-                ("blr", "rmse"), ("fedag", "rmse"), ("fedag", "sharpness"), ("fedag_noise", "sharpness"))]
+            ours = [
+                cell(each[row]["scores"][score]) if row in each else ""
+                for row, score in (
+                    ("blr", "rmse"),
+                    ("fedag", "rmse"),
+                    ("fedag", "sharpness"),
+                    ("fedag_noise", "sharpness"),
+                )
+            ]
             alone = f"{one_network(rmse.mean, sharpness.mean):.2f}"
             lines.append([dataset, str(rmse), str(sharpness), alone, *ours])
-    heads = ["data set", "published RMSE", "published DS", "then RMSE of one network, at least", "BLR, RMSE",
-             "FedAG network, RMSE", "its DS", "its DS with residual noise"]
+    heads = [
+        "data set",
+        "published RMSE",
+        "published DS",
+        "then RMSE of one network, at least",
+        "BLR, RMSE",
+        "FedAG network, RMSE",
+        "its DS",
+        "its DS with residual noise",
+    ]
     return markdown_table(heads, lines)
 
 
@@ -197,13 +235,33 @@ def missing(entries: Entries) -> str:
 def settings(entries: Entries) -> str:
     """Return a table of the settings of every entry."""
     lines = [
-        [dataset, TITLES[row], str(len(e["scores"]["nll"])),
-         *(str(e[name]) for name in ("examples", "rounds", "local_epochs", "rate", "hidden", "seed", "engine")),
-         f"{e['seconds']:.1f}", f"`{e['command']}`", e["machine"]]
-        for dataset, each in entries.items() for row, e in each.items()
+        [
+            dataset,
+            TITLES[row],
+            str(len(e["scores"]["nll"])),
+            *(str(e[name]) for name in ("examples", "rounds", "local_epochs", "rate", "hidden", "seed", "engine")),
+            f"{e['seconds']:.1f}",
+            f"`{e['command']}`",
+            e["machine"],
+        ]
+        for dataset, each in entries.items()
+        for row, e in each.items()
     ]
-    heads = ["data set", "row", "splits", "training examples", "rounds", "local epochs", "rate", "hidden units",
-             "seed", "engine", "seconds", "command", "machine"]
+    heads = [
+        "data set",
+        "row",
+        "splits",
+        "training examples",
+        "rounds",
+        "local epochs",
+        "rate",
+        "hidden units",
+        "seed",
+        "engine",
+        "seconds",
+        "command",
+        "machine",
+    ]
     return f"# How every row was run\n\n{markdown_table(heads, lines)}"
 
 
@@ -211,19 +269,23 @@ def machine() -> str:
     """Return processor, threads and versions."""
     names = ("torch", "lightning", "lightning-fedbayes")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    return (f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-            f"Python {platform.python_version()}, {versions}")
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"Python {platform.python_version()}, {versions}"
+    )
 
 
 def by_round(entries: Entries) -> Figure:
     """Draw the NLL after every round, a panel per data set; the published value of round 5 is a dashed line."""
-    shown = {dataset: {row: each[row]["by_round"]["nll"] for row in CURVES if "by_round" in each.get(row, {})}
-             for dataset, each in entries.items()}
+    shown = {
+        dataset: {row: each[row]["by_round"]["nll"] for row in CURVES if "by_round" in each.get(row, {})}
+        for dataset, each in entries.items()
+    }
     shown = {dataset: curves for dataset, curves in shown.items() if curves}
     columns, rows = min(3, len(shown)) or 1, math.ceil(len(shown) / 3) or 1
     figure = Figure(figsize=(3.2 * columns, 2.2 * rows + 0.5), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in panels[len(shown):]:
+    for axes in panels[len(shown) :]:
         axes.remove()
     for axes, (dataset, curves) in zip(panels, shown.items()):
         axes.grid(color=GRID, linewidth=0.8)
@@ -249,16 +311,20 @@ def write(store: Store) -> str:
     """Write tables, settings and figure beside the scores, and the tables of the README into it; return those."""
     entries, folder = dict(sorted(store.entries.items())), store.folder
     intro = (
-        "Mean ± standard error over the published splits, in original units. \"better\": our mean is lower than the "
-        "published one; \"within 2 s.e.\": above it by at most two published standard errors (0.00 counts as 0.005). "
+        'Mean ± standard error over the published splits, in original units. "better": our mean is lower than the '
+        'published one; "within 2 s.e.": above it by at most two published standard errors (0.00 counts as 0.005). '
         "(E = 2) marks rows of fewer local epochs than the published 40, (5 splits) rows of fewer splits."
     )
     (folder / "tables.md").write_text(f"# Tables\n\n{intro}\n\n{everything(entries)}\n\n{wins(entries)}\n")
     (folder / "settings.md").write_text(f"{settings(entries)}\n")
     by_round(entries).savefig(folder / "rounds.png", dpi=75)
     parts = []
-    for score, columns in (("nll", REPEATED), ("nll", (*POOLED, *SITES)), ("rmse", REPEATED),
-                           ("rmse", (*POOLED, *SITES))):
+    for score, columns in (
+        ("nll", REPEATED),
+        ("nll", (*POOLED, *SITES)),
+        ("rmse", REPEATED),
+        ("rmse", (*POOLED, *SITES)),
+    ):
         columns = tuple(each for each in columns if score == "nll" or each[1] != "fedag_noise")
         parts.append(f"{SCORES[score]}:\n\n{overview(score, entries, columns)}")
     text = "\n\n".join([*parts, f"Widths:\n\n{widths(entries)}", missing(entries)])

@@ -84,8 +84,10 @@ def settings(method: str, plan: Plan, splits: int) -> dict[str, Any]:
     """Return the settings of a cell, by which it is recognised."""
     is_linear = method in ("blr", "linear")
     return {
-        "splits": splits, "rounds": 1 if is_linear else plan.rounds,
-        "local_epochs": 0 if method == "blr" else plan.local_epochs, "seed": plan.seed,
+        "splits": splits,
+        "rounds": 1 if is_linear else plan.rounds,
+        "local_epochs": 0 if method == "blr" else plan.local_epochs,
+        "seed": plan.seed,
         "rate": f"{optimizer(method)} {plan.rate:g}" if optimizer(method) else "",
         "hidden": 0 if is_linear else plan.hidden,
     }
@@ -97,14 +99,24 @@ def run(store: Store, directory: Path, dataset: str, method: str, plan: Plan, wa
     outcome = METHODS[method](splits, plan)
     for row in outcome.predictions:
         by_round = [scores_of(*rows[row], splits.test[1], splits.target_std) for rows in outcome.by_round]
-        store.put(dataset, row, {
-            "scores": {name: [float(f"{value:.6g}") for value in values] for name, values in by_round[-1].items()},
-            "by_round": {name: [float(f"{statistics.fmean(each[name]):.4g}") for each in by_round]
-                         for name in ("nll", "rmse")},
-            "examples": len(splits.train[1]), **wanted,
-            "engine": outcome.engine, "seconds": round(outcome.seconds, 2), "upload": outcome.upload,
-            "command": command(), "machine": machine(),
-        })
+        store.put(
+            dataset,
+            row,
+            {
+                "scores": {name: [float(f"{value:.6g}") for value in values] for name, values in by_round[-1].items()},
+                "by_round": {
+                    name: [float(f"{statistics.fmean(each[name]):.4g}") for each in by_round]
+                    for name in ("nll", "rmse")
+                },
+                "examples": len(splits.train[1]),
+                **wanted,
+                "engine": outcome.engine,
+                "seconds": round(outcome.seconds, 2),
+                "upload": outcome.upload,
+                "command": command(),
+                "machine": machine(),
+            },
+        )
         found = ", ".join(f"{name} {statistics.fmean(by_round[-1][name]):.3f}" for name in ("nll", "rmse"))
         tqdm.write(f"{dataset} {row}: {found}, {outcome.seconds:.1f} s")
 

@@ -1,7 +1,7 @@
 """Figure 2 of [FedAG]: y = x³ + N(0, 3²), ten workers of 16 points on [−4, 4], predictions on [−6, 6].
 
-    python -m benchmarks.uci.toy [--learning-rate 0.03] [--predictive bootstrap] [--local-epochs 40] [--seed 0]
-                                     [--out FOLDER]
+python -m benchmarks.uci.toy [--learning-rate 0.03] [--predictive bootstrap] [--local-epochs 40] [--seed 0]
+                                 [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def figures(grid: Tensor, snapshots: dict[int, tuple[Tensor, Tensor]]) -> str:
         for name, where in (("|x| ≤ 4", grid.abs() <= 4), ("4 < |x| ≤ 6", grid.abs() > 4)):
             error = (mean - grid**3)[where]
             covered = (error.abs() <= 3 * std[where]).float().mean()
-            parts.append(f"{name}: RMSE {error.square().mean().sqrt():.1f}, mean standard deviation "
-                         f"{std[where].mean():.1f}, truth within ± 3: {covered:.0%}")
+            parts.append(
+                f"{name}: RMSE {error.square().mean().sqrt():.1f}, mean standard deviation "
+                f"{std[where].mean():.1f}, truth within ± 3: {covered:.0%}"
+            )
         lines.append(f"Round {number}. " + "; ".join(parts) + ".")
     return "\n\n".join(lines)
 
@@ -91,23 +93,33 @@ def main() -> None:
     grid = torch.linspace(-6, 6, 241)
     snapshots = Snapshots((grid.unsqueeze(1) - x.mean()) / x.std())
     module = fb.HybridBayesianRegressor(
-        mlp(1, 1, (HIDDEN,)), noise="none", predictive=arguments.predictive, scaler=False,
+        mlp(1, 1, (HIDDEN,)),
+        noise="none",
+        predictive=arguments.predictive,
+        scaler=False,
         optimizer=functools.partial(torch.optim.SGD, lr=arguments.learning_rate),
     )
     workers = zip(((x - x.mean()) / x.std()).split(POINTS), ((y - y.mean()) / y.std()).split(POINTS))
     data = fb.ClientDatasets({f"worker {k}": TensorDataset(*examples) for k, examples in enumerate(workers)})
     federation = fb.FederatedBayes(local_epochs=arguments.local_epochs, fusion="gaussian_fit", seed=arguments.seed)
     trainer = L.Trainer(
-        max_epochs=max(SHOWN), accelerator="cpu", logger=False, callbacks=[federation, snapshots],
-        enable_checkpointing=False, enable_model_summary=False,
+        max_epochs=max(SHOWN),
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, snapshots],
+        enable_checkpointing=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=1, shuffle=True))
-    original = {number: (y.mean() + y.std() * mean, y.std() * std)
-                for number, (mean, std) in snapshots.of_round.items()}
+    original = {
+        number: (y.mean() + y.std() * mean, y.std() * std) for number, (mean, std) in snapshots.of_round.items()
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     picture(x, y, grid, original).savefig(arguments.out / "toy.png", dpi=70)
-    given = (f"--learning-rate {arguments.learning_rate:g} --predictive {arguments.predictive} "
-             f"--local-epochs {arguments.local_epochs} --seed {arguments.seed}")
+    given = (
+        f"--learning-rate {arguments.learning_rate:g} --predictive {arguments.predictive} "
+        f"--local-epochs {arguments.local_epochs} --seed {arguments.seed}"
+    )
     text = f"`python -m benchmarks.uci.toy {given}`\n\n{figures(grid, original)}"
     (arguments.out / "toy.md").write_text(f"# Toy regression\n\n{text}\n")
     print(f"\n{text}\n\nWritten to {arguments.out}: toy.md, toy.png")

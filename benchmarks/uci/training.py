@@ -97,13 +97,21 @@ def federate(
     A client that has all data goes on with its optimizer from round to round, as without a federation.
     """
     federation = fb.FederatedBayes(
-        local_epochs=plan.local_epochs, fusion=fusion, weighting="equal", seed=plan.seed,
+        local_epochs=plan.local_epochs,
+        fusion=fusion,
+        weighting="equal",
+        seed=plan.seed,
         keep=["optimizer"] if plan.clients == 1 else (),
     )
     loader = DataLoader(deal(splits.train, plan.seed, plan.clients), batch_size=plan.batch_size, shuffle=True)
     trainer = L.Trainer(
-        max_epochs=plan.rounds, accelerator="cpu", logger=False, callbacks=[federation, AfterRound(plan.on_round)],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=plan.rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, AfterRound(plan.on_round)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     start = time.perf_counter()
     trainer.fit(module, loader)

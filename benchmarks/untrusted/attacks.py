@@ -80,12 +80,24 @@ def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **options: fb.
     L.seed_everything(seed, verbose=False)
     module = Digits(mlp(64, 10), bayesian_last=2, learning_rate=RATE)
     federation = fb.FederatedBayes(
-        fb.IIDPartition(CLIENTS), fusion=rule, weighting="equal", adversaries=attacks, local_epochs=LOCAL_EPOCHS,
-        engine="vectorized", seed=seed, **options,  # type: ignore[arg-type]
+        fb.IIDPartition(CLIENTS),
+        fusion=rule,
+        weighting="equal",
+        adversaries=attacks,
+        local_epochs=LOCAL_EPOCHS,
+        engine="vectorized",
+        seed=seed,
+        **options,  # type: ignore[arg-type]
     )
     trainer = L.Trainer(
-        max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=ROUNDS,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         check_val_every_n_epoch=ROUNDS,
     )
     trainer.fit(module, datamodule=fb.DigitsDataModule(BATCH))
@@ -105,7 +117,8 @@ def fill(seeds: int, path: Path) -> Cells:
             for title, rule in RULES.items():
                 unbounded = {"safeguards": fb.Safeguards(max_influence=None)}
                 runs: list[tuple[str, int, list[Attack], dict[str, fb.Safeguards]]] = [
-                    ("none", 0, [], {}), ("none, without guard", 0, [], unbounded),
+                    ("none", 0, [], {}),
+                    ("none, without guard", 0, [], unbounded),
                 ]
                 runs += [(name, m, attack, {}) for m in COUNTS for name, attack in attacks_of(list(range(m))).items()]
                 for name, count, attack, options in runs:
@@ -141,8 +154,10 @@ def tables(cells: Cells) -> list[str]:
     means, text = accuracies(cells), []
     for count in COUNTS:
         titles = ["none", *attacks_of([0])]
-        rows = [[title, *(f"{means[rule, title, count if title != 'none' else 0]:.3f}" for rule in RULES)]
-                for title in titles]
+        rows = [
+            [title, *(f"{means[rule, title, count if title != 'none' else 0]:.3f}" for rule in RULES)]
+            for title in titles
+        ]
         rows.append(["largest loss", *(f"{max(losses(means, rule, count).values()):.3f}" for rule in RULES)])
         head = f"{count} of {CLIENTS} clients attack" if count > 1 else f"One of {CLIENTS} clients attacks"
         text.append(f"{head}; accuracy:\n\n" + markdown_table(["attack", *RULES], rows))

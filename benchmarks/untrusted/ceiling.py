@@ -30,7 +30,10 @@ def to_the_optimum(network: nn.Linear, examples: Examples, penalty: float) -> No
     """Minimise the penalised loss, starting from the present parameters."""
     inputs, targets = examples
     optimizer = torch.optim.LBFGS(
-        network.parameters(), max_iter=ITERATIONS, history_size=20, tolerance_change=1e-9,
+        network.parameters(),
+        max_iter=ITERATIONS,
+        history_size=20,
+        tolerance_change=1e-9,
         line_search_fn="strong_wolfe",
     )
 

@@ -30,7 +30,10 @@ class Task(L.LightningModule):
     """
 
     def __init__(
-        self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], score: Callable[[Tensor, Tensor], Tensor],
+        self,
+        network: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        score: Callable[[Tensor, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         super().__init__()
@@ -84,8 +87,18 @@ class Drawn(Dataset[tuple[Tensor, ...]]):
 
 
 def federate(
-    task: Task, parties: Sequence[Examples], validation: Examples, rule: str | FusionRule, attack: Attack | None,
-    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int, drawn: int | None = None, fraction: float = 1.0,
+    task: Task,
+    parties: Sequence[Examples],
+    validation: Examples,
+    rule: str | FusionRule,
+    attack: Attack | None,
+    *,
+    rounds: int,
+    local_epochs: int = 1,
+    batch_size: int,
+    seed: int,
+    drawn: int | None = None,
+    fraction: float = 1.0,
 ) -> tuple[list[float], str]:
     """Train a federation of ``parties`` with equal weights.
 
@@ -104,14 +117,28 @@ def federate(
     datasets = [TensorDataset(*each) if drawn is None else Drawn(each, drawn) for each in parties]
     data = fb.ClientDatasets({f"party {k}": dataset for k, dataset in enumerate(datasets)})
     batches = list(zip(*(each.split(EVALUATION_BATCH) for each in validation)))
-    federation, curve = fb.FederatedBayes(
-        local_epochs=local_epochs, fraction=fraction, fusion=rule, weighting="equal", engine="auto",
-        adversaries=() if attack is None else attack, seed=seed,
-        safeguards=fb.Safeguards(max_influence=None),  # the rules themselves are compared
-    ), Curve()
+    federation, curve = (
+        fb.FederatedBayes(
+            local_epochs=local_epochs,
+            fraction=fraction,
+            fusion=rule,
+            weighting="equal",
+            engine="auto",
+            adversaries=() if attack is None else attack,
+            seed=seed,
+            safeguards=fb.Safeguards(max_influence=None),  # the rules themselves are compared
+        ),
+        Curve(),
+    )
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, curve], num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation, curve],
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(task, DataLoader(data, batch_size, shuffle=True), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return curve.values, str(federation.described()["engine"])

@@ -83,7 +83,8 @@ def main() -> None:
     torch.set_num_threads(1)  # the fastest for matrices this small
     cells: dict[str, Callable[[FusionRule | None, int], float]] = {
         f"{size} parameters, variance {variance:g}": lambda rule, seed, v=variance, s=size: once(rule, v, s, seed)
-        for size in PARAMETERS for variance in VARIANCES
+        for size in PARAMETERS
+        for variance in VARIANCES
     }
     loops: dict[str, Callable[[FusionRule | None, int], float]] = {
         f"noise {noise:g}": lambda rule, seed, n=noise: regression(rule, n, seed) for noise in NOISES

@@ -1,6 +1,6 @@
 """Many rounds of SGD on MNIST: one hidden layer of 100 units, five genuine parties, Gaussian adversaries.
 
-    python -m benchmarks.untrusted.multi_round --data DIR [--seeds 2] [--out FOLDER]
+python -m benchmarks.untrusted.multi_round --data DIR [--seeds 2] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def main() -> None:
     for seed, number, rule in tqdm(runs):
         accuracies, engine = run(train, test, rule, number, seed)
         curves[names[number]][rule].append(accuracies)
-    last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
-            for name, rules in curves.items()}
+    last = {
+        name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()} for name, rules in curves.items()
+    }
     settings = (
         f"MNIST, all 10,000 test images; network 784-100-10; {GENUINE} genuine parties of {SIZE:,} examples, and "
         f"adversaries who send N(0, 1) in place of the parameters; {ROUNDS} rounds of one local epoch "

@@ -42,8 +42,9 @@ def main() -> None:
         alone[name][f"{rate} {epochs}"].append(statistics.fmean(each))
         average[name][f"{rate} {epochs}"].append(score("weighted_average", sent, previous, held_out))
 
-    both = {row: [statistics.fmean(values) for values in zip(*(alone[name][row] for name in DATASETS))]
-            for row in titles}
+    both = {
+        row: [statistics.fmean(values) for values in zip(*(alone[name][row] for name in DATASETS))] for row in titles
+    }
     chosen = max(titles, key=lambda row: statistics.fmean(both[row]))
     columns = {
         **{f"{title}, one party": alone[name] for name, title in DATASETS.items()},

@@ -29,8 +29,16 @@ def run(rule: str, taking_part: int, batch: int, seed: int) -> tuple[list[float]
     """Return the prediction error after every round, and the engine."""
     parties, test, _ = make(OVERLAP, DOUBLING, seed)
     return federate(
-        task(RATE), parties, test, rule, None, rounds=ROUNDS, batch_size=batch, seed=seed,
-        drawn=None if batch == SIZE else batch, fraction=taking_part / PARTIES,
+        task(RATE),
+        parties,
+        test,
+        rule,
+        None,
+        rounds=ROUNDS,
+        batch_size=batch,
+        seed=seed,
+        drawn=None if batch == SIZE else batch,
+        fraction=taking_part / PARTIES,
     )
 
 
@@ -42,8 +50,9 @@ def main() -> None:
     for seed, name, rule in tqdm(runs):
         errors, engine = run(rule, *CELLS[name], seed)
         curves[name][rule].append(errors)
-    last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
-            for name, rules in curves.items()}
+    last = {
+        name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()} for name, rules in curves.items()
+    }
     levels = ", ".join(f"{level:g}" for level in DOUBLING)
     settings = (
         f"{PARTIES} genuine parties as in synthetic.py, with an overlap of {OVERLAP:.0%} and own noise of {levels}. Of "

@@ -49,8 +49,11 @@ def cell(values: Sequence[float], digits: int) -> str:
 
 
 def table(
-    first: str, titles: Mapping[str, str], published: Mapping[str, str] | None,
-    columns: Mapping[str, Mapping[str, Sequence[float]]], digits: int,
+    first: str,
+    titles: Mapping[str, str],
+    published: Mapping[str, str] | None,
+    columns: Mapping[str, Mapping[str, Sequence[float]]],
+    digits: int,
 ) -> str:
     """Return a table with one row per rule.
 
@@ -63,8 +66,11 @@ def table(
     """
     heads = [first, *([] if published is None else ["published"]), *columns]
     rows = [
-        [title, *([] if published is None else [published.get(rule, "")]),
-         *(cell(scores[rule], digits) for scores in columns.values())]
+        [
+            title,
+            *([] if published is None else [published.get(rule, "")]),
+            *(cell(scores[rule], digits) for scores in columns.values()),
+        ]
         for rule, title in titles.items()
     ]
     return markdown_table(heads, rows)
@@ -141,8 +147,12 @@ DASHES = ("-", "--", ":")
 
 
 def panels(
-    curves: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], titles: Mapping[str, str], x: Sequence[int],
-    xlabel: str, ylabel: str, log: bool = False,
+    curves: Mapping[str, Mapping[str, Sequence[Sequence[float]]]],
+    titles: Mapping[str, str],
+    x: Sequence[int],
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
 ) -> Figure:
     """Draw the mean over seeds with a band of ± one standard error, one panel per setting.
 
@@ -161,10 +171,17 @@ def panels(
         for number, rule in enumerate(scores):
             points = [mean_and_error(values) for values in zip(*scores[rule])]
             colour = PALETTE[number % len(PALETTE)]
-            axes.plot(x, [mean for mean, _ in points], color=colour, label=titles[rule],
-                      linestyle=DASHES[number // len(PALETTE)], linewidth=1.6)
-            axes.fill_between(x, [m - e for m, e in points], [m + e for m, e in points], color=colour, alpha=0.15,
-                              linewidth=0)
+            axes.plot(
+                x,
+                [mean for mean, _ in points],
+                color=colour,
+                label=titles[rule],
+                linestyle=DASHES[number // len(PALETTE)],
+                linewidth=1.6,
+            )
+            axes.fill_between(
+                x, [m - e for m, e in points], [m + e for m, e in points], color=colour, alpha=0.15, linewidth=0
+            )
         axes.set_title(panel, fontsize=9)
         axes.set(xlabel=xlabel)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

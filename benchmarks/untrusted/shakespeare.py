@@ -1,7 +1,7 @@
 """The next character of Shakespeare: a GRU, five genuine parties with roles of their own, five adversaries.
 
-    python -m benchmarks.untrusted.shakespeare --data DIR [--training epochs|gradients|stochastic_gradients]
-                                               [--characters N ...] [--seeds 2] [--processes 1] [--out FOLDER]
+python -m benchmarks.untrusted.shakespeare --data DIR [--training epochs|gradients|stochastic_gradients]
+                                           [--characters N ...] [--seeds 2] [--processes 1] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -126,15 +126,33 @@ class Training:
 
 TRAININGS = {
     "epochs": Training(
-        [40_000] * PARTIES, 50_000, 16, None, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
+        [40_000] * PARTIES,
+        50_000,
+        16,
+        None,
+        8,
+        functools.partial(torch.optim.Adam, lr=0.01),
+        list(ATTACKS),
         "Adam 0.01, batches of 16, 8 rounds of one local epoch",
     ),
     "gradients": Training(
-        [8_000] * PARTIES, 20_000, None, None, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
+        [8_000] * PARTIES,
+        20_000,
+        None,
+        None,
+        150,
+        functools.partial(torch.optim.SGD, lr=2.0),
+        list(ATTACKS)[:1],
         "SGD 2.0, 150 rounds of one step on all of a party's text",
     ),
     "stochastic_gradients": Training(
-        [40_000] * PARTIES, 20_000, 1, 1, 400, functools.partial(torch.optim.SGD, lr=4.0), list(ATTACKS)[:1],
+        [40_000] * PARTIES,
+        20_000,
+        1,
+        1,
+        400,
+        functools.partial(torch.optim.SGD, lr=4.0),
+        list(ATTACKS)[:1],
         "SGD 4.0, 400 rounds of one step on one sequence, drawn at random",
     ),
 }
@@ -171,16 +189,24 @@ def run(
     task = Task(NextCharacter(characters), cross_entropy, accuracy, how.optimizer)
     with quietly():
         return federate(
-            task, parties, test, rule, given, rounds=how.rounds, batch_size=how.batch or max(sizes) // LENGTH,
-            seed=seed, drawn=how.drawn,
+            task,
+            parties,
+            test,
+            rule,
+            given,
+            rounds=how.rounds,
+            batch_size=how.batch or max(sizes) // LENGTH,
+            seed=seed,
+            drawn=how.drawn,
         )
 
 
 def main() -> None:
     parser = options(__doc__, data=True, seeds=2)
     parser.add_argument("--training", choices=TRAININGS, default="epochs", help="how the parties train (epochs)")
-    parser.add_argument("--characters", type=int, nargs=PARTIES, metavar="N",
-                        help="of the training text of each genuine party")
+    parser.add_argument(
+        "--characters", type=int, nargs=PARTIES, metavar="N", help="of the training text of each genuine party"
+    )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at once (1)")
     arguments = parser.parse_args()
     training = arguments.training
@@ -195,8 +221,9 @@ def main() -> None:
             accuracies, engine = result
             curves[name][rule].append(accuracies)
             tqdm.write(f"seed {seed}, {name}, {RULES[rule]}: {accuracies[-1]:.3f}")
-    last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
-            for name, rules in curves.items()}
+    last = {
+        name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()} for name, rules in curves.items()
+    }
     settings = (
         f"Shakespeare's plays, {len(texts)} roles of at least 1,000 characters dealt out whole to {PARTIES} genuine "
         f"parties of {', '.join(f'{size:,}' for size in sizes)} characters and {ADVERSARIES} adversaries of "

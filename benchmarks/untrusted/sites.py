@@ -13,7 +13,7 @@ import csv
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,15 @@ def adapted(dataset: Any) -> nn.Sequential:
 
 
 def run(
-    rule: str, split: str, rounds: int, seed: int, attacks: list[Attack] = [], *, without: bool = False,  # noqa: B006
-    start: GaussianPosterior | None = None, **settings: Any,
+    rule: str,
+    split: str,
+    rounds: int,
+    seed: int,
+    attacks: Sequence[Attack] = (),
+    *,
+    without: bool = False,
+    start: GaussianPosterior | None = None,
+    **settings: Any,
 ) -> tuple[float, float, fb.FederatedBayes]:
     """Return accuracy and NLL after the last round, and the federation.
 
@@ -194,12 +201,21 @@ def run(
         settings["schedule"] = fb.Asynchronous(buffer=CLIENTS // FUSIONS)
         rounds *= FUSIONS
     federation = fb.FederatedBayes(
-        local_epochs=LOCAL_EPOCHS, fusion="sites" if rule in (LATE, IVON, ADAPTERS) else rule, adversaries=attacks,
-        seed=seed, **settings,
+        local_epochs=LOCAL_EPOCHS,
+        fusion="sites" if rule in (LATE, IVON, ADAPTERS) else rule,
+        adversaries=attacks,
+        seed=seed,
+        **settings,
     )
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation], num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[federation],
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         check_val_every_n_epoch=rounds,
     )
     trainer.fit(module, DataLoader(fb.ClientDatasets(parts), loader.batch_size, shuffle=True), digits.val_dataloader())
@@ -271,10 +287,14 @@ def tables(cells: dict[Cell, list[tuple[float, float]]]) -> list[str]:
         heads = [f"{split}, {rounds} rounds" for split, rounds in columns]
         counts = {len(found) for cell, found in cells.items() if cell[0] == rule}
         seeds = "seed 0" if counts == {1} else f"means over {' or '.join(map(str, sorted(counts)))} seeds"
-        text.append(f"`{rule}`, one of ten clients attacks, or three; accuracy / NLL; {seeds}:\n\n"
-                    + markdown_table(["attack", *heads], rows))
-        rows = [[title, *(shown(cells.get((rule, split, ROUNDS[0] + AFTER, title), [])) for split in SPLITS)]
-                for title in (LATER, STOPS, REMOVED)]
+        text.append(
+            f"`{rule}`, one of ten clients attacks, or three; accuracy / NLL; {seeds}:\n\n"
+            + markdown_table(["attack", *heads], rows)
+        )
+        rows = [
+            [title, *(shown(cells.get((rule, split, ROUNDS[0] + AFTER, title), [])) for split in SPLITS)]
+            for title in (LATER, STOPS, REMOVED)
+        ]
         text.append(f"`{rule}` after the attack, {AFTER} rounds later:\n\n" + markdown_table(["", *SPLITS], rows))
     rows = []
     for rule, split, rounds in itertools.product(RULES, SPLITS, ROUNDS):
@@ -282,9 +302,17 @@ def tables(cells: dict[Cell, list[tuple[float, float]]]) -> list[str]:
         if len(on) > 1:
             changes = [[a[i] - b[i] for a, b in zip(on, off, strict=True)] for i in (0, 1)]
             errors = [statistics.stdev(each) / math.sqrt(len(each)) for each in changes]
-            rows.append([rule, split, str(rounds), *(
-                f"{statistics.fmean(change):+.4f} ± {error:.4f}" for change, error in zip(changes, errors, strict=True)
-            )])
+            rows.append(
+                [
+                    rule,
+                    split,
+                    str(rounds),
+                    *(
+                        f"{statistics.fmean(change):+.4f} ± {error:.4f}"
+                        for change, error in zip(changes, errors, strict=True)
+                    ),
+                ]
+            )
     cost = markdown_table(["rule", "split", "rounds", "accuracy", "NLL"], rows)
     return [*text, f"Without attackers: figures with the bound less those without it:\n\n{cost}"]
 

@@ -91,8 +91,9 @@ def main() -> None:
     for seed, setting, rule in tqdm(runs):
         errors, engine = run(rule, setting, seed)
         curves[setting][rule].append(errors)
-    last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
-            for name, rules in curves.items()}
+    last = {
+        name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()} for name, rules in curves.items()
+    }
     for setting, windows in SETTINGS.items():
         made = [make(*windows, seed) for seed in range(arguments.seeds)]
         last[setting]["variances"] = [oracle(p, test, torch.diag(c.diagonal())) for p, test, c in made]

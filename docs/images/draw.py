@@ -38,8 +38,10 @@ def fusion() -> Figure:
         result = f"{rule}: {mean:.2f} ± {std:.2f}"
         axes.text(0.99, 0.84, result, transform=axes.transAxes, ha="right", va="top", color=INK)
         _bare(axes)
-    places[-1].set_xlabel("value of one parameter; grey: the two clients, " + ", ".join(
-        f"{mean:g} ± {std:g}" for mean, std in CLIENTS.values()))
+    places[-1].set_xlabel(
+        "value of one parameter; grey: the two clients, "
+        + ", ".join(f"{mean:g} ± {std:g}" for mean, std in CLIENTS.values())
+    )
     return figure
 
 
@@ -73,8 +75,16 @@ def epoch() -> Figure:
 def _steps(axes: Axes, row: int, start: int, steps: int, client: int) -> None:
     for step in range(steps):
         axes.barh(row, 0.92, left=start + step + 0.04, height=0.8, color=PALETTE[client])
-    axes.text(start + steps / 2, row, f"client {client + 1}", ha="center", va="center", color="white",
-              fontsize=9, bbox={"facecolor": PALETTE[client], "edgecolor": "none", "pad": 1.5})
+    axes.text(
+        start + steps / 2,
+        row,
+        f"client {client + 1}",
+        ha="center",
+        va="center",
+        color="white",
+        fontsize=9,
+        bbox={"facecolor": PALETTE[client], "edgecolor": "none", "pad": 1.5},
+    )
 
 
 def _bare(axes: Axes) -> None:

@@ -6,6 +6,7 @@ Data made on the spot: windows of an accelerometer. Each person carries the phon
 tempo of its own, and does some things more often than others; new windows are of all activities alike. Look at the NLL
 of each person: by FedAvg, by a network of the person alone, by its own posterior given the population, by the latter.
 """
+
 import argparse
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ FORCE = torch.tensor([0.03, 0.03, 0.4, 0.45, 1.2])  # of a step, in g
 
 def person() -> TensorDataset:
     """Return the windows of one person as 9 features (mean, deviation, mean change of three axes), and activities."""
-    activity = torch.cat([torch.distributions.Dirichlet(torch.ones(5)).sample().multinomial(KNOWN, replacement=True),
-                          torch.randint(5, (NEW,))])
+    activity = torch.cat(
+        [
+            torch.distributions.Dirichlet(torch.ones(5)).sample().multinomial(KNOWN, replacement=True),
+            torch.randint(5, (NEW,)),
+        ]
+    )
     turn, _ = torch.linalg.qr(torch.eye(3) + 0.4 * torch.randn(3, 3))
     tempo, force = (own * (0.15 * torch.randn(())).exp() for own in (TEMPO, FORCE))
     phase = 6.28 * (tempo[activity, None] * torch.arange(64) / 20 + torch.rand(len(activity), 1))
@@ -59,8 +64,17 @@ def main(output: Path, rounds: int = 10) -> dict[str, float]:
     newcomer = fb.PosteriorPredictive(network, federation.posterior, samples=20)
     methods = {"global, FedAvg": shared, "each alone": alone, "own posterior": own, "the population's": newcomer}
     scores = {name: fb.evaluate_clients(model, new) for name, model in methods.items()}
-    rows = [[name, each.mean("accuracy"), each.mean("nll"), each.worst("accuracy"), each.worst("nll"),
-             each.names[int(each.values["nll"].argmax())]] for name, each in scores.items()]
+    rows = [
+        [
+            name,
+            each.mean("accuracy"),
+            each.mean("nll"),
+            each.worst("accuracy"),
+            each.worst("nll"),
+            each.names[int(each.values["nll"].argmax())],
+        ]
+        for name, each in scores.items()
+    ]
     print(markdown_table(["", "accuracy", "NLL", "of the worst 3", "NLL of the worst 3", "served worst"], rows))
     figure, order = plots.empty_figure(10, 3.75), scores["global, FedAvg"].values["nll"].argsort()
     for axes, name in zip(figure.subplots(1, 2), ("accuracy", "nll")):

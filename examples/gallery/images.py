@@ -7,6 +7,7 @@ each client holds one of 4 to 7; nobody has seen 8 and 9. NAME is a backbone of 
 Look at the accuracy of FedAvg's head and of the exact head, and at how well uncertainty tells digits that nobody has
 seen from those that are known (AUROC: 0.5 is a guess).
 """
+
 import argparse
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,15 @@ def pretrained(images: Tensor, labels: Tensor, name: str) -> nn.Module:
         from timm import create_model  # pyright: ignore[reportMissingImports]
 
         return nn.Sequential(nn.Upsample(size=64), create_model(name, pretrained=True, num_classes=0))
-    body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    body = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
     network = nn.Sequential(body, nn.Linear(128, 4))
     optimizer = torch.optim.Adam(network.parameters(), 0.003)
     for batch in torch.randint(len(labels), (200, 64)):
@@ -53,10 +61,13 @@ def main(output: Path, backbone: str = "", rounds: int = 20) -> dict[str, float]
     loader = DataLoader(fb.ClientDatasets(clients), batch_size=32, shuffle=True)
     linear = fb.HybridBayesianClassifier(nn.Sequential(body, nn.Linear(width, 4)), 0, learning_rate=0.01)
     rows, figure = [], plots.empty_figure(10, 3)
-    for axes, (name, model, epochs, federation) in zip(figure.subplots(1, 2), (
-        ("FedAvg", linear, rounds, fb.FederatedBayes(fusion="weighted_average", local_epochs=5)),
-        ("exact head", fb.HeadModule(body, fb.BayesianHead(4, "one_hot"), width), 1, fb.FederatedBayes()),
-    )):
+    for axes, (name, model, epochs, federation) in zip(
+        figure.subplots(1, 2),
+        (
+            ("FedAvg", linear, rounds, fb.FederatedBayes(fusion="weighted_average", local_epochs=5)),
+            ("exact head", fb.HeadModule(body, fb.BayesianHead(4, "one_hot"), width), 1, fb.FederatedBayes()),
+        ),
+    ):
         L.Trainer(max_epochs=epochs, callbacks=[federation], barebones=True).fit(model, loader)
         predict: Any = model.eval().predict_step
         known, new = predict(test), predict(images[labels >= 8])

@@ -6,6 +6,7 @@ Made on the spot: counts of words by topics, a tag for each topic above a thresh
 writes of some topics more than of others. Look at the reliability of each tag before and after one temperature for all
 newsrooms, and at the share of articles all of whose tags lie in their sets.
 """
+
 import argparse
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
     parts = [{name: newsroom(own, words, count) for name, own in interests.items()} for count in (60, 60, 500)]
     train, held_out, new = map(fb.ClientDatasets, parts)
     model = fb.HybridBayesianClassifier(
-        mlp(WORDS, len(TAGS), [64]), likelihood="bernoulli", learning_rate=0.01, posterior_std=0.05)
+        mlp(WORDS, len(TAGS), [64]), likelihood="bernoulli", learning_rate=0.01, posterior_std=0.05
+    )
     trainer = L.Trainer(max_epochs=rounds, callbacks=[fb.FederatedBayes(local_epochs=2)], barebones=True)
     trainer.fit(model, DataLoader(train, batch_size=20, shuffle=True))
     found = fb.FederatedTemperature().fit_from(model.eval(), held_out).check_fitted()
@@ -65,8 +67,14 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
         for k, (tag, color) in enumerate(zip(TAGS, plots.PALETTE)):
             bins = (probs[:, k] * 8).long().clamp(max=7)
             shown = [b for b in range(8) if int((bins == b).sum()) >= 20]
-            axes.plot([float(probs[bins == b, k].mean()) for b in shown],
-                      [float(tags[bins == b, k].mean()) for b in shown], "o-", color=color, label=tag, markersize=4)
+            axes.plot(
+                [float(probs[bins == b, k].mean()) for b in shown],
+                [float(tags[bins == b, k].mean()) for b in shown],
+                "o-",
+                color=color,
+                label=tag,
+                markersize=4,
+            )
         axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
         axes.set(title=name, xlabel="probability of the tag", ylabel="share that has it")
         axes.legend(frameon=False)

@@ -7,6 +7,7 @@ population. Each school sends sums over its pupils once. Look at the error of a 
 own pupils alone, one for all schools, and its posterior given all of them, which trusts own pupils where they are many.
 Its intervals take the estimated spread of the schools as known, and so are somewhat narrow.
 """
+
 import argparse
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def main(output: Path, schools: int = 60) -> dict[str, float]:
     rows = [[name, *(float(e[part].square().mean().sqrt()) for part in parts)] for name, e in errors.items()]
     print(markdown_table(["error of the slope (RMSE)", "schools below 30 pupils", "larger ones"], rows))
     inside = float((errors["posterior of the school"] <= width).double().mean())
-    print(f"\nTruth in {inside:.0%} of the 90 % intervals. Found: a mean slope of {fit.fixed[1]:.2f}, and a spread of "
-          f"{fit.random_covariance[1, 1].sqrt():.2f}; true are {MEAN[1]:.2f} and {SPREAD[1]:.2f}.")
+    print(
+        f"\nTruth in {inside:.0%} of the 90 % intervals. Found: a mean slope of {fit.fixed[1]:.2f}, and a spread of "
+        f"{fit.random_covariance[1, 1].sqrt():.2f}; true are {MEAN[1]:.2f} and {SPREAD[1]:.2f}."
+    )
 
     figure, order = plots.empty_figure(10, 3.75), torch.arange(schools)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))

@@ -6,6 +6,7 @@ Images made on the spot: ellipses of tissue, lesions in some, blurred; brightnes
 lies outside of the scan has no label (255). Look at the uncertainty along the borders, and at the sets: of each pixel
 those classes that hold the truth with 99 % probability, calibrated by all clinics together.
 """
+
 import argparse
 from pathlib import Path
 
@@ -44,38 +45,59 @@ def scans(count: int, brightness: float, noise: float) -> TensorDataset:
 
 def main(output: Path, rounds: int = 40) -> dict[str, float]:
     L.seed_everything(0, verbose=False)
-    train, held_out, new = (fb.ClientDatasets({name: scans(count, *own) for name, own in CLINICS.items()})
-                            for count in (60, 30, 60))
-    network = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 5, padding=2), nn.ReLU(),
-                            nn.Conv2d(16, 3, 1))
+    train, held_out, new = (
+        fb.ClientDatasets({name: scans(count, *own) for name, own in CLINICS.items()}) for count in (60, 30, 60)
+    )
+    network = nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 3, 1)
+    )
     model = fb.HybridBayesianClassifier(network, likelihood=fb.Categorical(ignore_index=NO_LABEL), learning_rate=0.01)
     trainer = L.Trainer(max_epochs=rounds, callbacks=[fb.FederatedBayes()], barebones=True)
     trainer.fit(model, DataLoader(train, batch_size=20, shuffle=True))
     conformal = fb.FederatedConformal(level=0.99).fit_from(model.eval(), held_out)
     scores, covered = fb.evaluate_clients(model, new), conformal.evaluate(model, new)
     figures = ("accuracy", "nll", "ece")
-    rows = [[name, *(float(scores.values[each][k]) for each in figures), float(covered.values["coverage"][k]),
-             float(covered.values["set_size"][k])] for k, name in enumerate(scores.names)]
+    rows = [
+        [
+            name,
+            *(float(scores.values[each][k]) for each in figures),
+            float(covered.values["coverage"][k]),
+            float(covered.values["set_size"][k]),
+        ]
+        for k, name in enumerate(scores.names)
+    ]
     print(markdown_table(["clinic", "accuracy of pixels", "NLL", "ECE", "coverage of sets", "classes in a set"], rows))
 
     images, masks = new.datasets[3][:4]
     with torch.no_grad():
         prediction = model.predict_step(images)
     sets = conformal.sets(prediction.probs.movedim(1, -1).flatten(0, 2)).sum(-1).reshape(prediction.label.shape)
-    shown = {"image": images[:, 0], "truth": masks.float().masked_fill(masks == NO_LABEL, torch.nan),
-             "prediction": prediction.label, "uncertainty": prediction.entropy, "classes in the set": sets}
+    shown = {
+        "image": images[:, 0],
+        "truth": masks.float().masked_fill(masks == NO_LABEL, torch.nan),
+        "prediction": prediction.label,
+        "uncertainty": prediction.entropy,
+        "classes in the set": sets,
+    }
     figure = plots.empty_figure(10, 8)
     for row, axes in zip(range(4), figure.subplots(4, 5)):
         for (name, values), each in zip(shown.items(), axes):
-            each.imshow(values[row].float(), cmap="gray" if name == "image" else "viridis",
-                        **({} if name.startswith(("image", "unc")) else {"vmin": 0, "vmax": 3 if "set" in name else 2}))
+            each.imshow(
+                values[row].float(),
+                cmap="gray" if name == "image" else "viridis",
+                **({} if name.startswith(("image", "unc")) else {"vmin": 0, "vmax": 3 if "set" in name else 2}),
+            )
             each.set(xticks=[], yticks=[], title="" if row else name)
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "segmentation.png")
     wrong = (prediction.label != masks) & (masks != NO_LABEL)
     right = (prediction.label == masks) & (masks != NO_LABEL)
-    return {"accuracy": scores.mean("accuracy"), "coverage": covered.mean("coverage"),
-            "wrong": float(prediction.entropy[wrong].mean()), "right": float(prediction.entropy[right].mean())}
+    return {
+        "accuracy": scores.mean("accuracy"),
+        "coverage": covered.mean("coverage"),
+        "wrong": float(prediction.entropy[wrong].mean()),
+        "right": float(prediction.entropy[right].mean()),
+    }
 
 
 if __name__ == "__main__":

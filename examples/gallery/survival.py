@@ -6,6 +6,7 @@ Data made on the spot: a Cox model with the same coefficients everywhere and a b
 the concordance on new patients, of each hospital alone and of the federation (0.5 is a guess), and at the survival of
 two patients of the smallest hospital: each band should hold nine tenths of the dashed truth.
 """
+
 import argparse
 from pathlib import Path
 

@@ -7,6 +7,7 @@ an adjective). Shops have goods of their own, and few or many content customers;
 content. Rates were chosen on reviews of another seed. Look at each shop's NLL, and at the accuracy (opinions are mixed:
 0.90 is the best without a look at the shop), beside what a shop sends in a round.
 """
+
 import argparse
 from copy import deepcopy
 from functools import partial

@@ -6,6 +6,7 @@ Digits of scikit-learn, dealt out at random. Clients 0 and 1 flip their labels (
 five times its update in the opposite direction. Look at the accuracy round by round: of FedAvg where nobody lies, then
 with the liars and without the guard that every server has, with it, of the geometric median, and of sites.
 """
+
 import argparse
 from pathlib import Path
 
@@ -47,8 +48,15 @@ def main(output: Path, rounds: int = 20) -> dict[str, float]:
         model = fb.HybridBayesianClassifier(mlp(64, 10), bayesian, "flipout", learning_rate=0.01, kl_weight=0.05)
         federation = fb.FederatedBayes(fb.IIDPartition(clients=10), local_epochs=2, **{"adversaries": LIARS, **options})
         curve = Curve()
-        trainer = L.Trainer(max_epochs=rounds, callbacks=[federation, curve], logger=False, enable_checkpointing=False,
-                            enable_model_summary=False, enable_progress_bar=False, num_sanity_val_steps=0)
+        trainer = L.Trainer(
+            max_epochs=rounds,
+            callbacks=[federation, curve],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+        )
         trainer.fit(model, datamodule=fb.DigitsDataModule())
         found[name] = curve.rounds
     shown = sorted({1, max(1, rounds // 4), rounds})

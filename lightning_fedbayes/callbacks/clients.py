@@ -145,7 +145,11 @@ class ClientReport(Reader):
         return ClientScores(tuple(clients.names), tuple(each.num_examples[0] for each in scores), values)
 
     def _own_on(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, client: str,
+        self,
+        evaluator: Evaluator,
+        module: L.LightningModule,
+        federation: FederatedBayes,
+        client: str,
         data: ClientDatasets,
     ) -> ClientScores:
         """Return the scores of a client's own posterior on ``data``."""
@@ -162,9 +166,9 @@ class ClientReport(Reader):
         if len(shown) < 2:
             return None
         try:
-            return CrossScores.of({
-                name: self._own_on(evaluator, module, federation, name, data) for name in data.names
-            })
+            return CrossScores.of(
+                {name: self._own_on(evaluator, module, federation, name, data) for name in data.names}
+            )
         except FedBayesError:
             return None
 

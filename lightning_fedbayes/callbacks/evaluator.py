@@ -97,7 +97,12 @@ class Reader(L.Callback):
         self.on_validation_epoch_start(trainer, pl_module)
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Let the evaluator see a batch; of several readers the first one does."""
@@ -194,8 +199,10 @@ class Evaluator:
         self._asks = any(reader.asks(module, posterior, has_clients=self._has_clients) for reader in readers)
         samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), None)
         self._samples, self._takes_outputs = samples or DRAWS, self._calibrates or samples is not None
-        draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
-            is_random(each) for each in posterior.variance.values()
+        draws = (
+            posterior is not None
+            and not callable(getattr(module, "sample", None))
+            and any(is_random(each) for each in posterior.variance.values())
         )
         self._posterior = posterior if draws else None
         self._can_draw = draws or callable(getattr(module, "sample", None))
@@ -367,7 +374,8 @@ class Evaluator:
             return dict(zip(named, parts))
         if not self._asks:
             raise FedBayesError(
-                "nobody knows whose the examples of a batch are: give a loader that does not shuffle" if self._has_given
+                "nobody knows whose the examples of a batch are: give a loader that does not shuffle"
+                if self._has_given
                 else f"{type(module).__name__} returns no predictions from its steps: {REMEDY}"
             )
         return self._pass(module, named, batch_size)
@@ -429,8 +437,14 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
     target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
     if isinstance(probs, Tensor) and isinstance(target, Tensor) and not target.is_floating_point():
         known = said_by(module) or next(
-            (each for each in (Categorical(), Bernoulli(), Categorical(channels=-1))
-             for draws in (probs, probs[:1].squeeze(0)) if draws.ndim and not each.unfit(draws, target)), None)
+            (
+                each
+                for each in (Categorical(), Bernoulli(), Categorical(channels=-1))
+                for draws in (probs, probs[:1].squeeze(0))
+                if draws.ndim and not each.unfit(draws, target)
+            ),
+            None,
+        )
         if isinstance(known, Categorical | Bernoulli):
             draws = probs if not known.unfit(probs[0], target) else probs.unsqueeze(0)
             found = known.rows_of_probs(draws, target)

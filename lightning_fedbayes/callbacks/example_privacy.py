@@ -136,7 +136,9 @@ class ExamplePrivacy(L.Callback):
         check_no_buffers(self._federation.engine.model.federated_buffers)
         self._samples = GradSamples(pl_module)
         self._optimizer = import_opacus("opacus.optimizers").DPOptimizer(
-            trainer.optimizers[0], noise_multiplier=self.noise_multiplier, max_grad_norm=self.clip,
+            trainer.optimizers[0],
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=self.clip,
             expected_batch_size=1,
         )
         self._checked = False

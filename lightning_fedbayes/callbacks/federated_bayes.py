@@ -142,8 +142,21 @@ class FederatedBayes(L.Callback):
         seed: int = 0,
     ) -> None:
         self.settings = self._given = FederationSettings(
-            partition, local_epochs, fraction, fusion, weighting, engine, keep, buffers, local_parameters, safeguards,
-            adversaries, privacy, posterior, schedule, seed,
+            partition,
+            local_epochs,
+            fraction,
+            fusion,
+            weighting,
+            engine,
+            keep,
+            buffers,
+            local_parameters,
+            safeguards,
+            adversaries,
+            privacy,
+            posterior,
+            schedule,
+            seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
@@ -320,8 +333,7 @@ class FederatedBayes(L.Callback):
         if start is not None:
             start()
         loop.guard_weights_only(self._between_rounds)
-        self._report.start(
-            trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
+        self._report.start(trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
 
     def _make(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader, Federation]:
         """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
@@ -475,16 +487,12 @@ class FederatedBayes(L.Callback):
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""
         self._restored = state_dict or None
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on from a run that was no federation."""
         if trainer.state.fn == "fit":
             check_of_a_federation(checkpoint, self.state_key)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """See to it that the checkpoint lies between two rounds, whenever it is written."""
         self._between_rounds(checkpoint)
         federation = self._federation

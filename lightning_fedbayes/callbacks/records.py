@@ -34,8 +34,14 @@ class ClientRecords:
     """
 
     COLUMNS: ClassVar[dict[str, tuple[str, float]]] = {
-        "rounds": ("l", 0), "failures": ("l", 0), "train_loss": ("d", math.nan), "first_loss": ("d", math.nan),
-        "diverged": ("b", 0), "weight": ("d", math.nan), "seconds": ("d", 0.0), "megabytes_up": ("d", 0.0),
+        "rounds": ("l", 0),
+        "failures": ("l", 0),
+        "train_loss": ("d", math.nan),
+        "first_loss": ("d", math.nan),
+        "diverged": ("b", 0),
+        "weight": ("d", math.nan),
+        "seconds": ("d", 0.0),
+        "megabytes_up": ("d", 0.0),
     }
 
     def __init__(self, clients: int) -> None:
@@ -77,8 +83,9 @@ class ClientRecords:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns, as tensors, and the failures."""
-        columns = {name: torch.tensor(getattr(self, name), dtype=DTYPES[kind]) for name, (kind, _) in
-                   self.COLUMNS.items()}
+        columns = {
+            name: torch.tensor(getattr(self, name), dtype=DTYPES[kind]) for name, (kind, _) in self.COLUMNS.items()
+        }
         return {**columns, "last_failure": dict(self.last_failure)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,15 @@ from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 
 CLIENT_COLUMNS = (
-    "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
+    "client",
+    "examples",
+    "rounds",
+    "failures",
+    "weight",
+    "train_loss",
+    "accuracy",
+    "seconds",
+    "megabytes_up",
     "last_failure",
 )
 MOST_CURVES = 20
@@ -57,7 +65,11 @@ class FederationReport:
         self._noted: dict[str, Tensor] = {}
 
     def start(
-        self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients, posterior: GaussianPosterior,
+        self,
+        trainer: L.Trainer,
+        settings: dict[str, Any],
+        clients: Clients,
+        posterior: GaussianPosterior,
         statistics: tuple[list[str], list[Any]] | None = None,
     ) -> None:
         """Log settings, the network's name and parameters, clients × classes as a heat map, and ``statistics``."""
@@ -167,7 +179,11 @@ class FederationReport:
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
 
     def log_round(
-        self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str], step_names: set[str],
+        self,
+        trainer: L.Trainer,
+        figures: dict[str, float],
+        training_names: set[str],
+        step_names: set[str],
         scored: UncertaintyReport,
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
@@ -269,10 +285,22 @@ class FederationReport:
         accuracy = scored.client_accuracy
         scores = [math.nan] * len(known) if accuracy is None else accuracy.tolist()
         failures = [known.last_failure.get(client, "") for client in range(len(known))]
-        rows = [list(row) for row in zip(
-            self._clients.names, self._clients.sizes, known.rounds, known.failures, known.weight, known.train_loss,
-            scores, known.seconds, known.megabytes_up, failures, strict=True,
-        )]
+        rows = [
+            list(row)
+            for row in zip(
+                self._clients.names,
+                self._clients.sizes,
+                known.rounds,
+                known.failures,
+                known.weight,
+                known.train_loss,
+                scores,
+                known.seconds,
+                known.megabytes_up,
+                failures,
+                strict=True,
+            )
+        ]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
         columns = [f"{scored.by}{name}" if name == "accuracy" else name for name in CLIENT_COLUMNS]
         log_table(trainer, "federation/clients", columns, shown, round=trainer.current_epoch)
@@ -319,8 +347,10 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
     known = [parameter for parameter in module.parameters() if id(parameter) not in rhos]
     largest = max([*module.children(), module], key=lambda part: sum(p.numel() for p in part.parameters()))
     return {
-        "module": type(module).__name__, "name": type(largest).__name__,
-        "parameters": sum(p.numel() for p in known), "trained": sum(p.numel() for p in known if p.requires_grad),
+        "module": type(module).__name__,
+        "name": type(largest).__name__,
+        "parameters": sum(p.numel() for p in known),
+        "trained": sum(p.numel() for p in known if p.requires_grad),
         "gaussian": sum(variance.numel() for variance in posterior.variance.values() if not is_zero(variance)),
     }
 

@@ -211,8 +211,12 @@ class UncertaintyReport(Reader):
         round = trainer.current_epoch + (trainer.state.fn == "fit")
         bins = self._calibration.compute()
         full = bins.counts > 0
-        columns = {"confidence": bins.confidence, "accuracy": bins.accuracy, "perfect calibration": bins.confidence,
-                   "share of examples": bins.counts / bins.counts.sum()}
+        columns = {
+            "confidence": bins.confidence,
+            "accuracy": bins.accuracy,
+            "perfect calibration": bins.confidence,
+            "share of examples": bins.counts / bins.counts.sum(),
+        }
         rows = torch.stack([each[full] for each in columns.values()], 1).tolist()
         log_curves(trainer, f"{self._begin}calibration_curve", tuple(columns), rows, round, "Calibration")
         shares = torch.arange(1, POINTS + 1) / POINTS
@@ -221,8 +225,12 @@ class UncertaintyReport(Reader):
             fraction, accuracy = torch.atleast_1d(curve.fraction), torch.atleast_1d(curve.accuracy)
             curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
         log_curves(
-            trainer, f"{self._begin}retained_curve", ("examples retained", *retained),
-            torch.stack([shares, *curves], 1).tolist(), round, "Accuracy when the most uncertain are discarded",
+            trainer,
+            f"{self._begin}retained_curve",
+            ("examples retained", *retained),
+            torch.stack([shares, *curves], 1).tolist(),
+            round,
+            "Accuracy when the most uncertain are discarded",
         )
 
     def _own_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
@@ -236,7 +244,8 @@ class UncertaintyReport(Reader):
             return None
         accuracy = {
             name: float((each["probs"].argmax(-1) == each["target"]).double().mean())
-            for name, each in found.items() if "probs" in each
+            for name, each in found.items()
+            if "probs" in each
         }
         names = self.client_names if len(evaluator.loaders) == 1 else tuple(found)
         return torch.tensor([accuracy.get(name, math.nan) for name in names], dtype=torch.float64)

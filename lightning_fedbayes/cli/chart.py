@@ -25,8 +25,12 @@ def by_round(title: str, lines: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def chart(
-    title: str, lines: Mapping[str, Points], xlabel: str, x: tuple[float, float] | None = None,
-    y: tuple[float, float] | None = None, shares: Sequence[float] = (),
+    title: str,
+    lines: Mapping[str, Points],
+    xlabel: str,
+    x: tuple[float, float] | None = None,
+    y: tuple[float, float] | None = None,
+    shares: Sequence[float] = (),
 ) -> str:
     """Return a chart of lines as SVG; logarithmic where the values span more than three orders of magnitude.
 
@@ -54,8 +58,10 @@ def chart(
     for tick in ticks(y_low, y_high, is_log):
         at = place(x_low, tick)[1]
         text = f"1e{tick:g}" if is_log else f"{tick:.4g}"
-        marks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-                     f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+        marks.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
+        )
     for tick in ticks(x_low, x_high, whole=xlabel == "round"):
         at = place(tick, y_low)[0]
         marks.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:.4g}</text>')
@@ -70,16 +76,22 @@ def chart(
         joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         dashes = DASHES[number // COLOURS % len(DASHES)]
         behind = len(lines) - 1 - number if len(lines) <= 3 and not shares else 0  # where lines meet, each is seen
-        marks.append(f'<polyline class="{colour}" stroke-width="{1.8 + 1.4 * behind:.1f}" stroke-dasharray="{dashes}" '
-                     f'points="{joined}"/>')
+        marks.append(
+            f'<polyline class="{colour}" stroke-width="{1.8 + 1.4 * behind:.1f}" stroke-dasharray="{dashes}" '
+            f'points="{joined}"/>'
+        )
         radii = [1.5 + 12 * math.sqrt(share) for share in shares if number == len(lines) - 1]
         radii = radii or [2.0] * (len(at) == 1)  # a line of one point is not seen
-        marks += [f'<circle class="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:.1f}"/>'
-                  for (a, b), radius in zip(at, radii)]
+        marks += [
+            f'<circle class="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:.1f}"/>'
+            for (a, b), radius in zip(at, radii)
+        ]
         legend.append(f'<span><i class="{colour}"></i>{escape(label)}</span>')
     named = f'<div class="legend">{"".join(legend)}</div>' if len(legend) > 1 else ""
-    return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{escape(title)}">{"".join(marks)}</svg>{named}</figure>')
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(marks)}</svg>{named}</figure>'
+    )
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

@@ -99,14 +99,22 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
     logger = [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": files}]
     if project is not None:
         # the whole path: W&B's process keeps the working folder that it began in
-        run = {"project": project, "save_dir": str(folder.resolve()), "name": f"{fusion}-seed_{seed}",
-               "group": folder.parent.name, "job_type": "fit"}
+        run = {
+            "project": project,
+            "save_dir": str(folder.resolve()),
+            "name": f"{fusion}-seed_{seed}",
+            "group": folder.parent.name,
+            "job_type": "fit",
+        }
         logger.append({"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": run})
     home = folder / fusion / f"seed_{seed}"
     shutil.rmtree(home, ignore_errors=True)  # left by an interrupted run
     given = {
-        "federation.fusion": fusion, "seed_everything": seed, "trainer.logger": json.dumps(logger),
-        "trainer.enable_progress_bar": "false", "trainer.enable_model_summary": "false",
+        "federation.fusion": fusion,
+        "seed_everything": seed,
+        "trainer.logger": json.dumps(logger),
+        "trainer.enable_progress_bar": "false",
+        "trainer.enable_model_summary": "false",
     }
     cli = FederationCLI([*settings, *(f"--{key}={value}" for key, value in given.items())], run=False)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)

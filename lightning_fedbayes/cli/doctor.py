@@ -79,8 +79,13 @@ def _round(engine: Any) -> str:
     federation = FederatedBayes(engine=engine)
     with quietly():
         trainer = L.Trainer(
-            max_epochs=1, accelerator="auto", logger=False, callbacks=[federation], enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=1,
+            accelerator="auto",
+            logger=False,
+            callbacks=[federation],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         module = HybridBayesianClassifier(mlp(2, 2, hidden=[2]), bayesian_last=1)
         trainer.fit(module, DataLoader(ClientDatasets(parts), batch_size=2))

@@ -75,8 +75,13 @@ def one_line(message: str) -> str:
 
 def subclass_names(base: type) -> list[str]:
     """Return the names of the imported concrete public classes that derive from ``base``, itself included."""
-    return sorted({kind.__name__ for kind in _subclasses(base)
-                   if not inspect.isabstract(kind) and not kind.__name__.startswith("_")})
+    return sorted(
+        {
+            kind.__name__
+            for kind in _subclasses(base)
+            if not inspect.isabstract(kind) and not kind.__name__.startswith("_")
+        }
+    )
 
 
 def _subclasses(base: type) -> Iterator[type]:
@@ -138,8 +143,10 @@ def _wrong_choice(found: re.Match[str], keys: Collection[str]) -> str:
 def _missing(found: re.Match[str], keys: Collection[str]) -> str:
     names = " and ".join(name.strip().rpartition(".")[2] for name in found[1].split(","))
     inside = 'Parser key "' in found.string
-    return f"{_where(found.string)}: {names} missing" if inside else (
-        f"{names} missing: give --config FILE with a class_path for each, as in examples/configs"
+    return (
+        f"{_where(found.string)}: {names} missing"
+        if inside
+        else (f"{names} missing: give --config FILE with a class_path for each, as in examples/configs")
     )
 
 
@@ -177,17 +184,23 @@ def short_help(command: str, description: str, actions: Iterable[argparse.Action
     """
     options = {action.dest: action for action in actions if _is_option(action)}
     heads = {name.partition(".")[0] for name in options if "." in name}
-    general = [_line(name, option) for name, option in options.items()
-               if "." not in name and name not in {*heads, *classes}]
-    sections = [f"usage: fedbayes {command} --config FILE [--KEY VALUE ...]", description,
-                "\n".join(["options:", *general])]
+    general = [
+        _line(name, option) for name, option in options.items() if "." not in name and name not in {*heads, *classes}
+    ]
+    sections = [
+        f"usage: fedbayes {command} --config FILE [--KEY VALUE ...]",
+        description,
+        "\n".join(["options:", *general]),
+    ]
     for head in sorted(heads - {"trainer"}):
         lines = [_line(name, option) for name, option in options.items() if name.startswith(f"{head}.")]
         sections.append("\n".join([f"{head}:", *lines]))
     for key, base in classes.items():
         names = ", ".join(name for name in subclass_names(base) if name != base.__name__)
-        sections.append(f"--{key} CLASS, --{key}.ARGUMENT VALUE (arguments: fedbayes {command} --{key}.help CLASS)\n"
-                        + _wrapped(names or f"any {base.__name__}"))
+        sections.append(
+            f"--{key} CLASS, --{key}.ARGUMENT VALUE (arguments: fedbayes {command} --{key}.help CLASS)\n"
+            + _wrapped(names or f"any {base.__name__}")
+        )
     trainer = ", ".join(name.partition(".")[2] for name in options if name.startswith("trainer."))
     sections.append(f"--trainer.ARGUMENT VALUE, of lightning.Trainer\n{_wrapped(trainer)}")
     return "\n\n".join(sections) + "\n"
@@ -227,8 +240,19 @@ def _wrapped(text: str) -> str:
 
 
 SYMBOLS = {
-    r"\\sum_k": "Σ", r"\\exp": "exp", r"\\log": "log", r"\\alpha": "α", r"\\omega": "ω", r"\\sigma": "σ", r"\\mu": "μ",
-    r"\\\|": "‖", r"\^2": "²", r"_k": "ₖ", r"_\\alpha|_α": "_α", r"_2": "₂", r"\\ ": " ",
+    r"\\sum_k": "Σ",
+    r"\\exp": "exp",
+    r"\\log": "log",
+    r"\\alpha": "α",
+    r"\\omega": "ω",
+    r"\\sigma": "σ",
+    r"\\mu": "μ",
+    r"\\\|": "‖",
+    r"\^2": "²",
+    r"_k": "ₖ",
+    r"_\\alpha|_α": "_α",
+    r"_2": "₂",
+    r"\\ ": " ",
 }
 
 

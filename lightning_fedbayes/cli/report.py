@@ -17,9 +17,15 @@ from lightning_fedbayes.core.tables import html_table
 
 PAGE = "report.html"
 GROUPS = {
-    "retained_area_": "area under accuracy of the most certain", "kwon_": "Kwon's traces",
-    "_spread": "spread over clients", "accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier score",
-    "rmse": "RMSE", "crps": "CRPS",
+    "retained_area_": "area under accuracy of the most certain",
+    "kwon_": "Kwon's traces",
+    "_spread": "spread over clients",
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier score",
+    "rmse": "RMSE",
+    "crps": "CRPS",
 }
 """Part of a name → title of the chart that such figures share; any other figure has its own."""
 LAST = 3
@@ -63,8 +69,12 @@ summary { cursor: pointer; font-weight: 600; margin: 10px 0 }
 def report(arguments: list[str]) -> int:
     """Write the page of a run, and print its file."""
     options = Options("report", f"Write a page about a run, {PAGE}: one file, which needs no server and no account.")
-    options.add_argument("run", metavar="RUN", type=Path,
-                         help="folder of a CSVLogger or TensorBoardLogger, or W&B's folder offline-run-…")
+    options.add_argument(
+        "run",
+        metavar="RUN",
+        type=Path,
+        help="folder of a CSVLogger or TensorBoardLogger, or W&B's folder offline-run-…",
+    )
     options.add_argument("--output", metavar="FILE", type=Path, help=f"default: {PAGE} in the folder of the run")
     values = options.parse(arguments)
     file = file_of(values.run)
@@ -83,19 +93,26 @@ def page(run: RunRecord, name: str) -> str:
     settings = [(key.replace("_", " "), value) for key, value in run.settings.items() if key != "network"]
     scores = [stage + each for stage in STAGES for each in TILES if stage + each in known]
     tiles = "".join(f"<div>{escape(spoken(each))}<b>{known[each]:.4g}</b></div>" for each in scores)
-    rounds = [by_round(each.replace("_", " "), {each: figures[f"federation/{each}"]}) for each in ROUND_FIGURES
-              if f"federation/{each}" in figures]
+    rounds = [
+        by_round(each.replace("_", " "), {each: figures[f"federation/{each}"]})
+        for each in ROUND_FIGURES
+        if f"federation/{each}" in figures
+    ]
     firsts_and_lasts = [(each, figures[each][min(figures[each])], known[each]) for each in sorted(figures)]
     torn = "The last line of the run's file is cut short and left out: the run was killed while it wrote."
     parts = [
-        f"<h1>{escape(name)}</h1>", f"<p>{escape(_about(run))}</p>", f'<p class="soft">{torn}</p>' if run.torn else "",
+        f"<h1>{escape(name)}</h1>",
+        f"<p>{escape(_about(run))}</p>",
+        f'<p class="soft">{torn}</p>' if run.torn else "",
         f'<div class="tiles">{tiles}</div>',
         _section("By round", [*(by_round(key, lines) for key, lines in _groups(figures).items()), *rounds]),
         _section("Calibration, and what uncertainty is worth", _curves(run.curves)),
-        _section("Clients", _client_charts(figures)), _clients(run.tables.get("federation/clients")),
+        _section("Clients", _client_charts(figures)),
+        _clients(run.tables.get("federation/clients")),
         _section("What travelled", _traffic(figures)),
         f"<h2>Settings</h2>{html_table(('setting', 'value'), settings)}",
-        "<h2>Everything</h2>", _details("figures", ("figure", "first", "last"), firsts_and_lasts),
+        "<h2>Everything</h2>",
+        _details("figures", ("figure", "first", "last"), firsts_and_lasts),
         *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
     ]
     head = (
@@ -136,15 +153,20 @@ def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
     for stage in STAGES:
         if diagrams := curves.get(f"{stage}calibration_curve"):
             rounds = sorted(diagrams)
-            shown = {f"round {round}": [(row[0], row[1]) for row in diagrams[round]["rows"]]
-                     for round in dict.fromkeys((rounds[0], rounds[len(rounds) // 2], rounds[-1]))}
+            shown = {
+                f"round {round}": [(row[0], row[1]) for row in diagrams[round]["rows"]]
+                for round in dict.fromkeys((rounds[0], rounds[len(rounds) // 2], rounds[-1]))
+            }
             shares = [row[3] for row in diagrams[rounds[-1]]["rows"]]
             title = spoken(f"{stage}accuracy by confidence")
             yield chart(title, shown, "confidence", (0.0, 1.0), (0.0, 1.0), shares)
         if retained := curves.get(f"{stage}retained_curve"):
             table = retained[max(retained)]
-            lines = {name.replace("_", " "): [(row[0], row[place]) for row in table["rows"]]
-                     for place, name in enumerate(table["columns"]) if place}
+            lines = {
+                name.replace("_", " "): [(row[0], row[place]) for row in table["rows"]]
+                for place, name in enumerate(table["columns"])
+                if place
+            }
             title = f"{spoken(f'{stage}accuracy of the most certain')}, by"
             yield chart(title, lines, "examples retained", (0.0, 1.0))
 
@@ -152,7 +174,8 @@ def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
 def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
     """Draw the accuracy and the training loss of each client, or quantiles of them."""
     for kind, title in (
-        ("client_accuracy/", "accuracy of each client"), ("client_train_loss/", "its training loss"),
+        ("client_accuracy/", "accuracy of each client"),
+        ("client_train_loss/", "its training loss"),
         (f"{BY_DRAWS}client_accuracy/", "accuracy of each client, by draws"),
     ):
         lines = {name.removeprefix(kind).replace("_", " "): figures[name] for name in figures if name.startswith(kind)}
@@ -179,8 +202,10 @@ def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
     lines = {way: dict(sorted(figures[name].items())) for way, name in names.items() if name in figures}
     if lines:
         yield by_round("megabytes in a round, all clients", lines)
-        sums = {f"{way}, {sum(each.values()):.4g} in all": dict(zip(each, accumulate(each.values())))
-                for way, each in lines.items()}
+        sums = {
+            f"{way}, {sum(each.values()):.4g} in all": dict(zip(each, accumulate(each.values())))
+            for way, each in lines.items()
+        }
         yield by_round("megabytes so far, all clients", sums)
 
 

@@ -96,8 +96,9 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
 
 def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
     """Return rule → mean of ``metric`` over the seeds in every round; NaN where a seed has no value."""
-    by_rule = {run.fusion: [other.curves.get(metric, []) for other in runs if other.fusion == run.fusion]
-               for run in runs}
+    by_rule = {
+        run.fusion: [other.curves.get(metric, []) for other in runs if other.fusion == run.fusion] for run in runs
+    }
     return {fusion: [statistics.fmean(values) for values in zip(*curves)] for fusion, curves in by_rule.items()}
 
 

@@ -196,7 +196,8 @@ class CrossScores:
         """Return a dict for each pair: "model" and "data", names of clients, and the figures."""
         return [
             {"model": model, "data": data, **{figure: float(values[i, j]) for figure, values in self.values.items()}}
-            for i, model in enumerate(self.names) for j, data in enumerate(self.names)
+            for i, model in enumerate(self.names)
+            for j, data in enumerate(self.names)
         ]
 
     def table(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
@@ -252,8 +253,13 @@ class CrossScores:
 
 
 def evaluate_across(
-    modules: Mapping[str, L.LightningModule], clients: ClientDatasets, *, figure: str | None = None,
-    batch_size: int = 256, seed: int = 0, collate_fn: Collate | None = None,
+    modules: Mapping[str, L.LightningModule],
+    clients: ClientDatasets,
+    *,
+    figure: str | None = None,
+    batch_size: int = 256,
+    seed: int = 0,
+    collate_fn: Collate | None = None,
 ) -> CrossScores:
     """Score each client's own model on the data of every client (cross-site evaluation).
 
@@ -284,14 +290,18 @@ def evaluate_across(
         FedBayesError: a client has no example or no module, a module is of no client, the predictions are not of this
             package, or there is no such figure.
     """
-    check_kind("modules", modules, Mapping, "give a dict, name of the client → module of its own model",
-               error=FedBayesError)
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
-               error=FedBayesError)
+    check_kind(
+        "modules", modules, Mapping, "give a dict, name of the client → module of its own model", error=FedBayesError
+    )
+    check_kind(
+        "clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data", error=FedBayesError
+    )
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:
-        raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': give a module for each "
-                            "client that has data, and for no other")
+        raise FedBayesError(
+            f"modules and clients have different names, such as '{wrong[0]}': give a module for each "
+            "client that has data, and for no other"
+        )
     options = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
     return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
 

@@ -35,10 +35,14 @@ def default_fusion(
     }
     sourced = [] if learned is None else [name for name in learned.variances if name in federated]
     if learned is not None:
-        priors |= {name: NormalPrior(0.0, learned.prior_std(name)) for name in sourced
-                   if learned.prior_std(name) < float("inf")}
+        priors |= {
+            name: NormalPrior(0.0, learned.prior_std(name))
+            for name in sourced
+            if learned.prior_std(name) < float("inf")
+        }
     normal = {
-        name: (float(each.mean), float(each.std)) for name, each in priors.items()
+        name: (float(each.mean), float(each.std))
+        for name, each in priors.items()
         if isinstance(each, NormalPrior) and each.is_scalar
     }
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients

@@ -81,9 +81,18 @@ class Engine(ABC):
     """True if the engine needs the fast loop, because it does not call the loop's own step."""
 
     def __init__(
-        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
-        *, method: Method, keep_optimizer: bool = False, keep_posteriors: bool = False,
-        folder: str | Path | None = None, writes: bool = True, seed: int = 0,
+        self,
+        context: TrainingContext,
+        model: ResidentModel,
+        loader: FederatedLoader,
+        log: TrainingLog,
+        *,
+        method: Method,
+        keep_optimizer: bool = False,
+        keep_posteriors: bool = False,
+        folder: str | Path | None = None,
+        writes: bool = True,
+        seed: int = 0,
     ) -> None:
         self.context = context
         self.model = model
@@ -111,7 +120,12 @@ class Engine(ABC):
         """Return the client at ``position`` of the round's cohort."""
         job = self.plan.cohort[position]
         return Client(
-            job % STRIDE, self.names[job], self.sizes[job], self.plan.round, position, len(self.plan.cohort),
+            job % STRIDE,
+            self.names[job],
+            self.sizes[job],
+            self.plan.round,
+            position,
+            len(self.plan.cohort),
             job // STRIDE,
         )
 
@@ -162,7 +176,13 @@ class Engine(ABC):
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
         participant = Participant(
-            client % STRIDE, self.sizes[client], state.kept, client // STRIDE, steps, context.rate, self._gaussian,
+            client % STRIDE,
+            self.sizes[client],
+            state.kept,
+            client // STRIDE,
+            steps,
+            context.rate,
+            self._gaussian,
             self._frozen,
         )
         if state.kept:
@@ -205,8 +225,11 @@ class Engine(ABC):
         if learned is not None:
             parts = [learned.term(c.num_examples, self._priors(each)) for c, each in zip(clients, problems)]
             strengths, duals = (
-                {name: torch.stack([each[i][name] for each in parts]) if stacked else parts[0][i][name]
-                 for name in parts[0][i]} for i in range(2)
+                {
+                    name: torch.stack([each[i][name] for each in parts]) if stacked else parts[0][i][name]
+                    for name in parts[0][i]
+                }
+                for i in range(2)
             )
             zeros = {name: torch.zeros_like(value) for name, value in parts[0][0].items()}
             found += [Pull(strengths, zeros, duals)] if zeros else []
@@ -221,17 +244,27 @@ class Engine(ABC):
         return {name: found[name] for name in self.local.learned}
 
     def measured(
-        self, client: Client, local: Tensors, values: Mapping[str, Tensor], buffers: Tensors,
+        self,
+        client: Client,
+        local: Tensors,
+        values: Mapping[str, Tensor],
+        buffers: Tensors,
         optimizer: Mapping[int, Any],
     ) -> Tensors:
         """Return the variances, outside of Bayesian layers, of a client that has trained; ``local`` it had kept."""
         assert self.model.learned is not None
         batches = self._brought(client.round, client.job)
-        return self.model.learned.measured(TrainedClient(
-            client.num_examples, values, buffers, optimizer, self._priors(self._under_way[client.job][1]),
-            self.model.received(local),
-            lambda: batches,
-        ))
+        return self.model.learned.measured(
+            TrainedClient(
+                client.num_examples,
+                values,
+                buffers,
+                optimizer,
+                self._priors(self._under_way[client.job][1]),
+                self.model.received(local),
+                lambda: batches,
+            )
+        )
 
     def check_posterior(self) -> None:
         """Before any training, raise FederationError if variances cannot be measured with the clients' batches."""
@@ -246,7 +279,10 @@ class Engine(ABC):
             yield self.context.bring(batch)
 
     def sent_and_kept(
-        self, client: int, posterior: GaussianPosterior, buffers: Tensors,
+        self,
+        client: int,
+        posterior: GaussianPosterior,
+        buffers: Tensors,
         measured: tuple[Tensors, Tensors] | None = None,
     ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
         """Return what a client that has trained sends, and what it keeps: as the method says, and its own posterior.

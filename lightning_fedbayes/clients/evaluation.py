@@ -64,9 +64,7 @@ Collate = Callable[[list[Any]], Any]
 """List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage", "c_index")
-REMEDY = (
-    "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
-)
+REMEDY = "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -195,7 +193,11 @@ def sign_of(figure: str) -> int:
 
 
 def evaluate_clients(
-    module: Predictors, clients: ClientDatasets, *, batch_size: int = 256, seed: int = 0,
+    module: Predictors,
+    clients: ClientDatasets,
+    *,
+    batch_size: int = 256,
+    seed: int = 0,
     collate_fn: Collate | None = None,
 ) -> ClientScores:
     """Score every client on data of its own, in one pass; no data at the server are needed.
@@ -218,8 +220,9 @@ def evaluate_clients(
     Raises:
         FedBayesError: a client has no example or no module, or the predictions are not of this package.
     """
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
-               error=FedBayesError)
+    check_kind(
+        "clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data", error=FedBayesError
+    )
     _check_pass(batch_size, seed)
     if collate_fn is not None and not callable(collate_fn):
         raise FedBayesError(f"collate_fn={shown(collate_fn)}: give a function, list of examples → batch")
@@ -260,19 +263,28 @@ def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
-    check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
-               error=FedBayesError)
+    check_kind(
+        "module",
+        module,
+        L.LightningModule,
+        "give a LightningModule, or a PosteriorPredictive of it",
+        error=FedBayesError,
+    )
     if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
     seed = derive_seed(seed, "evaluation")
-    return figures_of(predict_data(
-        module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch)), collate_fn
-    ))
+    return figures_of(
+        predict_data(module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch)), collate_fn)
+    )
 
 
 @torch.no_grad()
 def predict_data(
-    module: nn.Module, dataset: Dataset, batch_size: int, seed: int, predict: Callable[[Any], Predicted],
+    module: nn.Module,
+    dataset: Dataset,
+    batch_size: int,
+    seed: int,
+    predict: Callable[[Any], Predicted],
     collate_fn: Collate | None = None,
 ) -> Predicted:
     """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
@@ -349,8 +361,11 @@ def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
             f"{type(predictive).__name__} gives {shown(outputs)}; outputs of shape (batch, *), or draws of them, are "
             "needed"
         )
-    known = predictive.likelihood_for(outputs[0], targets) if isinstance(predictive, PosteriorPredictive) else (
-        likelihood_of(predictive, outputs[0], targets))
+    known = (
+        predictive.likelihood_for(outputs[0], targets)
+        if isinstance(predictive, PosteriorPredictive)
+        else (likelihood_of(predictive, outputs[0], targets))
+    )
     return known.rows(outputs, targets)
 
 
@@ -410,8 +425,14 @@ def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def choose_personal_weight(
-    posterior_of: Callable[[float], GaussianPosterior], module: Any, held_out: Dataset,
-    weights: Sequence[float] = WEIGHTS, *, batch_size: int = 256, seed: int = 0, **options: Any,
+    posterior_of: Callable[[float], GaussianPosterior],
+    module: Any,
+    held_out: Dataset,
+    weights: Sequence[float] = WEIGHTS,
+    *,
+    batch_size: int = 256,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[float, dict[float, float]]:
     r"""Choose how much of its own posterior a client's personal one holds, by the NLL of data it has not trained on.
 

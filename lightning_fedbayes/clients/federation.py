@@ -66,15 +66,21 @@ class Federation:
     """
 
     def __init__(
-        self, settings: FederationSettings, engine: Engine, collective: Collective = ALONE,
+        self,
+        settings: FederationSettings,
+        engine: Engine,
+        collective: Collective = ALONE,
         held_out: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         model = engine.model
         self.settings = settings
         self.engine = engine
         self.server = Server(
-            model.read_posterior().clone(), model.federated_buffers, collective=collective,
-            counted_of=lambda client: engine.states.of(client).kept, **settings.server_options(),
+            model.read_posterior().clone(),
+            model.federated_buffers,
+            collective=collective,
+            counted_of=lambda client: engine.states.of(client).kept,
+            **settings.server_options(),
         )
         self.held_out = held_out
         self.stage: Stage = "between"

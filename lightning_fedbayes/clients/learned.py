@@ -94,10 +94,15 @@ class LearnedPosterior(ABC):
 
     def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
         """Make ``posterior`` the prior of all clients but for the names in ``exclude``; None brings the own back."""
-        self._priors = {} if posterior is None else {
-            name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
-            for name in self.variances if name not in exclude
-        }
+        self._priors = (
+            {}
+            if posterior is None
+            else {
+                name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
+                for name in self.variances
+                if name not in exclude
+            }
+        )
 
     def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
         """Return the priors in force, by name, as :func:`natural_prior` gives them; none if all are the own.
@@ -106,10 +111,14 @@ class LearnedPosterior(ABC):
             priors: of a client; None: those of all clients.
         """
         replaced = self._priors if priors is None else priors
-        return {
-            name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
-            for name, variance in self.variances.items()
-        } if replaced else {}
+        return (
+            {
+                name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
+                for name, variance in self.variances.items()
+            }
+            if replaced
+            else {}
+        )
 
     def check(self, batches: Iterable[Any]) -> None:  # noqa: B027
         """Before any training, raise FederationError if :meth:`measured` cannot take such ``batches``; by default not.
@@ -119,7 +128,10 @@ class LearnedPosterior(ABC):
         """
 
     def start(
-        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        self,
+        kept: OptimizerState,
+        num_examples: int,
+        priors: Priors | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> OptimizerState:
         """Return the state with which a client's optimizer starts; by default what it has kept.
@@ -219,7 +231,10 @@ class OptimizerPosterior(LearnedPosterior):
         return self._groups()[self._numbers[name]][1]["temperature"] if name in self._numbers else 1.0
 
     def start(
-        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        self,
+        kept: OptimizerState,
+        num_examples: int,
+        priors: Priors | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> OptimizerState:
         """See :meth:`LearnedPosterior.start`. Under a client's own quadratic prior the width is the global one.
@@ -388,7 +403,10 @@ class PathPosterior(LearnedPosterior):
         return float("inf")
 
     def start(
-        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        self,
+        kept: OptimizerState,
+        num_examples: int,
+        priors: Priors | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> OptimizerState:
         """See :meth:`LearnedPosterior.start`: the moments of earlier rounds are left out."""

@@ -78,7 +78,11 @@ class FederatedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader, clients: Clients, batching: Batching, plan: Callable[[], RoundPlan],
+        self,
+        loader: DataLoader,
+        clients: Clients,
+        batching: Batching,
+        plan: Callable[[], RoundPlan],
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.part = part
@@ -159,13 +163,20 @@ class FederatedLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
         kept = (
-            "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+            "num_workers",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "prefetch_factor",
             "persistent_workers",
         )
         return DataLoader(
             ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
             batch_sampler=_PlannedBatches(self._sizes, self.batching, self._plan, sequence, self.part),
-            collate_fn=loaded, generator=self._worker_seed, **{name: getattr(loader, name) for name in kept},
+            collate_fn=loaded,
+            generator=self._worker_seed,
+            **{name: getattr(loader, name) for name in kept},
         )
 
     def load(self, round: int, client: int) -> Any:
@@ -256,8 +267,7 @@ def batching_of(
         )
     sampler = loader.sampler
     shuffle = (
-        type(sampler) is RandomSampler and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
     if not shuffle and type(sampler) is not SequentialSampler:
         raise FederationError(
@@ -268,8 +278,12 @@ def batching_of(
 
 
 def federated_loader(
-    loader: Any, settings: FederationSettings, plan: Callable[[FederatedLoader], RoundPlan],
-    part: tuple[int, int] = (0, 1), limit: int | float = 1.0, clients_in_a_round: int | None = None,
+    loader: Any,
+    settings: FederationSettings,
+    plan: Callable[[FederatedLoader], RoundPlan],
+    part: tuple[int, int] = (0, 1),
+    limit: int | float = 1.0,
+    clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients; adversaries may get poisoned labels.
 
@@ -281,7 +295,11 @@ def federated_loader(
         FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
     """
     batching = batching_of(
-        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit,
+        loader,
+        local_epochs=settings.local_epochs,
+        fraction=settings.fraction,
+        seed=settings.seed,
+        limit=limit,
         problems=1 if settings.fusion is None else settings.method.problems,
     )
     clients = clients_of(loader.dataset, settings.partition, settings.seed)

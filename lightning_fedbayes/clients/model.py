@@ -49,8 +49,13 @@ class ResidentModel:
     """
 
     def __init__(
-        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
-        learned: LearnedPosterior | None = None, own_starts: bool = False, frozen: Collection[str] = (),
+        self,
+        module: nn.Module,
+        local_parameters: Sequence[str] = (),
+        buffers: BufferPolicy = "average",
+        learned: LearnedPosterior | None = None,
+        own_starts: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         self.module = module
         self.learned = learned
@@ -70,7 +75,8 @@ class ResidentModel:
         self.parameters = parameters
         probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
         self._own = {
-            name: p for name, p in parameters.items()
+            name: p
+            for name, p in parameters.items()
             if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
         }
         self._look()
@@ -144,7 +150,8 @@ class ResidentModel:
         return any(bits(p) != self._prints[name] for name, p in self.frozen.items()) or not all(
             torch.equal(tensor, present[name])
             for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
-            for name, tensor in held.items() if name not in self.frozen
+            for name, tensor in held.items()
+            if name not in self.frozen
         )
 
     def load_global(self) -> None:
@@ -254,7 +261,8 @@ class ResidentModel:
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
         return {
-            name: full(value) for name, value in self.global_parameters.items()
+            name: full(value)
+            for name, value in self.global_parameters.items()
             if name not in self._local_parameters and name not in self.frozen
         }
 
@@ -319,8 +327,10 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
         return posterior
     now = PosteriorView(module).read()
     order = [name for name in now.names if name in names or name in posterior.mean]
-    mean, variance = ({**{n: of[n] for n in names}, **own} for of, own in (
-        (now.mean, posterior.mean), (now.variance, posterior.variance)))
+    mean, variance = (
+        {**{n: of[n] for n in names}, **own}
+        for of, own in ((now.mean, posterior.mean), (now.variance, posterior.variance))
+    )
     return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
 
 
@@ -348,8 +358,10 @@ def federated_buffer_names(module: nn.Module) -> list[str]:
     """Return the names of persistent buffers, but for noise and priors of bayesian-torch, and for scales."""
     persistent = module.state_dict(keep_vars=True)
     own = {
-        f"{path}.{name}" if path else name for path, layer in module.named_modules()
-        if isinstance(layer, BaseVariationalLayer_ | FederatedScaler) for name in layer._buffers
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, BaseVariationalLayer_ | FederatedScaler)
+        for name in layer._buffers
     }
     return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 
@@ -360,8 +372,11 @@ def _matches(
     """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
     found: list[str] = []
     for pattern in patterns:
-        names = [name for name in [*parameters, *buffers]
-                 if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)]
+        names = [
+            name
+            for name in [*parameters, *buffers]
+            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
+        ]
         if not names:
             raise FederationError(
                 f"local_parameters pattern '{pattern}' matches no parameter or buffer: "

@@ -107,8 +107,11 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
         return state
     devices = [parameter.device for parameter in parameters_of(optimizer)]
     return {
-        i: {name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
-            for name, value in entries.items()} for i, entries in state.items()
+        i: {
+            name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for i, entries in state.items()
     }
 
 
@@ -136,8 +139,11 @@ def _own_attributes() -> frozenset[str]:
 
 
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items()
-            if isinstance(value, PLAIN) and name not in _own_attributes()}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, PLAIN) and name not in _own_attributes()
+    }
 
 
 def _copy_of(options: dict[str, Any]) -> dict[str, Any]:

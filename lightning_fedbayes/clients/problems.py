@@ -225,7 +225,11 @@ class Measured:
         self.parts = parts
 
     def found(
-        self, num_examples: float, local_epochs: int, variances: Mapping[str, Tensor], scales: Mapping[str, float],
+        self,
+        num_examples: float,
+        local_epochs: int,
+        variances: Mapping[str, Tensor],
+        scales: Mapping[str, float],
         slot: int | None = None,
     ) -> tuple[Tensors, Tensors]:
         """Return gradients and curvatures of the data of a client; nothing of a parameter without a gradient.
@@ -291,7 +295,11 @@ class Watch:
     """
 
     def __init__(
-        self, local: LocalPriors, own: Quadratic | None, terms: Sequence[Pull], parameters: Mapping[str, Tensor],
+        self,
+        local: LocalPriors,
+        own: Quadratic | None,
+        terms: Sequence[Pull],
+        parameters: Mapping[str, Tensor],
         parts: int,
     ) -> None:
         self._local, self._terms, self._parts = local, terms, parts

@@ -44,7 +44,12 @@ class SequentialEngine(Engine):
     name: ClassVar[str] = "sequential"
 
     def __init__(
-        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, is_alone: bool = False,
+        self,
+        context: TrainingContext,
+        model: ResidentModel,
+        loader: FederatedLoader,
+        *,
+        is_alone: bool = False,
         **options: Any,
     ) -> None:
         log = TrainingLog(context.module, context.in_training_step)
@@ -88,8 +93,8 @@ class SequentialEngine(Engine):
         self._steps_before = self._steps.completed
         for optimizer in self._optimizers:
             optimizer.begin_round()
-        self._state = None if self._is_alone else RoundState(
-            self.model.module, self.model.global_buffers, self.context.watchers
+        self._state = (
+            None if self._is_alone else RoundState(self.model.module, self.model.global_buffers, self.context.watchers)
         )
         if plan.cohort:
             self._seed_client()
@@ -197,10 +202,15 @@ class SequentialEngine(Engine):
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
-        self.states.keep(client.job, ClientState(
-            self.model.read_local(), self.kept_states([state for state, _ in kept]), [changes for _, changes in kept],
-            **own,
-        ))
+        self.states.keep(
+            client.job,
+            ClientState(
+                self.model.read_local(),
+                self.kept_states([state for state, _ in kept]),
+                [changes for _, changes in kept],
+                **own,
+            ),
+        )
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"])
 
     def _measure(self) -> Exception | None:
@@ -244,8 +254,10 @@ class SequentialEngine(Engine):
         if self._state is not None:
             if self._position < len(self.plan.cohort):  # the round was cut short
                 self._state.restore(keep_hooks=True)
-            self._tell("Every client starts a round with the module's own {}: what training changes there is dropped.",
-                       self._state.dropped)
+            self._tell(
+                "Every client starts a round with the module's own {}: what training changes there is dropped.",
+                self._state.dropped,
+            )
             self._tell("Clients share {}, which training changes and which cannot be put back.", self._state.shared)
         self._state = None
         super().end_round(success=success)

@@ -52,7 +52,10 @@ clients in a stack, on which the noise depends, is the same on every machine."""
 
 
 def make_federation(
-    settings: FederationSettings, context: TrainingContext, loader: FederatedLoader, collective: Collective = ALONE,
+    settings: FederationSettings,
+    context: TrainingContext,
+    loader: FederatedLoader,
+    collective: Collective = ALONE,
     held_out: Callable[[], Iterable[Any]] = tuple,
 ) -> Federation:
     """Make the federation of ``settings`` for a training loop: resident model, engine and server.
@@ -73,12 +76,18 @@ def make_federation(
     loader.fill_scalers(context.module, collective, Door(settings.privacy, examples=examples))
     thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
     model = ResidentModel(
-        context.module, settings.local_parameters, settings.buffers, learned, own_starts,
+        context.module,
+        settings.local_parameters,
+        settings.buffers,
+        learned,
+        own_starts,
         () if thaws else frozen_names(context.module),
     )
     if model.frozen_names:
-        trained, all_ = (sum(p.numel() for p in each) for each in (
-            [p for p in context.module.parameters() if p.requires_grad], context.module.parameters()))
+        trained, all_ = (
+            sum(p.numel() for p in each)
+            for each in ([p for p in context.module.parameters() if p.requires_grad], context.module.parameters())
+        )
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
     needed = getattr(context.module, "federated_method", None)
     if settings.fusion is None and needed is not None:
@@ -102,8 +111,12 @@ def make_federation(
 
 
 def make_engine(
-    settings: FederationSettings, context: TrainingContext, model: ResidentModel, loader: FederatedLoader,
-    *, writes: bool = True,
+    settings: FederationSettings,
+    context: TrainingContext,
+    model: ResidentModel,
+    loader: FederatedLoader,
+    *,
+    writes: bool = True,
 ) -> Engine:
     """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
 
@@ -115,8 +128,12 @@ def make_engine(
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
     options: dict[str, Any] = {
-        "method": settings.method, "keep_posteriors": settings.keeps_posteriors, "seed": settings.seed,
-        "keep_optimizer": context.keeps_state(settings), "folder": settings.kept.folder, "writes": writes,
+        "method": settings.method,
+        "keep_posteriors": settings.keeps_posteriors,
+        "seed": settings.seed,
+        "keep_optimizer": context.keeps_state(settings),
+        "folder": settings.kept.folder,
+        "writes": writes,
     }
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
@@ -143,8 +160,10 @@ def make_engine(
         most = max(1, STACK_BYTES.get(device, STACK_BYTES["cuda"]) // max(probed.bytes_per_client, 1))
         at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
-        if name == "auto" and (probed.flops > limits.get(device, limits["cuda"]) or (
-                together == 1 and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]))):
+        if name == "auto" and (
+            probed.flops > limits.get(device, limits["cuda"])
+            or (together == 1 and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]))
+        ):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
         if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
             raise CannotVectorize(

@@ -52,8 +52,11 @@ class Snapshot:
         self._prints = {name: fingerprint(value) for name, value in self._values.items()}
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
         arrays = {n: value for n, value in self._values.items() if isinstance(value, Tensor | np.ndarray)}
-        self._arrays = {n: value.detach().clone() if isinstance(value, Tensor) else value.copy()
-                        for n, value in arrays.items() if not isinstance(value, nn.Parameter) and value.nbytes <= LARGE}
+        self._arrays = {
+            n: value.detach().clone() if isinstance(value, Tensor) else value.copy()
+            for n, value in arrays.items()
+            if not isinstance(value, nn.Parameter) and value.nbytes <= LARGE
+        }
 
     def changes(self) -> dict[str, Any]:
         """Return the attributes that were replaced, added or written into: name → present value."""

@@ -178,8 +178,11 @@ class States:
             return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
         optimizers = [
-            {number: {name: on("cpu" if name in ON_THE_CPU else device, value) for name, value in entries.items()}
-             for number, entries in each.items()} for each in state.get("optimizers", [])
+            {
+                number: {name: on("cpu" if name in ON_THE_CPU else device, value) for name, value in entries.items()}
+                for number, entries in each.items()
+            }
+            for each in state.get("optimizers", [])
         ]
         rest = {name: on(device, value) for name, value in state.items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)

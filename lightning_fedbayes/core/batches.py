@@ -109,8 +109,10 @@ def _form(batch: Any) -> str:
 def predicts_batches(module: nn.Module) -> bool:
     """Return True for a LightningModule with no ``forward``, and a ``predict_step``: that gives its outputs."""
     return (
-        isinstance(module, L.LightningModule) and type(module).forward is L.LightningModule.forward
-        and "forward" not in vars(module) and type(module).predict_step is not L.LightningModule.predict_step
+        isinstance(module, L.LightningModule)
+        and type(module).forward is L.LightningModule.forward
+        and "forward" not in vars(module)
+        and type(module).predict_step is not L.LightningModule.predict_step
     )
 
 

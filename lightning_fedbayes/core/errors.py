@@ -96,7 +96,8 @@ def told_failures(failures: Mapping[str, Exception]) -> list[str]:
         by_kind.setdefault(type(error).__name__, []).append(name)
     return [
         f"client{'s' if len(names) > 1 else ''} {listed(names)} {'are' if len(names) > 1 else 'is'} left out"
-        f"{'; the first' if len(names) > 1 else ''}: {kind}: {failures[names[0]]}" for kind, names in by_kind.items()
+        f"{'; the first' if len(names) > 1 else ''}: {kind}: {failures[names[0]]}"
+        for kind, names in by_kind.items()
     ]
 
 
@@ -129,7 +130,12 @@ def is_number(value: Any) -> bool:
 
 
 def check_at_least(
-    name: str, value: Any, least: int, most: int = LARGEST, *, error: type[FedBayesError] = FederationError,
+    name: str,
+    value: Any,
+    least: int,
+    most: int = LARGEST,
+    *,
+    error: type[FedBayesError] = FederationError,
     why: str = "",
 ) -> None:
     """Raise ``error`` unless an argument is a whole number, not smaller than ``least`` and not larger than ``most``.
@@ -149,7 +155,11 @@ def check_at_least(
 
 
 def check_number(
-    name: str, value: Any, interval: str = "(-inf, inf)", *, error: type[FedBayesError] = FederationError,
+    name: str,
+    value: Any,
+    interval: str = "(-inf, inf)",
+    *,
+    error: type[FedBayesError] = FederationError,
     why: str = "",
 ) -> None:
     """Raise ``error`` unless an argument is a finite number in ``interval``; a bool and a tensor are none.
@@ -163,7 +173,8 @@ def check_number(
         return
     if not is_number(value) or not (low < float(value) < high or float(value) in closed):
         inside = {"(-inf, inf)": "", "(0, inf)": " above 0", "[0, inf)": " of at least 0"}.get(
-            interval, f" in {interval}")
+            interval, f" in {interval}"
+        )
         raise error(f"{name}={shown(value)}: give a finite number{inside}{why and f'; {why}'}")
 
 

@@ -91,7 +91,8 @@ class Message:
                 values[name] = self.num_examples
             elif str(each.type).startswith("Mapping"):
                 values[name] = {
-                    key.removeprefix(f"{name}/"): value for key, value in self.tensors.items()
+                    key.removeprefix(f"{name}/"): value
+                    for key, value in self.tensors.items()
                     if key.startswith(f"{name}/")
                 }
                 left -= {f"{name}/{key}" for key in values[name]}

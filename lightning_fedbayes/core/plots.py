@@ -61,8 +61,9 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
     _style(below)
     edge = {"align": "edge", "edgecolor": "white", "linewidth": 0.6 if len(number) <= 30 else 0.0}
     axes.bar(left[full], height[full], width, color=PALETTE[0], label="accuracy", **edge)
-    axes.vlines(at[full], height[full], at[full], color=PALETTE[1], linewidth=2 if len(number) <= 30 else 0.8,
-                label="gap")
+    axes.vlines(
+        at[full], height[full], at[full], color=PALETTE[1], linewidth=2 if len(number) <= 30 else 0.8, label="gap"
+    )
     axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle="--", label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"Calibration (ECE {float(ece):.2%})")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
@@ -85,8 +86,12 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
         x, y = np.atleast_1d(_array(fraction)), np.atleast_1d(_array(accuracy))
         drawn = x >= 0.01
         axes.plot(x[drawn], y[drawn], label=label, marker="o" if drawn.sum() == 1 else None, **style)
-    axes.set(xlim=(0, 1.01), xlabel="examples retained", ylabel="accuracy",
-             title="Accuracy when the most uncertain are discarded")
+    axes.set(
+        xlim=(0, 1.01),
+        xlabel="examples retained",
+        ylabel="accuracy",
+        title="Accuracy when the most uncertain are discarded",
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, decimals=None))
     _legend(axes, len(curves))
@@ -145,8 +150,9 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
     _ticks(axes, labels, labels)
     axes.tick_params(axis="x", rotation=45 if max(map(len, labels)) > 4 else 0)
     part = _part((len(shown), len(names), "clients"))
-    axes.set(xlabel="data of client", ylabel="model of client",
-             title=f"{figure} of each model on each client's data{part}")
+    axes.set(
+        xlabel="data of client", ylabel="model of client", title=f"{figure} of each model on each client's data{part}"
+    )
     if len(shown) <= 12:
         luminance = image.to_rgba(table)[..., :3].mean(-1)
         for (i, j), value in np.ndenumerate(table.data):
@@ -171,8 +177,14 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     table = _array(shares)[order]
     rows, columns = table.shape
     figure, axes = _figure(min(max(0.12 * columns + 2.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
-    image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto", extent=(0.5, columns + 0.5, rows - 0.5, -0.5),
-                        interpolation="nearest")
+    image = axes.imshow(
+        table,
+        cmap=SEQUENTIAL,
+        vmin=0,
+        aspect="auto",
+        extent=(0.5, columns + 0.5, rows - 0.5, -0.5),
+        interpolation="nearest",
+    )
     axes.set_facecolor(GRID)
     axes.grid(False)
     axes.spines[:].set_visible(False)
@@ -297,8 +309,10 @@ def _ticks(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
 def _line_styles(number: int) -> list[dict[str, Any]]:
     """Return one style per line: the colours of the palette, with dashes where they repeat."""
     dashes = ("-", "--", ":", "-.")
-    return [{"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)], "linewidth": 1.8}
-            for i in range(number)]
+    return [
+        {"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)], "linewidth": 1.8}
+        for i in range(number)
+    ]
 
 
 def _legend(axes: Axes, entries: int) -> None:

@@ -73,8 +73,10 @@ class GaussianPosterior:
         gaussian = sum(not is_zero(variance) for variance in self.variance.values())
         types = sorted({f"{str(mean.dtype).removeprefix('torch.')} on {mean.device}" for mean in self.mean.values()})
         kind = "Gaussian, linearised" if self.linearised else "Gaussian"
-        return (f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
-                f"{kind}; {', '.join(types)})")
+        return (
+            f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
+            f"{kind}; {', '.join(types)})"
+        )
 
     def _repr_html_(self) -> str:
         """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
@@ -146,8 +148,11 @@ class GaussianPosterior:
         Args:
             mean, variance: shape (P,), float64; not to be written into.
         """
-        known = {"is_point_mass": self.is_point_mass, "num_parameters": self.num_parameters,
-                 "linearised": self.linearised}
+        known = {
+            "is_point_mass": self.is_point_mass,
+            "num_parameters": self.num_parameters,
+            "linearised": self.linearised,
+        }
         return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
 
     def owned(self) -> GaussianPosterior:
@@ -231,8 +236,12 @@ class GaussianPosterior:
             variances = repeat([zeros_like(self.mean[name][0]) for name in self.variance])
         else:
             variances = zip(*(each.unbind(0) for each in self.variance.values()))
-        known = {"num_bytes": self.num_bytes // count, "is_point_mass": self.is_point_mass, "num_parameters": size,
-                 "linearised": self.linearised}
+        known = {
+            "num_bytes": self.num_bytes // count,
+            "is_point_mass": self.is_point_mass,
+            "num_parameters": size,
+            "linearised": self.linearised,
+        }
         double = all(mean.device.type != "mps" for mean in self.mean.values())
         flat = self._flat_rows(count) if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
         for mean, variance, both in zip(means, variances, flat):
@@ -249,8 +258,9 @@ class GaussianPosterior:
 
     def to(self, device: torch.device | str) -> GaussianPosterior:
         """This posterior on another device."""
-        variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)
-                    for n, v in self.variance.items()}
+        variance = {
+            n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device) for n, v in self.variance.items()
+        }
         mean = {name: value.to(device) for name, value in self.mean.items()}
         return self._of_checked(mean, variance, linearised=self.linearised)
 
@@ -468,8 +478,12 @@ def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = Po
 
 
 def check_same_structure(
-    first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_name: str, second_name: str,
-    *, error: type[FedBayesError] = PosteriorError,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    first_name: str,
+    second_name: str,
+    *,
+    error: type[FedBayesError] = PosteriorError,
 ) -> None:
     """Raise ``error`` unless two mappings have the same names and, under each name, the same shape."""
     if first.keys() != second.keys():

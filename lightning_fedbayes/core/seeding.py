@@ -8,8 +8,20 @@ import numpy as np
 import torch
 
 Stream = Literal[
-    "cohort", "order", "training", "loading", "validation", "fusion", "partition", "adversaries", "attack", "privacy",
-    "gradients", "evaluation", "held out", "delay",
+    "cohort",
+    "order",
+    "training",
+    "loading",
+    "validation",
+    "fusion",
+    "partition",
+    "adversaries",
+    "attack",
+    "privacy",
+    "gradients",
+    "evaluation",
+    "held out",
+    "delay",
 ]
 
 SERVER = -1

@@ -270,6 +270,7 @@ class Store:
 
 class _Pickler(pickle.Pickler):
     """Writes tensors as they lie in memory: torch.save takes ten times as long for small ones."""
+
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided:
             return NotImplemented

@@ -253,8 +253,13 @@ class Clients:
         if len(sizes) <= MOST_ROWS:
             return list(sizes)
         digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
-        return {"smallest": min(sizes), "median": median(sizes), "largest": max(sizes), "total": sum(sizes),
-                "digest": digest}
+        return {
+            "smallest": min(sizes),
+            "median": median(sizes),
+            "largest": max(sizes),
+            "total": sum(sizes),
+            "digest": digest,
+        }
 
     def __len__(self) -> int:
         return len(self.datasets)

@@ -247,12 +247,15 @@ class CIFAR10DataModule(ImageDataModule):
 
     def find(self) -> list[Path]:
         """The five training files and the test file of one version."""
-        return find_files(self.directory, [
-            ("cifar-10-batches-py", CIFAR_FILES),
-            ("cifar-10-batches-bin", CIFAR_BINARY_FILES),
-            (".", CIFAR_FILES),
-            (".", CIFAR_BINARY_FILES),
-        ])
+        return find_files(
+            self.directory,
+            [
+                ("cifar-10-batches-py", CIFAR_FILES),
+                ("cifar-10-batches-bin", CIFAR_BINARY_FILES),
+                (".", CIFAR_FILES),
+                (".", CIFAR_BINARY_FILES),
+            ],
+        )
 
     def read(self) -> tuple[LabelledImages, LabelledImages]:
         """Read the training part and the test part, as they are stored."""

@@ -43,8 +43,10 @@ def read_table(path: Path, separator: str | None = None, missing: str | None = N
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            row = [_number(text.strip(), missing, path, number, column)
-                   for column, text in enumerate(line.split(separator), start=1)]
+            row = [
+                _number(text.strip(), missing, path, number, column)
+                for column, text in enumerate(line.split(separator), start=1)
+            ]
             if rows and len(row) != len(rows[0]):
                 raise FederationError(
                     f"{path}, line {number}: {len(row)} columns, but the lines before have {len(rows[0])}; the line is "

@@ -18,6 +18,11 @@ from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
 
 __all__ = [
-    "FusionStrategy", "ServerState", "client_app", "initial_arrays", "load_checkpoint", "personal_posterior",
+    "FusionStrategy",
+    "ServerState",
+    "client_app",
+    "initial_arrays",
+    "load_checkpoint",
+    "personal_posterior",
     "server_app",
 ]

@@ -67,8 +67,16 @@ class Course:
     """
 
     def __init__(
-        self, schedule: Asynchronous, server: Server, clients: roster.Roster, seed: int, timeout: float, ask: Ask,
-        read: Read, log: Path | None, resumed: Mapping[str, Any],
+        self,
+        schedule: Asynchronous,
+        server: Server,
+        clients: roster.Roster,
+        seed: int,
+        timeout: float,
+        ask: Ask,
+        read: Read,
+        log: Path | None,
+        resumed: Mapping[str, Any],
     ) -> None:
         self.schedule = schedule
         self.server = server

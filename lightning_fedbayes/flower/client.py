@@ -94,9 +94,21 @@ def client_app(
             buffers would leave the client beside what ``privacy`` protects.
     """
     client = RemoteClient(
-        module, datamodule, partition=partition, local_epochs=local_epochs, fusion=fusion, keep=keep, buffers=buffers,
-        local_parameters=local_parameters, privacy=privacy, posterior=posterior, one_shot=one_shot,
-        conformal_epsilon=conformal_epsilon, exact=exact, share_errors=share_errors, state_folder=state_folder,
+        module,
+        datamodule,
+        partition=partition,
+        local_epochs=local_epochs,
+        fusion=fusion,
+        keep=keep,
+        buffers=buffers,
+        local_parameters=local_parameters,
+        privacy=privacy,
+        posterior=posterior,
+        one_shot=one_shot,
+        conformal_epsilon=conformal_epsilon,
+        exact=exact,
+        share_errors=share_errors,
+        state_folder=state_folder,
         trainer=trainer,
     )
 

@@ -63,7 +63,8 @@ class Roster:
         """Do as :meth:`update` does, without waiting: a new node is heard in a later call, or asked again in time."""
         now, strangers = time.monotonic(), self._strangers(grid)
         self._greeted = {
-            node: (identity, since) for node, (identity, since) in self._greeted.items()
+            node: (identity, since)
+            for node, (identity, since) in self._greeted.items()
             if node in strangers and now - since <= timeout
         }
         for node in strangers:

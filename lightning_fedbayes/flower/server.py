@@ -17,7 +17,10 @@ from lightning_fedbayes.transport.initial import initial_model
 
 
 def initial_arrays(
-    module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = (),
+    module: L.LightningModule,
+    *,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> ArrayRecord:
     """Return the arrays that a federation starts from: posterior and buffers of ``module``, of frozen ones a digest.

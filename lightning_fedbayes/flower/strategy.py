@@ -124,8 +124,15 @@ class FusionStrategy(Rounds, Strategy):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
-            across=across, checkpoint=checkpoint, seed=seed,
+            fusion,
+            weighting,
+            fraction=fraction,
+            wait_for=wait_for,
+            safeguards=safeguards,
+            evaluate=evaluate,
+            across=across,
+            checkpoint=checkpoint,
+            seed=seed,
         )
         if schedule is not None:
             FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
@@ -151,7 +158,14 @@ class FusionStrategy(Rounds, Strategy):
             assert self.server is not None
             log = None if self.checkpoint is None else self.checkpoint.with_suffix(".jsonl")
             self._course = Course(
-                self.schedule, self.server, self._roster, self.seed, self._timeout, self._ask, self._read, log,
+                self.schedule,
+                self.server,
+                self._roster,
+                self.seed,
+                self._timeout,
+                self._ask,
+                self._read,
+                log,
                 under_way,
             )
 
@@ -261,7 +275,12 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
-        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int],
+        self,
+        kind: str,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        nodes: dict[int, int],
         told: Mapping[str, Any] | None = None,
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client; ``told`` is what is otherwise in it."""
@@ -397,7 +416,11 @@ class FusionStrategy(Rounds, Strategy):
         return fused(method, first, ask)
 
     def _ask_once(
-        self, grid: Grid, arrays: ArrayRecord, method: OneShot | str, clients: Collection[int] | None = None,
+        self,
+        grid: Grid,
+        arrays: ArrayRecord,
+        method: OneShot | str,
+        clients: Collection[int] | None = None,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[int, Any]:
         """Ask clients, None for all, for what they send once."""

@@ -88,8 +88,13 @@ def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_r
         raise FusionError(f"{who} failed: {reply.error.reason}")
     header, arrays, metrics = (reply.content.get(name) for name in ("config", "arrays", "metrics"))
     return read_message(
-        header, lambda: tensors_in(arrays, who) if isinstance(arrays, ArrayRecord) else {}, metrics,
-        client=client, kind=kind, server_round=server_round, who=who,
+        header,
+        lambda: tensors_in(arrays, who) if isinstance(arrays, ArrayRecord) else {},
+        metrics,
+        client=client,
+        kind=kind,
+        server_round=server_round,
+        who=who,
     )
 
 

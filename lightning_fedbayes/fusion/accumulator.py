@@ -113,7 +113,8 @@ class FusionAccumulator:
                 check_finite(posterior, f"client {number}")
 
     def add_checked(
-        self, clients: Sequence[tuple[int, GaussianPosterior, float]],
+        self,
+        clients: Sequence[tuple[int, GaussianPosterior, float]],
         watch: Watch | None = None,
     ) -> None:
         """Add clients whose posteriors have been checked.

@@ -13,7 +13,12 @@ Score = Callable[[Any, Any], Any]
 """Mean loss of a module on a batch: (module, batch) → number or scalar tensor, the lower the better."""
 
 CANDIDATES = (
-    "weighted_average", "weighted_sum", "linear_pool", "reverse_kl_barycenter", "wasserstein_barycenter", "conflation",
+    "weighted_average",
+    "weighted_sum",
+    "linear_pool",
+    "reverse_kl_barycenter",
+    "wasserstein_barycenter",
+    "conflation",
     "weighted_conflation",
 )
 """Candidates of ``fusion="auto"``."""

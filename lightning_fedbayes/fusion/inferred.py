@@ -328,10 +328,14 @@ class Reliability(ReliabilityRule):
                 "'reverse_kl_barycenter' or 'weighted_average'"
             )
         # attributes of this object, not of its class: they follow from the two rules
-        vars(self).update(uses_weights=self.by.uses_weights, resists=self.then.resists, narrows=self.then.narrows,
-                          keeps_prior=self.then.keeps_prior,
-                          by_columns=self.by.by_columns and self.then.by_columns,
-                          needs_previous=self.by.needs_previous or self.then.needs_previous)
+        vars(self).update(
+            uses_weights=self.by.uses_weights,
+            resists=self.then.resists,
+            narrows=self.then.narrows,
+            keeps_prior=self.then.keeps_prior,
+            by_columns=self.by.by_columns and self.then.by_columns,
+            needs_previous=self.by.needs_previous or self.then.needs_previous,
+        )
 
     def init(self) -> RuleState:
         """See :meth:`FusionRule.init`."""

@@ -291,7 +291,11 @@ class InverseCovarianceMLE(_InverseCovariance):
     """
 
     def __init__(
-        self, latent: int = 2, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-6,
+        self,
+        latent: int = 2,
+        memory: float = 1.0,
+        floor: float = 0.01,
+        tolerance: float = 1e-6,
         max_iterations: int = 100,
     ) -> None:
         super().__init__(latent, memory, floor)

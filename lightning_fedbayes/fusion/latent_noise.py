@@ -134,7 +134,11 @@ def climb(
         return value
 
     optimizer = torch.optim.LBFGS(
-        free.values(), max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
+        free.values(),
+        max_iter=steps,
+        history_size=20,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
     with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: keep the best so far

@@ -37,7 +37,7 @@ ALGORITHMS = {
     "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "
-             "the normalisation layers, and buffers='local'",
+    "the normalisation layers, and buffers='local'",
 }
 """Known algorithm that is no fusion rule, in lower case without hyphens → what to do instead."""
 

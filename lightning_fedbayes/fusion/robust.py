@@ -155,7 +155,7 @@ class MultiKrum(GramRule):
         worst = scores[ranked[keep - 1]]
         return shares, {
             k: f"squared distances to its {neighbours} nearest clients sum to {scores[k]:.4g}; "
-               f"those kept have at most {worst:.4g}"
+            f"those kept have at most {worst:.4g}"
             for k in sorted(ranked[keep:])
         }
 

@@ -165,7 +165,11 @@ class SumRule(FusionRule):
         """
 
     def advance(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
+        self,
+        statistics: Statistics,
+        like: GaussianPosterior,
+        previous: GaussianPosterior | None,
+        state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
         """Return the result of a round, by default without a state; see :class:`SumRule`.

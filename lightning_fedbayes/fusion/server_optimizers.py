@@ -68,7 +68,11 @@ class ServerOptimizer(SumRule):
         return self.then.average(statistics)
 
     def advance(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
+        self,
+        statistics: Statistics,
+        like: GaussianPosterior,
+        previous: GaussianPosterior | None,
+        state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
         """See :meth:`SumRule.advance`; the state holds that of the optimizer, and of the rule that fuses.
@@ -196,7 +200,11 @@ class FedAdam(AdaptiveServerOptimizer):
     """
 
     def __init__(
-        self, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, epsilon: float = 1e-3,
+        self,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        epsilon: float = 1e-3,
         then: str | SumRule = "weighted_average",
     ) -> None:
         super().__init__(lr, beta1, epsilon, then)

@@ -129,7 +129,8 @@ class BayesianLayer(BaseVariationalLayer_):
             ConversionError: the layer knows no such layer; override this method.
         """
         raise ConversionError(
-            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean")
+            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean"
+        )
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
@@ -166,8 +167,15 @@ class BayesianAffine(BayesianLayer):
         cls.default_estimator = estimator or cls.default_estimator
 
     def __init__(
-        self, template: nn.Module, weight_name: str, prior_mean: float, prior_variance: float | None,
-        prior_std: float | None, prior: Prior | None, posterior_mu_init: float, posterior_rho_init: float | None,
+        self,
+        template: nn.Module,
+        weight_name: str,
+        prior_mean: float,
+        prior_variance: float | None,
+        prior_std: float | None,
+        prior: Prior | None,
+        posterior_mu_init: float,
+        posterior_rho_init: float | None,
         bayesian_bias: bool,
     ) -> None:
         super().__init__()
@@ -263,8 +271,11 @@ class BayesianAffine(BayesianLayer):
             weight, bias = draw([weight_mean, bias_mean], [weight_rho, self.rho_bias])
             return op(x, weight, bias)
         weight = Normal(weight_mean, softplus_std(weight_rho))
-        bias = None if bias_mean is None else Normal(
-            bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
+        bias = (
+            None
+            if bias_mean is None
+            else Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
+        )
         if self.estimator == "local_reparameterization":
             mean, std = functional.output_moments(op, x, weight, bias)
             return mean + std * torch.randn_like(mean)
@@ -329,8 +340,9 @@ def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
             key = prior.mean, prior.std, mean.dtype, mean.device
         groups.setdefault(key, []).append(parameter)
     divergences = [
-        group[0].kl() if len(group) == 1 else joined_kl_sum(
-            [each.mean for each in group], [each.rho for each in group], *key[:2])
+        group[0].kl()
+        if len(group) == 1
+        else joined_kl_sum([each.mean for each in group], [each.rho for each in group], *key[:2])
         for key, group in groups.items()
     ]
     return sum(divergences[1:], divergences[0])

@@ -24,8 +24,11 @@ from lightning_fedbayes.layers.priors import Prior
 Size = int | tuple[int, ...]
 
 CONVOLVE: dict[type[nn.Module], Any] = {
-    nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d,
-    nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+    nn.ConvTranspose1d: F.conv_transpose1d,
+    nn.ConvTranspose2d: F.conv_transpose2d,
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 
@@ -42,8 +45,17 @@ def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
 
 
 def check_geometry(
-    dims: int, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
-    groups: int, padding_mode: Any, *, transposed: bool,
+    dims: int,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    padding_mode: Any,
+    *,
+    transposed: bool,
 ) -> None:
     """Raise ConversionError unless these are the arguments of a convolution in ``dims`` dimensions."""
     for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
@@ -115,18 +127,48 @@ class BayesianConv(BayesianAffine):
     ) -> None:
         check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
         transposed = isinstance(self, TransposedConvolution)
-        check_geometry(self.dims, in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
-                       padding_mode, transposed=transposed)
+        check_geometry(
+            self.dims,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            padding_mode,
+            transposed=transposed,
+        )
         own: dict[str, Any] = {} if output_padding is None else {"output_padding": output_padding}
         if own and not transposed:
             raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions: leave it out")
         for name, size in own.items():
             check_sizes(name, size, self.dims, 0)
         template: Any = self.deterministic(
-            in_channels, out_channels, kernel_size, stride, padding, dilation=dilation, groups=groups, bias=bias,
-            padding_mode=padding_mode, device=device, dtype=dtype, **own)
-        super().__init__(template, "kernel", prior_mean, prior_variance, prior_std, prior, posterior_mu_init,
-                         posterior_rho_init, bayesian_bias)
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bias,
+            padding_mode=padding_mode,
+            device=device,
+            dtype=dtype,
+            **own,
+        )
+        super().__init__(
+            template,
+            "kernel",
+            prior_mean,
+            prior_variance,
+            prior_std,
+            prior,
+            posterior_mu_init,
+            posterior_rho_init,
+            bayesian_bias,
+        )
         self.in_channels: int = template.in_channels
         self.out_channels: int = template.out_channels
         self.kernel_size: tuple[int, ...] = template.kernel_size
@@ -143,7 +185,8 @@ class BayesianConv(BayesianAffine):
         names += ["output_padding"] if isinstance(self, TransposedConvolution) else []
         geometry = {name: getattr(self, name) for name in names}
         return self.deterministic(
-            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry)
+            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry
+        )
 
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Signs per example and channel, the same at every position."""
@@ -196,16 +239,17 @@ class TransposedConvolution(BayesianConv):
     bayesian-torch's classes.
     """
 
-    def op(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
-    ) -> Tensor:
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None) -> Tensor:
         """Compute ``F.conv_transpose*d``."""
         output_padding = self.output_padding
         if output_size is not None:
-            smallest = [(size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
-                        for size, stride, padding, dilation, kernel in zip(
-                            x.shape[-self.dims:], self.stride, self.padding, self.dilation, self.kernel_size)]
-            output_padding = tuple(size - least for size, least in zip(output_size[-self.dims:], smallest))
+            smallest = [
+                (size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
+                for size, stride, padding, dilation, kernel in zip(
+                    x.shape[-self.dims :], self.stride, self.padding, self.dilation, self.kernel_size
+                )
+            ]
+            output_padding = tuple(size - least for size, least in zip(output_size[-self.dims :], smallest))
         convolve = CONVOLVE[self.deterministic]
         return convolve(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
 

@@ -170,8 +170,9 @@ def choose(
     found = {name: module for name, module in candidates.items() if isinstance(module, wanted)}
     if not found:
         present = sorted({type(module).__name__ for module in candidates.values()})
-        raise ConversionError(f"no layer is an instance of {[kind.__name__ for kind in wanted]}; "
-                              f"the network has {listed(present)}")
+        raise ConversionError(
+            f"no layer is an instance of {[kind.__name__ for kind in wanted]}; the network has {listed(present)}"
+        )
     return found
 
 
@@ -181,8 +182,10 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
     if already:
-        raise ConversionError(f"last={last} counts the layers of a deterministic network, but "
-                              f"[{listed(map(repr, already))}] are Bayesian already; choose by names")
+        raise ConversionError(
+            f"last={last} counts the layers of a deterministic network, but "
+            f"[{listed(map(repr, already))}] are Bayesian already; choose by names"
+        )
     affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
     if not affine:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
@@ -201,8 +204,13 @@ def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:
     ``nn.MultiheadAttention`` reads the weight of its projection without calling it.
     """
     opaque = BaseVariationalLayer_ | nn.MultiheadAttention
-    inside = {id(inner) for module in network.modules() if isinstance(module, opaque)
-              for inner in module.modules() if inner is not module}
+    inside = {
+        id(inner)
+        for module in network.modules()
+        if isinstance(module, opaque)
+        for inner in module.modules()
+        if inner is not module
+    }
     return {name: module for name, module in network.named_modules() if id(module) not in inside}
 
 
@@ -223,11 +231,17 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
         reason = "is lazy, so its sizes are unknown: run one batch through the network first"
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
         reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
-    elif any(module is part for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)
-             for part in layer.modules() if part is not layer):
+    elif any(
+        module is part
+        for layer in network.modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        for part in layer.modules()
+        if part is not layer
+    ):
         reason = "is inside a TransformerEncoderLayer, which reads its weight: wrap that whole layer in Reparameterized"
-    elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
-            module._parameters.get("weight"), Tensor)):
+    elif is_parametrized(module) or (
+        affine_kind(module) is not None and not isinstance(module._parameters.get("weight"), Tensor)
+    ):
         reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"
     elif has_forward_hook(module) or has_backward_hook(module):
         reason = "has hooks, which would be lost: register them after the conversion"
@@ -239,8 +253,11 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
     else:
         mine = {id(p) for p in module.parameters()}
         inside = set(module.modules())
-        others = [path for path, other in network.named_modules() if other not in inside
-                  and any(id(p) in mine for p in other._parameters.values() if p is not None)]
+        others = [
+            path
+            for path, other in network.named_modules()
+            if other not in inside and any(id(p) in mine for p in other._parameters.values() if p is not None)
+        ]
         if others:
             reason = f"shares a parameter with '{others[0]}': untie them first"
     if reason is not None:
@@ -303,5 +320,7 @@ def reset(module: nn.Module) -> None:
         if again is not None:
             again()
         elif inner._parameters:
-            raise ConversionError(f"{type(inner).__name__} has no reset_parameters, so it cannot start afresh; "
-                                  "use init='pretrained', or give it one")
+            raise ConversionError(
+                f"{type(inner).__name__} has no reset_parameters, so it cannot start afresh; "
+                "use init='pretrained', or give it one"
+            )

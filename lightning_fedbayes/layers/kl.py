@@ -58,8 +58,9 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
         # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
         return (spread + shift * shift).sum() / 2
-    prior = [value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value
-             for value in (prior_mean, prior_std)]
+    prior = [
+        value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value for value in (prior_mean, prior_std)
+    ]
     return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
 
 
@@ -119,20 +120,21 @@ class GaussianKL(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:  # pyright: ignore
         """Compute all stacked divergences at once."""
-        stacked = [value if not isinstance(value, Tensor) else value.unsqueeze(0) if dim is None
-                   else value.movedim(dim, 0) for value, dim in zip(inputs, in_dims)]
+        stacked = [
+            value if not isinstance(value, Tensor) else value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
+            for value, dim in zip(inputs, in_dims)
+        ]
         mean, std, *prior = stacked
-        return GaussianKL.apply(mean.expand(info.batch_size, *mean.shape[1:]),
-                                std.expand(info.batch_size, *std.shape[1:]), *prior), 0
+        return GaussianKL.apply(
+            mean.expand(info.batch_size, *mean.shape[1:]), std.expand(info.batch_size, *std.shape[1:]), *prior
+        ), 0
 
 
 class PlainGaussianKL(torch.autograd.Function):
     """:class:`GaussianKL` outside of ``torch.func``: saves the 45 µs that torch takes to bind arguments by name."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
-    ) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
         """The sum over the last dimension."""
         output = GaussianKL.forward(mean, std, prior_mean, prior_std)
         GaussianKL.setup_context(ctx, (mean, std, prior_mean, prior_std), output)
@@ -215,9 +217,7 @@ class JointDraw(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, prior: tuple[float, float] | JointPrior | None, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, prior: tuple[float, float] | JointPrior | None, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
@@ -245,10 +245,13 @@ class JointDraw(torch.autograd.Function):
         of_mean, of_rho, of_std = of_joint
         used = [each is not None for each in of_draws]
         if any(used):
-            of_draw = torch.cat([
-                mean.new_zeros(len(mean), size) if each is None else _rows(each)
-                for each, size in zip(of_draws, ctx.sizes)
-            ], 1)
+            of_draw = torch.cat(
+                [
+                    mean.new_zeros(len(mean), size) if each is None else _rows(each)
+                    for each, size in zip(of_draws, ctx.sizes)
+                ],
+                1,
+            )
             of_std = _plus(of_draw * noise, of_std)
             of_mean = _plus(of_draw, of_mean)
         if of_divergence is not None and not isinstance(ctx.prior, tuple):

@@ -55,8 +55,17 @@ class LinearReparameterization(BayesianAffine):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_template(bias, device, dtype, in_features=in_features, out_features=out_features)
-        super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), "weight", prior_mean,
-                         prior_variance, prior_std, prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
+        super().__init__(
+            nn.Linear(in_features, out_features, bias, device, dtype),
+            "weight",
+            prior_mean,
+            prior_variance,
+            prior_std,
+            prior,
+            posterior_mu_init,
+            posterior_rho_init,
+            bayesian_bias,
+        )
         self.in_features = in_features
         self.out_features = out_features
 

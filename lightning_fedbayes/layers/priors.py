@@ -120,8 +120,9 @@ class ScaleMixturePrior:
     def kl_at(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
         r""":math:`\sum_i \log q(w_i) - \log p(w_i)` with exact entropy, at :math:`w = \mu + \sigma \odot` ``noise``."""
         draw = torch.addcmul(mean, std, noise)
-        log_prior = torch.logaddexp(self._log_component(draw, self.weight, self.std1),
-                                    self._log_component(draw, 1 - self.weight, self.std2))
+        log_prior = torch.logaddexp(
+            self._log_component(draw, self.weight, self.std1), self._log_component(draw, 1 - self.weight, self.std2)
+        )
         return -(std.log() + 0.5 + log_prior).sum()
 
     @staticmethod
@@ -186,8 +187,11 @@ def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
     """Return ``prior`` with ``fn`` applied to its tensor fields, such as a move to another device or dtype."""
     if not dataclasses.is_dataclass(prior):
         return prior
-    changes = {each.name: fn(value) for each in dataclasses.fields(prior)
-               if isinstance(value := getattr(prior, each.name), Tensor)}
+    changes = {
+        each.name: fn(value)
+        for each in dataclasses.fields(prior)
+        if isinstance(value := getattr(prior, each.name), Tensor)
+    }
     return dataclasses.replace(prior, **changes) if changes else prior
 
 

@@ -71,11 +71,14 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
     for name, parameter in parameters.items():
         mean, variance = posterior.mean.get(name), posterior.variance.get(name)
         if mean is None or variance is None:
-            raise PosteriorError(f"the posterior has no '{name}', so it cannot be its prior; it has "
-                                 f"{listed(posterior.names)}")
+            raise PosteriorError(
+                f"the posterior has no '{name}', so it cannot be its prior; it has {listed(posterior.names)}"
+            )
         if mean.shape != parameter.mean.shape:
-            raise PosteriorError(f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
-                                 f"{tuple(parameter.mean.shape)} in the module; give a prior of the same shape")
+            raise PosteriorError(
+                f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
+                f"{tuple(parameter.mean.shape)} in the module; give a prior of the same shape"
+            )
         std = variance.to(parameter.mean).sqrt()
         if not bool((std > 0).all()):
             raise PosteriorError(
@@ -124,8 +127,12 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
     before = [m.mean_only for m in switched]
-    foreign = [each for m in module.modules() if isinstance(m, BaseVariationalLayer_)
-               and not isinstance(m, BayesianLayer) for each in gaussian_parameters_of(m)]
+    foreign = [
+        each
+        for m in module.modules()
+        if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)
+        for each in gaussian_parameters_of(m)
+    ]
     if foreign and is_exporting():  # σ = 0 is put beside their parameters, where torch cannot record it
         raise ConversionError(
             f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "

@@ -46,8 +46,7 @@ class Late(ABC):
         """
 
     def buffers(self, sent: Mapping[str, Tensor], now: Mapping[str, Tensor], staleness: int) -> dict[str, Tensor]:
-        r"""Return a client's buffers between the present and its own, :math:`(1 - s)\,b + s\,b_k`; counts are its own.
-        """
+        r"""Return buffers between the present and a client's, :math:`(1 - s)\,b + s\,b_k`; counts are its own."""
         weight = self.weight(staleness)
         return {
             name: now[name].lerp(value.to(now[name]), weight) if name in now and value.is_floating_point() else value
@@ -126,6 +125,6 @@ class FedAsync(Late):
 
 def moved(sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior) -> GaussianPosterior:
     """Return the present means, moved as far as a client has moved those that it started from."""
-    return GaussianPosterior.point_mass({
-        name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()
-    })
+    return GaussianPosterior.point_mass(
+        {name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()}
+    )

@@ -286,8 +286,11 @@ class Method:
     @property
     def described(self) -> str:
         """The name with the rule, and with the arguments that are numbers and text, for logs."""
-        options = [f"{key}={value}" for key, value in vars(self).items()
-                   if isinstance(value, int | float | str) and not key.startswith("_")]
+        options = [
+            f"{key}={value}"
+            for key, value in vars(self).items()
+            if isinstance(value, int | float | str) and not key.startswith("_")
+        ]
         options = [self._rule_name, *options] if self.registered else options
         return f"{self.name}({', '.join(options)})" if options else self.name
 

@@ -200,10 +200,12 @@ class Sites(Method):
             for name, whole in (("gradient", common.mean), ("precision", common.precision))
         }
         parts = dict(zip(common.lengths, before["gradient"].split([*common.lengths.values()])))
-        gradient = torch.cat([
-            trained.gradients[name].reshape(-1).to(like) if name in trained.gradients else part
-            for name, part in parts.items()
-        ])
+        gradient = torch.cat(
+            [
+                trained.gradients[name].reshape(-1).to(like) if name in trained.gradients else part
+                for name, part in parts.items()
+            ]
+        )
         share = self._weight(shared, client)
         old = dict(zip(common.names, before["precision"].split([common.lengths[name] for name in common.names])))
         found = []
@@ -259,8 +261,14 @@ class Sites(Method):
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
         gaussian = sum(posterior.mean[name].numel() for name in gaussian_names(posterior))
-        sizes = {"gradient": (count,), "precision": (gaussian,), "examples": (), "clients": (),
-                 "_marks": (2, gaussian), "_trail": (4,)}
+        sizes = {
+            "gradient": (count,),
+            "precision": (gaussian,),
+            "examples": (),
+            "clients": (),
+            "_marks": (2, gaussian),
+            "_trail": (4,),
+        }
         return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
     def fuse(
@@ -342,9 +350,7 @@ class Sites(Method):
             return None
         owned = [posterior.mean[name].numel() for name in names]
         if (len(kept["gradient"]), len(kept["precision"])) != (sum(lengths), sum(owned)):
-            raise FusionError(
-                f"a site of {len(kept['gradient'])} parameters, but the posterior has {sum(lengths)}"
-            )
+            raise FusionError(f"a site of {len(kept['gradient'])} parameters, but the posterior has {sum(lengths)}")
         gradients = dict(zip(posterior.names, kept["gradient"].split(lengths)))
         mean, variance = dict(posterior.mean), dict(posterior.variance)
         for name, own in zip(names, kept["precision"].split(owned)):
@@ -373,14 +379,22 @@ class Sites(Method):
             priors = [self.prior_of(name) for name in names]
             numbers = torch.tensor([lengths[name] for name in names], dtype=torch.int64, device=mean.device)
             centre, std = (
-                torch.tensor([prior[i] for prior in priors], dtype=torch.float64, device=mean.device)
-                .repeat_interleave(numbers) for i in range(2)
+                torch.tensor([prior[i] for prior in priors], dtype=torch.float64, device=mean.device).repeat_interleave(
+                    numbers
+                )
+                for i in range(2)
             )
             prior = std**-2
             told = shared.tensors["gradient"].to(mean.device).float().double()  # as it travels
             shared.notes["sites"] = _Round(
-                names, lengths, rows, mean, 1 / variance[rows] if names else mean[:0], prior,
-                prior * (mean[rows] - centre), self._scale(shared, shared.tensors) * told,
+                names,
+                lengths,
+                rows,
+                mean,
+                1 / variance[rows] if names else mean[:0],
+                prior,
+                prior * (mean[rows] - centre),
+                self._scale(shared, shared.tensors) * told,
             )
         return shared.notes["sites"]
 

@@ -102,6 +102,6 @@ class Sums(Method):
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():
             return None
-        return GaussianPosterior.point_mass({
-            name: value - own[name].to(value) if name in own else value for name, value in posterior.mean.items()
-        })
+        return GaussianPosterior.point_mass(
+            {name: value - own[name].to(value) if name in own else value for name, value in posterior.mean.items()}
+        )

@@ -317,8 +317,12 @@ class ClassScores(Scores):
     def __init__(self) -> None:
         super().__init__(
             predictive={"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
-            sampled={"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
-                     "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
+            sampled={
+                "entropy": PredictiveEntropy(),
+                "epistemic": MutualInformation(),
+                "kwon_aleatoric": KwonAleatoric(),
+                "kwon_epistemic": KwonEpistemic(),
+            },
         )
 
     def update(self, rows: Rows) -> None:
@@ -416,7 +420,11 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     """
 
     def __init__(
-        self, network: nn.Module, likelihood: Likelihood | str, *, scaler: FederatedScaler | bool = False,
+        self,
+        network: nn.Module,
+        likelihood: Likelihood | str,
+        *,
+        scaler: FederatedScaler | bool = False,
         **options: Any,
     ) -> None:
         super().__init__(network, **options)
@@ -467,7 +475,10 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         """Score a batch, and return its rows."""
         inputs, targets = self.unpack(batch)
         known = self._known()
-        rows = known.rows(self.sample(inputs), targets) if known.of_classes else known.rows_of(
-            self.predict_step(inputs), targets)
+        rows = (
+            known.rows(self.sample(inputs), targets)
+            if known.of_classes
+            else known.rows_of(self.predict_step(inputs), targets)
+        )
         self._scores.update(rows)
         return rows

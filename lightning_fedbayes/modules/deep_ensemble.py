@@ -96,7 +96,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
                     "anew, as in [mlp(3, 2) for _ in range(5)]"
                 )
         super().__init__(
-            Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler)
+            Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler
+        )
         self.save_hyperparameters(ignore=["networks", "optimizer", "scaler"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:

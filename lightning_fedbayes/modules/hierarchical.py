@@ -312,7 +312,8 @@ class _Stacked:
         factor = torch.linalg.cholesky(inner)
         half = torch.linalg.solve_triangular(factor, across.mT, upper=False)
         half_moment = torch.linalg.solve_triangular(
-            factor, (self.moments[:, self.random] @ root).unsqueeze(2), upper=False)
+            factor, (self.moments[:, self.random] @ root).unsqueeze(2), upper=False
+        )
         return (
             self.gram - (half.mT @ half).sum(0),
             self.moments.sum(0) - (half.mT @ half_moment).sum(0).squeeze(1),

@@ -55,10 +55,17 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
     if side < 1:
         raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
     return nn.Sequential(
-        nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(16 * side * side, 120), nn.ReLU(),
-        nn.Linear(120, 84), nn.ReLU(),
+        nn.Conv2d(channels, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * side * side, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
         nn.Linear(84, classes),
     )
 
@@ -130,9 +137,13 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     blocks = [ResidualBlock(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
     network = nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
         *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, classes),
     )
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -151,8 +162,13 @@ def layers_to_convert(network: nn.Module, bayesian_last: int | None) -> int | No
 
 
 def hybrid(
-    network: nn.Module, bayesian_last: int | None, estimator: Estimator, prior_std: float | None, prior: Prior | None,
-    init: Init, posterior_std: float | None,
+    network: nn.Module,
+    bayesian_last: int | None,
+    estimator: Estimator,
+    prior_std: float | None,
+    prior: Prior | None,
+    init: Init,
+    posterior_std: float | None,
 ) -> nn.Module:
     """Return ``network`` itself if ``bayesian_last`` is None, else a copy whose last layers are Bayesian.
 
@@ -163,7 +179,12 @@ def hybrid(
     """
     if bayesian_last is not None:
         return bayesianize(
-            network, last=bayesian_last, estimator=estimator, prior_std=prior_std, prior=prior, init=init,
+            network,
+            last=bayesian_last,
+            estimator=estimator,
+            prior_std=prior_std,
+            prior=prior,
+            init=init,
             posterior_std=posterior_std,
         )
     check_estimator(estimator)

@@ -92,9 +92,13 @@ class PosteriorPredictive(ScoredModule):
     """
 
     def __init__(
-        self, module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None, samples: int = 10,
+        self,
+        module: nn.Module,
+        posterior: GaussianPosterior | KroneckerPosterior | None = None,
+        samples: int = 10,
         likelihood: Likelihood | str | None = None,
-        predictive: Literal["draws", "linearised"] | None = None, unpack: Unpack | None = None,
+        predictive: Literal["draws", "linearised"] | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
         super().__init__()
         check_kind("module", module, nn.Module, "give a torch.nn.Module", error=FedBayesError)
@@ -307,8 +311,10 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
                 "whose each variance is: give posterior=optimizer.posterior(module) in place of a checkpoint"
             )
         variance = {
-            name: states[n]["precision"].reciprocal().to(mean[name]) if "precision" in states.get(n, {})
-            else torch.zeros_like(mean[name]) for n, name in zip(numbers, names)
+            name: states[n]["precision"].reciprocal().to(mean[name])
+            if "precision" in states.get(n, {})
+            else torch.zeros_like(mean[name])
+            for n, name in zip(numbers, names)
         }
         return GaussianPosterior(mean, variance)
     raise FedBayesError(

@@ -69,7 +69,10 @@ def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
 
 
 def outputs_with(
-    network: nn.Module, sets: ParameterSets, inputs: Any, vectorized: bool = True,
+    network: nn.Module,
+    sets: ParameterSets,
+    inputs: Any,
+    vectorized: bool = True,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Compute the network's output with each set of parameters.
@@ -184,9 +187,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     return torch.stack([forward() for _ in range(samples)])
 
 
-def _vectorized(
-    forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device
-) -> Tensor | None:
+def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device) -> Tensor | None:
     """All draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct

@@ -103,8 +103,14 @@ class FusionController(ModelController):
         self._calibration = check_calibration(calibration)
         self._initial = initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
         self._rounds = Rounds(
-            fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
-            checkpoint=checkpoint, seed=seed,
+            fusion,
+            weighting,
+            fraction=fraction,
+            wait_for=wait_for,
+            safeguards=safeguards,
+            evaluate=evaluate,
+            checkpoint=checkpoint,
+            seed=seed,
         )
         self._num_rounds, self._seconds = num_rounds, timeout
 
@@ -151,8 +157,10 @@ class FusionController(ModelController):
             rank_zero_info(f"{rounds.checkpoint} is complete: {server.rounds} of {count} rounds are done.")
         sites = self._wait(rounds.wait_for)
         rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
-        server.buffers = with_scale(server.buffers, lambda: self._ask(
-            "once", "scale", 1, self._sites(), self._model(), {"one-shot": repr(SCALING)})[0])
+        server.buffers = with_scale(
+            server.buffers,
+            lambda: self._ask("once", "scale", 1, self._sites(), self._model(), {"one-shot": repr(SCALING)})[0],
+        )
 
         def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
             chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
@@ -207,7 +215,12 @@ class FusionController(ModelController):
         return sites
 
     def _ask(
-        self, asked: Asked, kind: Kind, server_round: int, sites: Mapping[int, str], model: Mapping[str, Tensor],
+        self,
+        asked: Asked,
+        kind: Kind,
+        server_round: int,
+        sites: Mapping[int, str],
+        model: Mapping[str, Tensor],
         request: Mapping[str, Any] | None = None,
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
         """Ask the clients of some sites, and wait for their answers.

@@ -67,8 +67,13 @@ def message_in(model: FLModel, client: int, kind: Kind, server_round: int) -> Me
     if model.params_type == ParamsType.DIFF:
         raise FusionError(f"{who}: it sends differences, and posteriors are sent whole: params_transfer_type='FULL'")
     return read_message(
-        model.meta, lambda: tensors_in(model.params, who), model.metrics,
-        client=client, kind=kind, server_round=server_round, who=who,
+        model.meta,
+        lambda: tensors_in(model.params, who),
+        model.metrics,
+        client=client,
+        kind=kind,
+        server_round=server_round,
+        who=who,
     )
 
 

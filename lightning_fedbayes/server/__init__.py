@@ -6,5 +6,13 @@ from lightning_fedbayes.server.server import HELD_OUT_LOSS, RoundResult, Scorer,
 from lightning_fedbayes.server.weighting import KnownOverlap
 
 __all__ = [
-    "HELD_OUT_LOSS", "USUAL", "Asynchronous", "Delays", "KnownOverlap", "RoundResult", "Safeguards", "Scorer", "Server",
+    "HELD_OUT_LOSS",
+    "USUAL",
+    "Asynchronous",
+    "Delays",
+    "KnownOverlap",
+    "RoundResult",
+    "Safeguards",
+    "Scorer",
+    "Server",
 ]

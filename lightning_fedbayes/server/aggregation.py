@@ -103,9 +103,15 @@ class Aggregation:
     """
 
     def __init__(
-        self, rule: FusionRule, weighting: str | CohortWeights, previous: GaussianPosterior,
-        buffers: Mapping[str, Tensor] | None = None, state: RuleState | None = None, collective: Collective = ALONE,
-        guard: Guard | None = None, adds: bool = False,
+        self,
+        rule: FusionRule,
+        weighting: str | CohortWeights,
+        previous: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None,
+        state: RuleState | None = None,
+        collective: Collective = ALONE,
+        guard: Guard | None = None,
+        adds: bool = False,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
@@ -244,8 +250,11 @@ class Aggregation:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
         if self._clips:
             self._judge()
-        known: dict[str, Any] = {"sizes": self._sizes if self._rows else None, "refused": self._refused,
-                                 "held": frozenset(update.client for update in self._held)}
+        known: dict[str, Any] = {
+            "sizes": self._sizes if self._rows else None,
+            "refused": self._refused,
+            "held": frozenset(update.client for update in self._held),
+        }
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
         clients = tuple(update.client for update in self._held)

@@ -37,7 +37,8 @@ class BufferAverage:
         if not like and not buffers:
             return
         wrong = [
-            name for name in sorted(like.keys() | buffers.keys())
+            name
+            for name in sorted(like.keys() | buffers.keys())
             if not _alike(like.get(name), buffers.get(name), self._adds(name))
         ]
         if wrong:

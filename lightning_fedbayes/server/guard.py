@@ -96,8 +96,13 @@ class Guard:
     """Number of kinds of sizes that are lengths; they come first."""
 
     def __init__(
-        self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
-        memory: Mapping[str, Tensor] = MappingProxyType({}), is_alone: bool = False, part: float = 1.0,
+        self,
+        previous: GaussianPosterior,
+        probabilistic: Collection[str],
+        max_influence: float,
+        memory: Mapping[str, Tensor] = MappingProxyType({}),
+        is_alone: bool = False,
+        part: float = 1.0,
     ) -> None:
         self.previous = previous
         self.part = part

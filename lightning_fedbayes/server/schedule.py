@@ -251,9 +251,14 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
         raise FederationError(f"replay= has a client {most}, but there are {clients} clients, from 0")
     return [
         Turn(
-            tuple(sorted(begin)), tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived)), frozenset(),
-            (), float(number), fusion.clients,
-        ) for number, (begin, fusion) in enumerate(zip(starts, fusions))
+            tuple(sorted(begin)),
+            tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived)),
+            frozenset(),
+            (),
+            float(number),
+            fusion.clients,
+        )
+        for number, (begin, fusion) in enumerate(zip(starts, fusions))
     ]
 
 
@@ -271,7 +276,12 @@ class Timeline:
     """
 
     def __init__(
-        self, schedule: Asynchronous, sizes: Sequence[int], seed: int, min_clients: int = 1, first: int = 0,
+        self,
+        schedule: Asynchronous,
+        sizes: Sequence[int],
+        seed: int,
+        min_clients: int = 1,
+        first: int = 0,
         most: int | None = None,
     ) -> None:
         clients = len(sizes)

@@ -221,7 +221,13 @@ class Server:
         expected = joined(own, sent)
         self._aggregations = {
             name: Aggregation(
-                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard,
+                rule,
+                self.weighting,
+                previous,
+                expected,
+                self._rule_states[name],
+                self.collective,
+                guard,
                 self.method.adds,
             )
             for name, rule in self.rules.items()
@@ -311,7 +317,9 @@ class Server:
         if self.collective.size > 1:
             outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
         refused = {  # whose updates have turned out not to count, when all were known
-            client: FusionError(why) for report in reports for each in report.admitted.values()
+            client: FusionError(why)
+            for report in reports
+            for each in report.admitted.values()
             for client, why in each.refused.items()
         }
         if refused:

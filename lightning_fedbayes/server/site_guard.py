@@ -93,8 +93,14 @@ class SiteGuard(Guard):
     num_lengths: ClassVar[int] = 3
 
     def __init__(
-        self, posterior: GaussianPosterior, slope: Tensor, max_influence: float, counted_of: Callable[[int], Tensors],
-        memory: Tensors = MappingProxyType({}), is_alone: bool = False, part: float = 1.0,
+        self,
+        posterior: GaussianPosterior,
+        slope: Tensor,
+        max_influence: float,
+        counted_of: Callable[[int], Tensors],
+        memory: Tensors = MappingProxyType({}),
+        is_alone: bool = False,
+        part: float = 1.0,
     ) -> None:
         super().__init__(GaussianPosterior.point_mass(posterior.mean), (), max_influence, memory, is_alone, part)
         names = gaussian_names(posterior)
@@ -121,8 +127,9 @@ class SiteGuard(Guard):
         self._examples[update.client] = examples = float(update.num_examples)
         move = (update.posterior.flatten()[0] - self._start) / self._width
         gradient = site["gradient"] * self._width
-        precision = iter([part.abs().sum() for part in (site["precision"] * self._variance).split(self._own)
-                          if len(part)])
+        precision = iter(
+            [part.abs().sum() for part in (site["precision"] * self._variance).split(self._own) if len(part)]
+        )
         lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
@@ -176,7 +183,9 @@ class SiteGuard(Guard):
         if self.is_alone:
             bounds = torch.full_like(bounds, torch.inf)
         return SiteLimits(
-            torch.cat([bounds, torch.full_like(bounds[:2], torch.inf)]), statistics.median(examples), self._examples,
+            torch.cat([bounds, torch.full_like(bounds[:2], torch.inf)]),
+            statistics.median(examples),
+            self._examples,
             lambda client: not self.is_alone and self._opposes(client, usual_agreement),
         )
 
@@ -234,18 +243,21 @@ class SiteGuard(Guard):
         kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
         kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])
         device = self._start.device
-        move, gradient = (
-            row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2]
-        )
+        move, gradient = (row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2])
         move = move / whole if whole else move
         numels = self._numels.long()[torch.tensor(self._is_own, dtype=torch.bool)]
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
-        wanted = {**site, "gradient": site["gradient"] * gradient,
-                  "precision": site["precision"].clamp_min(0) * precision}
+        wanted = {
+            **site,
+            "gradient": site["gradient"] * gradient,
+            "precision": site["precision"].clamp_min(0) * precision,
+        }
         if not whole:
             wanted |= {"examples": torch.zeros_like(site["examples"])}
-            wanted |= {name: MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
-                       for name in ("gradient", "precision")}
+            wanted |= {
+                name: MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
+                for name in ("gradient", "precision")
+            }
         changes, counted = {}, {}
         for name, new in wanted.items():
             start = old[name].to(device) if name in old else torch.zeros_like(new)

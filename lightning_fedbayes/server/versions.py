@@ -65,17 +65,25 @@ class Versions:
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return the rounds."""
         return {
-            round: {"posterior": each.posterior.state_dict(), "tensors": dict(each.tensors),
-                    "share": each.share, "is_new": each.is_new} for round, each in self.begun.items()
+            round: {
+                "posterior": each.posterior.state_dict(),
+                "tensors": dict(each.tensors),
+                "share": each.share,
+                "is_new": each.is_new,
+            }
+            for round, each in self.begun.items()
         }
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
         """Restore what :meth:`state_dict` gave."""
         self.begun = {
             round: Shared(
-                GaussianPosterior.from_state_dict(each["posterior"]).to(device), moved(dict(each["tensors"]), device),
-                each["share"], each["is_new"],
-            ) for round, each in state.items()
+                GaussianPosterior.from_state_dict(each["posterior"]).to(device),
+                moved(dict(each["tensors"]), device),
+                each["share"],
+                each["is_new"],
+            )
+            for round, each in state.items()
         }
 
 

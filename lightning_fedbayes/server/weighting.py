@@ -251,8 +251,7 @@ def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPoste
         return
     if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
         raise FusionError(
-            f"weighting '{weighting}' compares probabilistic parameters and this network has none; use "
-            f"'{weighting}_l2'"
+            f"weighting '{weighting}' compares probabilistic parameters and this network has none; use '{weighting}_l2'"
         )
 
 

@@ -148,17 +148,30 @@ class IVON(Optimizer):
     """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float | None = None, *,
-        num_examples: int | None = None, prior_std: float = 1.0, hessian_init: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999), samples: int = 1, temperature: float = 1.0,
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | None = None,
+        *,
+        num_examples: int | None = None,
+        prior_std: float = 1.0,
+        hessian_init: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        samples: int = 1,
+        temperature: float = 1.0,
         curvature: str = "squares",
     ) -> None:
         check_at_least("samples", samples, 1)
         self.samples = samples
         self.forget()
         options = {
-            "lr": lr, "num_examples": num_examples, "prior_std": prior_std, "hessian_init": hessian_init,
-            "betas": betas, "temperature": temperature, "curvature": curvature, "posterior": True,
+            "lr": lr,
+            "num_examples": num_examples,
+            "prior_std": prior_std,
+            "hessian_init": hessian_init,
+            "betas": betas,
+            "temperature": temperature,
+            "curvature": curvature,
+            "posterior": True,
         }
         try:
             super().__init__(params, options)
@@ -327,7 +340,12 @@ class IVON(Optimizer):
                 foreach.add_(parameters, foreach.div(move, divisors), alpha=-1.0)
 
     def _follow(
-        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
+        self,
+        group: dict[str, Any],
+        states: list[dict[str, Any]],
+        sums: list[Sum],
+        draws: int,
+        scale: Factors,
         prior: float | list[Tensor],
     ) -> None:
         """Update the precisions as Shen et al. do: every entry follows its own estimate."""
@@ -344,8 +362,14 @@ class IVON(Optimizer):
         foreach.mul_(precisions, factor)
 
     def _measure(
-        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, steps: Factors,
-        scale: Factors, prior: float | list[Tensor],
+        self,
+        group: dict[str, Any],
+        states: list[dict[str, Any]],
+        sums: list[Sum],
+        draws: int,
+        steps: Factors,
+        scale: Factors,
+        prior: float | list[Tensor],
     ) -> list[Tensor]:
         """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them.
 

@@ -139,8 +139,12 @@ def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> 
     }
     if group["curvature"] == "squares":
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state |= {"square": torch.full_like(like, curvature), "received": torch.zeros(()), "signal": zero,
-                  "noise": zero.clone()}
+        state |= {
+            "square": torch.full_like(like, curvature),
+            "received": torch.zeros(()),
+            "signal": zero,
+            "noise": zero.clone(),
+        }
     return state
 
 

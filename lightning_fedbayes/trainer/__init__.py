@@ -15,7 +15,18 @@ from lightning_fedbayes.trainer.loop import FitLoop, optimizers_of
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collective_of
 
 __all__ = [
-    "ClientParallelStrategy", "FitLoop", "check_held_out", "check_not_finished", "check_of_a_federation",
-    "check_same_federation", "check_same_number", "check_schedulers", "check_trainer", "collective_of", "damage",
-    "is_finished", "optimizers_of", "use_whole_checkpoints",
+    "ClientParallelStrategy",
+    "FitLoop",
+    "check_held_out",
+    "check_not_finished",
+    "check_of_a_federation",
+    "check_same_federation",
+    "check_same_number",
+    "check_schedulers",
+    "check_trainer",
+    "collective_of",
+    "damage",
+    "is_finished",
+    "optimizers_of",
+    "use_whole_checkpoints",
 ]

@@ -181,15 +181,21 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")
-    changed = [f"{name}={settings.get(name)} (was {stored.get(name)})" for name in names
-               if stored.get(name) != settings.get(name)]
+    changed = [
+        f"{name}={settings.get(name)} (was {stored.get(name)})"
+        for name in names
+        if stored.get(name) != settings.get(name)
+    ]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
             "seed, privacy, local parameters, source of the posterior and schedule; or start a new federation from its "
             "weights alone, with load_from_checkpoint"
         )
-    told = [f"{name}={value} (was {stored[name]})" for name, value in settings.items()
-            if stored[name] != value and name not in (*names, "client_sizes")]
+    told = [
+        f"{name}={value} (was {stored[name]})"
+        for name, value in settings.items()
+        if stored[name] != value and name not in (*names, "client_sizes")
+    ]
     if told:
         rank_zero_info(f"Resuming with other settings than those of the checkpoint: {', '.join(told)}")

@@ -30,8 +30,14 @@ OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
 """Packages whose callbacks leave weights, options and batches alone in their hooks of a batch."""
 
 STEP_HOOKS = (
-    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step",
-    "optimizer_zero_grad", "configure_gradient_clipping", "backward",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "backward",
 )
 """Hooks of a step, besides ``training_step``."""
 
@@ -39,7 +45,10 @@ Advance = Callable[[Any], None]
 """Trains on the next batch of a data fetcher: the epoch loop's ``advance``."""
 
 BATCH_HOOKS = (
-    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
     "on_train_batch_end",
 )
 """Hooks of a module or datamodule around a step; those of callbacks are called by the fast loop, too."""

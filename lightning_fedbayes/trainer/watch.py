@@ -10,13 +10,44 @@ import lightning as L
 
 from lightning_fedbayes.core.errors import CannotVectorize
 
-SHARED = frozenset({
-    "accelerator", "barebones", "callbacks", "current_epoch", "datamodule", "default_root_dir", "device_ids",
-    "evaluating", "global_rank", "is_global_zero", "lightning_module", "local_rank", "log_dir", "log_every_n_steps",
-    "logger", "loggers", "lr_scheduler_configs", "max_epochs", "min_epochs", "model", "node_rank", "num_devices",
-    "num_nodes", "optimizers", "precision", "precision_plugin", "predicting", "sanity_checking", "state", "strategy",
-    "testing", "training", "validating", "world_size",
-})
+SHARED = frozenset(
+    {
+        "accelerator",
+        "barebones",
+        "callbacks",
+        "current_epoch",
+        "datamodule",
+        "default_root_dir",
+        "device_ids",
+        "evaluating",
+        "global_rank",
+        "is_global_zero",
+        "lightning_module",
+        "local_rank",
+        "log_dir",
+        "log_every_n_steps",
+        "logger",
+        "loggers",
+        "lr_scheduler_configs",
+        "max_epochs",
+        "min_epochs",
+        "model",
+        "node_rank",
+        "num_devices",
+        "num_nodes",
+        "optimizers",
+        "precision",
+        "precision_plugin",
+        "predicting",
+        "sanity_checking",
+        "state",
+        "strategy",
+        "testing",
+        "training",
+        "validating",
+        "world_size",
+    }
+)
 """Names of what all clients of a round find alike in the Trainer."""
 
 

@@ -128,8 +128,12 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(
-    module: L.LightningModule, path: str | Path, *, buffers: BufferPolicy = "average",
-    local_parameters: Sequence[str] = (), best: bool = False,
+    module: L.LightningModule,
+    path: str | Path,
+    *,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
+    best: bool = False,
 ) -> ServerState:
     """Load the global posterior of a server's checkpoint into ``module``.
 
@@ -215,10 +219,16 @@ class StateFile:
         """Write the state after the round, and the one before it, should the update be refused."""
         if self.path is None:
             return
-        write_whole(self.path, {
-            "federation": self.federation, "round": self.round, "messages": self.messages, "before": self.before,
-            "after": after,
-        })
+        write_whole(
+            self.path,
+            {
+                "federation": self.federation,
+                "round": self.round,
+                "messages": self.messages,
+                "before": self.before,
+                "after": after,
+            },
+        )
 
 
 def stored_state(path: Path) -> dict[str, Any]:
@@ -254,8 +264,13 @@ def stored_state(path: Path) -> dict[str, Any]:
 
 
 def personal_posterior(
-    module: L.LightningModule, state_folder: str | Path, client: int, posterior: GaussianPosterior, weight: float = 1.0,
-    *, local_parameters: Sequence[str] = (),
+    module: L.LightningModule,
+    state_folder: str | Path,
+    client: int,
+    posterior: GaussianPosterior,
+    weight: float = 1.0,
+    *,
+    local_parameters: Sequence[str] = (),
 ) -> GaussianPosterior:
     """Return the personal posterior of a client, from what it has kept in its folder.
 

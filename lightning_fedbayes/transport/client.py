@@ -63,7 +63,10 @@ for none.
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
 STAGES: dict[Asked, str] = {
-    "train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training",
+    "train": "training",
+    "evaluate": "evaluation",
+    "calibrate": "calibration",
+    "once": "training",
 }
 """Question → stage, as failures name it."""
 
@@ -100,8 +103,15 @@ class Question:
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
         return Task(
-            self.client, config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
-            config["share"], config["frozen"],
+            self.client,
+            config["server-round"] - 1,
+            config["seed"],
+            posterior,
+            buffers,
+            kept,
+            config["begun"],
+            config["share"],
+            config["frozen"],
         )
 
 
@@ -145,8 +155,14 @@ class RemoteClient:
         check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
         check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
         settings = FederationSettings(
-            partition, local_epochs=local_epochs, fusion=get_method(fusion), keep=keep, buffers=buffers,
-            local_parameters=local_parameters, privacy=privacy, posterior=posterior,
+            partition,
+            local_epochs=local_epochs,
+            fusion=get_method(fusion),
+            keep=keep,
+            buffers=buffers,
+            local_parameters=local_parameters,
+            privacy=privacy,
+            posterior=posterior,
         )
         keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
         keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
@@ -193,7 +209,10 @@ class RemoteClient:
             Exception: it cannot answer; see :meth:`attempt`.
         """
         answers = {
-            "train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once,
+            "train": self._train,
+            "evaluate": self._evaluate,
+            "calibrate": self._calibrate,
+            "once": self._send_once,
         }
         return answers[asked](question, partial(self._data, where))
 

@@ -18,7 +18,10 @@ from lightning_fedbayes.transport.messages import tensors_of
 
 
 def initial_model(
-    module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = (),
+    module: L.LightningModule,
+    *,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> dict[str, Tensor]:
     """Return what a federation starts from: posterior and buffers of ``module``, of what is frozen a digest.

@@ -114,8 +114,14 @@ def numbers_of(message: Message) -> dict[str, float]:
 
 
 def read_message(
-    header: Any, tensors: Callable[[], dict[str, Tensor]], numbers: Any, *, client: int | None, kind: Kind,
-    server_round: int, who: str,
+    header: Any,
+    tensors: Callable[[], dict[str, Tensor]],
+    numbers: Any,
+    *,
+    client: int | None,
+    kind: Kind,
+    server_round: int,
+    who: str,
 ) -> Message:
     """Return the message in what has come of a client; nothing in it is trusted.
 
@@ -222,9 +228,12 @@ def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | No
     figures = [name for name in messages[0].figures if all(name in each.figures for each in messages)]
     if not figures:
         return None
-    return CrossScores.of({
-        str(model): ClientScores.of(
-            {str(data): found[model][data].num_examples for data in both},
-            {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
-        ) for model in both
-    })
+    return CrossScores.of(
+        {
+            str(model): ClientScores.of(
+                {str(data): found[model][data].num_examples for data in both},
+                {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
+            )
+            for model in both
+        }
+    )

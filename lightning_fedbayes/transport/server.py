@@ -72,7 +72,11 @@ class Rounds:
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
-            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed,
+            fusion=get_method(fusion),
+            weighting=weighting,
+            fraction=fraction,
+            safeguards=safeguards,
+            seed=seed,
         )
         check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, safeguards.min_clients)
@@ -118,7 +122,11 @@ class Rounds:
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
         self._own: dict[int, ClientUpdate] = {}  # those of them that have been admitted
         self.server = Server(
-            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards,
+            posterior,
+            buffers,
+            fusion=self.method,
+            weighting=self.weighting,
+            safeguards=self.safeguards,
             late=self.late,
         )
         self.best, under_way = {}, {}
@@ -168,9 +176,14 @@ class Rounds:
         """Return what every question to a client says (:data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`)."""
         assert self.server is not None
         return {
-            "server-round": server_round, "seed": self.seed, "federation": self._federation,
-            "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
-            "share": 1 / max(1, self._at_hand), "accepted": self.server.accepted.get(client, 0),
+            "server-round": server_round,
+            "seed": self.seed,
+            "federation": self._federation,
+            "begun": not self.server.is_new,
+            "method": self.method.agreement(),
+            "frozen": self._frozen,
+            "share": 1 / max(1, self._at_hand),
+            "accepted": self.server.accepted.get(client, 0),
         }
 
     def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
@@ -250,10 +263,13 @@ class Rounds:
         refused = {str(client): each for client, each in answers.items() if isinstance(each, FedBayesError)}
         for line in told_failures(refused):
             rank_zero_info(f"Round {server_round}, evaluation: {line}")
-        self.client_scores = client_scores({
-            client: (each.num_examples, each.figures) for client, each in answers.items()
-            if isinstance(each, Message) and each.num_examples > 0
-        })
+        self.client_scores = client_scores(
+            {
+                client: (each.num_examples, each.figures)
+                for client, each in answers.items()
+                if isinstance(each, Message) and each.num_examples > 0
+            }
+        )
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
 
     def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:
@@ -264,10 +280,14 @@ class Rounds:
         assert self.server is not None
         shared = self.server.buffers
         return {
-            client: (update.posterior, {
-                name: buffer if name.startswith(PREFIX) else update.buffers.get(name, buffer)
-                for name, buffer in shared.items()
-            }) for client, update in sorted(self._own.items())
+            client: (
+                update.posterior,
+                {
+                    name: buffer if name.startswith(PREFIX) else update.buffers.get(name, buffer)
+                    for name, buffer in shared.items()
+                },
+            )
+            for client, update in sorted(self._own.items())
         }
 
     def take_across(self, answers: Mapping[int, Answers]) -> None:
@@ -276,10 +296,12 @@ class Rounds:
             refused = {str(client): each for client, each in row.items() if isinstance(each, FedBayesError)}
             for line in told_failures(refused):
                 rank_zero_info(f"The model of client {model} on the data of each: {line}")
-        self.cross_scores = cross_scores({
-            model: {c: each for c, each in row.items() if isinstance(each, Message) and each.num_examples > 0}
-            for model, row in answers.items()
-        })
+        self.cross_scores = cross_scores(
+            {
+                model: {c: each for c, each in row.items() if isinstance(each, Message) and each.num_examples > 0}
+                for model, row in answers.items()
+            }
+        )
         if self.cross_scores is None:
             rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
         else:

@@ -157,7 +157,10 @@ class ClientTraining(L.Callback):
         return self._result, self._kept
 
     def evaluate(
-        self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule,
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        datamodule: L.LightningDataModule,
         task: Task,
     ) -> tuple[dict[str, float], int]:
         """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
@@ -261,8 +264,13 @@ class ClientTraining(L.Callback):
         context = self._loop.context()
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
-            context, model, self._loader, method=self.method, keep_optimizer=context.keeps_state(settings),
-            keep_posteriors=settings.keeps_posteriors, seed=task.seed,
+            context,
+            model,
+            self._loader,
+            method=self.method,
+            keep_optimizer=context.keeps_state(settings),
+            keep_posteriors=settings.keeps_posteriors,
+            seed=task.seed,
         )
         self._engine.states.load_state_dict(task.kept)
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}

@@ -38,8 +38,10 @@ class WrongLayer(nn.Module):
 
     def kl_loss(self):
         prior = torch.distributions.Normal(0.0, self.prior_std**2)
-        q = [torch.distributions.Normal(getattr(self, f"mu_{name}"), self.std(name), validate_args=False)
-             for name, _ in self.template[0].named_parameters()]
+        q = [
+            torch.distributions.Normal(getattr(self, f"mu_{name}"), self.std(name), validate_args=False)
+            for name, _ in self.template[0].named_parameters()
+        ]
         return torch.stack([torch.distributions.kl_divergence(each, prior).mean() for each in q]).sum()
 
     def forward(self, x):
@@ -116,10 +118,15 @@ class Silent(Wrong):
         raise NotClaimed("none")
 
 
-@pytest.mark.parametrize(("law", "expected", "note"), [
-    ("vmap", "n/a", "ValueError: no"), ("moments", "fail", "ValueError: no"), ("conversion", "n/a", "none"),
-    ("Flipout, pooled", "n/a", "no Flipout"),
-])
+@pytest.mark.parametrize(
+    ("law", "expected", "note"),
+    [
+        ("vmap", "n/a", "ValueError: no"),
+        ("moments", "fail", "ValueError: no"),
+        ("conversion", "n/a", "none"),
+        ("Flipout, pooled", "n/a", "no Flipout"),
+    ],
+)
 def test_only_what_a_library_claims_can_fail(law, expected, note):
     verdict = examine(law, Silent())
     assert (verdict.verdict, verdict.note) == (expected, note)

@@ -99,8 +99,25 @@ def test_the_command_takes_several_files(table, tmp_path):
     folder.mkdir()
     files = [str(table.rename(folder / "north.csv")), str(folder / "south.csv")]
     (folder / "south.csv").write_text((folder / "north.csv").read_text())
-    arguments = ["--csv", *files, "--target", "ill", "--drop", "row", "town", "cost", "--seeds", "1", "--rounds", "1",
-                 "--workers", "1", "--methods", "FedAvg", "--out"]
+    arguments = [
+        "--csv",
+        *files,
+        "--target",
+        "ill",
+        "--drop",
+        "row",
+        "town",
+        "cost",
+        "--seeds",
+        "1",
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--methods",
+        "FedAvg",
+        "--out",
+    ]
     run.main([*arguments, str(tmp_path / "out")])
     *_, result = run.read(tmp_path / "out" / "cells.jsonl").values()
     assert len(result[""]["nlls"]) == 2
@@ -118,8 +135,25 @@ def test_survival_needs_a_column_of_events(table, tmp_path):
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
-    arguments = ["--csv", str(table), "--client", "town", "--target", "ill", "--drop", "row", "cost", "--seeds", "1",
-                 "--rounds", "1", "--workers", "1", "--out", str(tmp_path / "out")]
+    arguments = [
+        "--csv",
+        str(table),
+        "--client",
+        "town",
+        "--target",
+        "ill",
+        "--drop",
+        "row",
+        "cost",
+        "--seeds",
+        "1",
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     run.main([*arguments, "--methods", "FedAvg"])
     before = (tmp_path / "out" / "cells.jsonl").read_text()
     run.main([*arguments, "--methods", "FedAvg", "IVON, personal"])
@@ -243,8 +277,10 @@ def test_a_client_without_an_example_has_no_score_and_takes_the_others_choice():
     predicted = methods.predictions(federation, module, posteriors[1.0], "tuning")
     assert methods.conformal_size(federation, predicted, predicted)["set_coverage"] == 1
     survival = federation_of("survival", {"one": torch.tensor([[1.0, 1.0]]), "none": torch.zeros(0, 2)}, 1)
-    risks = {name: (Prediction(torch.zeros(len(own.test.targets))), own.test.targets)
-             for name, own in survival.clients.items()}
+    risks = {
+        name: (Prediction(torch.zeros(len(own.test.targets))), own.test.targets)
+        for name, own in survival.clients.items()
+    }
     scores = summary(survival, risks)
     assert scores["clients"] == 0
     assert math.isnan(scores["worst_metric"])
@@ -264,16 +300,21 @@ def test_halves_are_of_one_size_over_two_clients(size):
 
 
 def test_gains_are_paired():
-    own = {"global": {0: {"clients": 2.0}, 1: {"clients": 2.0}}, "local": {0: {"clients": 3.0}, 1: {"clients": 3.0}},
-           "one weight": {0: {"clients": 1.5}, 1: {"clients": 2.5}}}
+    own = {
+        "global": {0: {"clients": 2.0}, 1: {"clients": 2.0}},
+        "local": {0: {"clients": 3.0}, 1: {"clients": 3.0}},
+        "one weight": {0: {"clients": 1.5}, 1: {"clients": 2.5}},
+    }
     assert gains(own, "one weight", "clients") == [0.5, -0.5]
 
 
 def scored_rows(**methods):
     """Return rows of two seeds: tuning, validation and test scores of each, in this order."""
     keys = ("tuning", "validation", "clients")
-    return {name: {seed: dict(zip(keys, own, strict=True)) for seed, own in enumerate(seeds)}
-            for name, seeds in methods.items()}
+    return {
+        name: {seed: dict(zip(keys, own, strict=True)) for seed, own in enumerate(seeds)}
+        for name, seeds in methods.items()
+    }
 
 
 def test_a_choice_is_made_on_its_part_and_paid_for_on_the_test_part():

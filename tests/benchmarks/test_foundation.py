@@ -14,9 +14,15 @@ def made_up():
     features = centres[labels] + torch.randn(120, 6, generator=generator)
     genres = torch.arange(120) % 3
     return {
-        "train_features": features, "train_labels": labels, "test_features": features.flip(0),
-        "test_labels": labels.flip(0), "outside": torch.randn(30, 6, generator=generator),
-        "features": features, "genres": genres, "plays": genres, "names": ["a", "b", "c"],
+        "train_features": features,
+        "train_labels": labels,
+        "test_features": features.flip(0),
+        "test_labels": labels.flip(0),
+        "outside": torch.randn(30, 6, generator=generator),
+        "features": features,
+        "genres": genres,
+        "plays": genres,
+        "names": ["a", "b", "c"],
     }
 
 

@@ -31,7 +31,8 @@ CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 def study(tmp_path: Path, **changes) -> Path:
     """A small study with some keys changed."""
     content = {
-        "title": "Test", "fixed": {"dataset": "digits", "clients": 3, "partition": "iid", "samples": 2},
+        "title": "Test",
+        "fixed": {"dataset": "digits", "clients": 3, "partition": "iid", "samples": 2},
         "grids": [{"bayesian_last": [0, 1], "fusion": ["weighted_average"]}],
         "budgets": {"tiny": {"rounds": 2, "local_epochs": 1, "examples": 100}, "laptop": {}, "full": {}},
         "metrics": ["accuracy", "ece100", "nll"],
@@ -53,7 +54,8 @@ def cells(path: Path) -> list[dict]:
 def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.images.study.rows", lambda table: [{"bayesian_last": 1, "nll": "0.12 ± 0.01"}])
     path = study(
-        tmp_path, published=["any table"],
+        tmp_path,
+        published=["any table"],
         figures=[
             {"kind": "lines", "x": "bayesian_last", "series": "fusion", "metrics": ["nll"]},
             {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": [1]}},
@@ -97,9 +99,7 @@ def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
 
 
 def test_a_cell_is_reproducible():
-    settings = Settings(
-        rounds=1, local_epochs=1, examples=100, clients=3, partition="iid", validation_fraction=0.2
-    )
+    settings = Settings(rounds=1, local_epochs=1, examples=100, clients=3, partition="iid", validation_fraction=0.2)
     first, second = (run_cell(settings, None) for _ in range(2))
     for changing in ("seconds", "scores"):
         first_value, second_value = first.pop(changing), second.pop(changing)
@@ -115,7 +115,13 @@ def test_a_cell_is_reproducible():
 @pytest.mark.parametrize("start", ["bayesian", "moped"])
 def test_a_federation_starts_from_a_pretrained_network(start):
     settings = Settings(
-        rounds=1, local_epochs=1, clients=3, partition="iid", start=start, start_share=0.3, learning_rate=0.05,
+        rounds=1,
+        local_epochs=1,
+        clients=3,
+        partition="iid",
+        start=start,
+        start_share=0.3,
+        learning_rate=0.05,
         batch_size=16,
     )
     data = make_data(settings, None)
@@ -133,7 +139,8 @@ def test_a_federation_starts_from_a_pretrained_network(start):
 @pytest.mark.parametrize("rounds", [2, 4])  # three in a row end a federation, and so does a fit that has fused none
 def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds):
     path = study(
-        tmp_path, grids=[{"fusion": ["dwc"], "bayesian_last": [1], "rounds": [rounds]}],
+        tmp_path,
+        grids=[{"fusion": ["dwc"], "bayesian_last": [1], "rounds": [rounds]}],
         fixed={"dataset": "digits", "clients": 10, "partition": "iid", "kl_weight": 100},  # the prior is vaguer
     )
     run.main(command(path))
@@ -156,8 +163,10 @@ def test_every_study_can_be_run_offline(config):
 
 def test_published_values_belong_to_cells():
     read = {config: read_study(config) for config in CONFIGS}
-    cells = {config: [cell for budget in each.budgets for cell in each.cells(budget, seeds=1, offline=False)]
-             for config, each in read.items()}
+    cells = {
+        config: [cell for budget in each.budgets for cell in each.cells(budget, seeds=1, offline=False)]
+        for config, each in read.items()
+    }
     for table in {table for each in read.values() for table in each.published}:
         using = [cell for config, each in read.items() if table in each.published for cell in cells[config]]
         for row in rows(table):
@@ -167,7 +176,8 @@ def test_published_values_belong_to_cells():
 
 def test_a_grid_has_budgets_of_its_own(tmp_path):
     path = study(
-        tmp_path, grids=[
+        tmp_path,
+        grids=[
             {"fusion": ["conflation", "weighted_sum"], "local_epochs": [1]},
             {"fusion": ["conflation"], "local_epochs": [5], "budgets": {"full": {"rounds": 200, "local_epochs": 9}}},
         ],
@@ -175,18 +185,24 @@ def test_a_grid_has_budgets_of_its_own(tmp_path):
     )
     read = read_study(path)
     assert read.factors == ["fusion", "local_epochs"]
-    found = {budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
-             for budget in read.budgets}
-    assert found == {"tiny": [(2, 1), (2, 1), (2, 5)], "laptop": [(20, 1), (20, 1), (20, 5)],
-                     "full": [(400, 1), (400, 1), (200, 5)]}
+    found = {
+        budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
+        for budget in read.budgets
+    }
+    assert found == {
+        "tiny": [(2, 1), (2, 1), (2, 5)],
+        "laptop": [(20, 1), (20, 1), (20, 5)],
+        "full": [(400, 1), (400, 1), (200, 5)],
+    }
     line = common_settings(read.cells("full", 2, offline=True), read.factors)
     assert "rounds 400 or 200" in line
     assert "fusion" not in line
     assert "seed" not in line
 
 
-@pytest.mark.parametrize("config", [each for each in CONFIGS if each.stem in ("dropout", "prior", "skew")],
-                         ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config", [each for each in CONFIGS if each.stem in ("dropout", "prior", "skew")], ids=lambda path: path.stem
+)
 def test_the_full_budget_is_that_of_the_paper(config):
     """[FBDL] §3.3 to §3.5: 400 rounds at E = 1 and 200 at E = 5, 5,000 images of a client, as many of each class."""
     cells = read_study(config).cells("full", seeds=1, offline=False)
@@ -215,8 +231,14 @@ def test_the_full_budget_is_that_of_the_paper(config):
         ({"metrics": ["acuracy"]}, "did you mean 'accuracy'"),
         ({"budgets": {"tiny": {}, "laptop": {}}}, "full is missing"),
         ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion"}]}, "metrics is missing"),
-        ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion", "metrics": ["nll"], "where": {"seed": 0}}]},
-         "seed=0 has to be a list of values"),
+        (
+            {
+                "figures": [
+                    {"kind": "lines", "series": "fusion", "x": "fusion", "metrics": ["nll"], "where": {"seed": 0}}
+                ]
+            },
+            "seed=0 has to be a list of values",
+        ),
         ({"published": ["fbdl tabel 2"]}, "did you mean 'fbdl table 2'"),
         ({"published": ["fedag table 2"]}, "unknown setting or metric 'blr'"),
     ],
@@ -325,8 +347,10 @@ def test_mean_and_error():
 
 def test_results_from_before_a_measure_was_added_are_drawn():
     curve = [0.5] * len(FRACTIONS)
-    rows = {Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
-            for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])}
+    rows = {
+        Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
+        for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])
+    }
     figure = draw({"kind": "retained", "series": "fusion", "panels": "partition"}, rows)
     assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == ["dirichlet(0.5), entropy", "dirichlet(0.5), kwon_epistemic"]

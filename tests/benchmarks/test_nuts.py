@@ -82,9 +82,15 @@ def test_draws_of_the_truth_itself_are_at_no_distance():
     assert narrow["coverage"] < 0.6
 
 
-@pytest.mark.parametrize("cell", [
-    *(Cell(NETWORK, method, 0) for method in METHODS[1:]), Cell(LINEAR, "sites", 1), Cell(LINEAR, METHODS[1], 1),
-], ids=lambda cell: f"{cell.problem}-{cell.method}")
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(Cell(NETWORK, method, 0) for method in METHODS[1:]),
+        Cell(LINEAR, "sites", 1),
+        Cell(LINEAR, METHODS[1], 1),
+    ],
+    ids=lambda cell: f"{cell.problem}-{cell.method}",
+)
 def test_a_cell_runs(cell, monkeypatch):
     monkeypatch.setattr(nuts, "ROUNDS", 2)
     monkeypatch.setattr(nuts, "LOOKS", (1, 2, 3))
@@ -125,8 +131,15 @@ def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
     look = {"accuracy": 0.9, "nll": 0.3, "mutual_information": 0.06, "total_variation": 0.05, "coverage": 0.7}
     trail = {"30": {"estimated": 0.2, "to_mean_field": 0.5, "to_end": 0.4, "width": 0.5}}
     found = {
-        Cell(LINEAR, NUTS, 0): {"accuracy": 0.9, "nll": 0.2, "mutual_information": 0.03, "rhat": 1.05, "draws": 8000,
-                                "probs": [[0.5, 0.5]], "points": [[0.0]]},
+        Cell(LINEAR, NUTS, 0): {
+            "accuracy": 0.9,
+            "nll": 0.2,
+            "mutual_information": 0.03,
+            "rhat": 1.05,
+            "draws": 8000,
+            "probs": [[0.5, 0.5]],
+            "points": [[0.0]],
+        },
         Cell(LINEAR, "mean field, pooled", 0): {**look, "bound": -5.0, "to_mean_field": 0.01},
         Cell(LINEAR, FULL, 0): {**look, "bound": -6.0},
         Cell(LINEAR, "sites", 0): {**look, "distances": trail},

@@ -38,7 +38,14 @@ def test_settings_are_chosen_on_a_fifth_of_every_clients_training_examples(dealt
 
 def test_a_federation_is_scored(dealt):
     options = Namespace(
-        split=dealt[0], validate=False, rule="sites", rounds=1, local_epochs=1, batch=8, rate=0.01, kl_weight=0.1,
+        split=dealt[0],
+        validate=False,
+        rule="sites",
+        rounds=1,
+        local_epochs=1,
+        batch=8,
+        rate=0.01,
+        kl_weight=0.1,
         seed=0,
     )
     scores = peers.run(options)

@@ -80,13 +80,24 @@ def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
         return {Cell("fashion_mnist", split, rule, "fixed", 0): scores}
 
     results = {
-        **cell("sites", 0.4, 0.05, 0.8), **cell("fedavg", 0.3, 0.01, 0.806), **cell("linear_pool", 0.5, 0.02, 0.7),
-        **cell("conflation", 0.45, 0.09, 0.7), **cell("weighted_sum", 0.1, 0.0, 0.9, "IID"),
+        **cell("sites", 0.4, 0.05, 0.8),
+        **cell("fedavg", 0.3, 0.01, 0.806),
+        **cell("linear_pool", 0.5, 0.02, 0.7),
+        **cell("conflation", 0.45, 0.09, 0.7),
+        **cell("weighted_sum", 0.1, 0.0, 0.9, "IID"),
     }
     line = fashion_mnist_bars(rows_of(results, "fashion_mnist")).splitlines()[-1]
     assert [each.strip() for each in line.strip("|").split("|")] == [
-        "Dirichlet(0.1)", "0", "0.400", "0.450 (conflation, fixed)", "0.050", "0.020 (linear_pool, fixed)", "-0.6",
-        "yes", "**no**", "**no**",
+        "Dirichlet(0.1)",
+        "0",
+        "0.400",
+        "0.450 (conflation, fixed)",
+        "0.050",
+        "0.020 (linear_pool, fixed)",
+        "-0.6",
+        "yes",
+        "**no**",
+        "**no**",
     ]
 
 

@@ -18,9 +18,12 @@ from lightning_fedbayes.core.errors import FederationError
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "benchmarks/uci/README.md": ["fedag"], "benchmarks/uci/results/tables.md": ["fedag"],
-    "benchmarks/uci/results/rates.md": ["fedag"], "benchmarks/images/README.md": ["ba-bfl", "fbdl"],
-    "benchmarks/untrusted/README.md": ["untrusted"], "benchmarks/federations/README.md": ["flamby"],
+    "benchmarks/uci/README.md": ["fedag"],
+    "benchmarks/uci/results/tables.md": ["fedag"],
+    "benchmarks/uci/results/rates.md": ["fedag"],
+    "benchmarks/images/README.md": ["ba-bfl", "fbdl"],
+    "benchmarks/untrusted/README.md": ["untrusted"],
+    "benchmarks/federations/README.md": ["flamby"],
     "docs/benchmarks.md": ["ba-bfl"],
     **{str(page.relative_to(ROOT)): ["ba-bfl", "fbdl"] for page in ROOT.glob("benchmarks/images/results/*/report.md")},
     **{str(page.relative_to(ROOT)): ["untrusted"] for page in ROOT.glob("benchmarks/untrusted/results/**/*.md")},
@@ -38,8 +41,12 @@ def figures(sources_, names=None, score=None):
         for row in rows(table):
             about = [str(row[key]).split("(")[0] for key in ("rule", "fusion", "dataset", "method") if key in row]
             if names is None or any(name.startswith(each) for each in about for name in names):
-                found |= {float(part) for key, text in row.items() if is_score(text) and score in (None, key)
-                          for part in text.split(" ± ")}
+                found |= {
+                    float(part)
+                    for key, text in row.items()
+                    if is_score(text) and score in (None, key)
+                    for part in text.split(" ± ")
+                }
     return found
 
 
@@ -131,8 +138,15 @@ def test_a_wrong_quote_is_found(page, sources_):
 
 def test_no_figure_is_typed_twice():
     """Of at least four significant digits: shorter ones are numbers of anything."""
-    means = {text.split(" ± ")[0] for source in sources() for name in sources()[source] if name not in OTHER
-             for row in rows(f"{source} {name}") for text in row.values() if is_score(text)}
+    means = {
+        text.split(" ± ")[0]
+        for source in sources()
+        for name in sources()[source]
+        if name not in OTHER
+        for row in rows(f"{source} {name}")
+        for text in row.values()
+        if is_score(text)
+    }
     long = {mean for mean in means if len(mean.replace(".", "").lstrip("-0")) >= 4}
     assert len(long) > 130
     for file in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("benchmarks/**/*.yaml")]:
@@ -144,8 +158,11 @@ def test_no_figure_is_typed_twice():
 def test_every_row_stands_once():
     for source in sources():
         for name in sources()[source]:
-            keys = [] if name in OTHER else [tuple((k, v) for k, v in row.items() if not is_score(v))
-                                             for row in rows(f"{source} {name}")]
+            keys = (
+                []
+                if name in OTHER
+                else [tuple((k, v) for k, v in row.items() if not is_score(v)) for row in rows(f"{source} {name}")]
+            )
             assert len(keys) == len(set(keys))
 
 

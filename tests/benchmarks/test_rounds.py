@@ -10,12 +10,18 @@ from benchmarks.posterior import rounds
 from benchmarks.posterior.rounds import Cell
 
 
-@pytest.mark.parametrize("cell", [
-    Cell("rounds", "digits", "pooled", 0), Cell("rounds", "digits", "sites", 0),
-    Cell("rounds", "breast cancer", "fedavg", 0), Cell("rounds", "digits", "IVON + sites", 1),
-    Cell("widths", "breast cancer", "sites", 0),
-    Cell("networks", "wine", "last layer", 0, 1, 50, "local_reparameterization"),
-], ids=lambda cell: f"{cell.study}-{cell.data}-{cell.method}")
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("rounds", "digits", "pooled", 0),
+        Cell("rounds", "digits", "sites", 0),
+        Cell("rounds", "breast cancer", "fedavg", 0),
+        Cell("rounds", "digits", "IVON + sites", 1),
+        Cell("widths", "breast cancer", "sites", 0),
+        Cell("networks", "wine", "last layer", 0, 1, 50, "local_reparameterization"),
+    ],
+    ids=lambda cell: f"{cell.study}-{cell.data}-{cell.method}",
+)
 def test_a_cell_runs(cell, monkeypatch):
     monkeypatch.setattr(rounds, "LOOKS", (1, 2))
     monkeypatch.setattr(rounds, "LONGEST", {})
@@ -34,8 +40,11 @@ def test_each_estimator_trains_each_network_once_in_three_seeds():
     kinds = {(cell.data, cell.method, cell.clients, cell.epochs) for cell in cells}
     assert len(kinds) == 6 * 2 * 2 * 2
     assert len(cells) == 3 * len(kinds)
-    assert all({cell.estimator for cell in cells if (cell.data, cell.method, cell.clients, cell.epochs) == kind}
-               == set(rounds.ESTIMATORS) for kind in kinds)
+    assert all(
+        {cell.estimator for cell in cells if (cell.data, cell.method, cell.clients, cell.epochs) == kind}
+        == set(rounds.ESTIMATORS)
+        for kind in kinds
+    )
     assert len(set(rounds.cells())) == len(rounds.cells())
 
 
@@ -46,13 +55,20 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     lines = [
         {"cell": pooled._asdict(), "0": {**look, "mutual_information": 0.03}},
         {"cell": sites._asdict(), **dict.fromkeys(("20", "40", "60"), look)},
-        {"cell": sites._replace(study="widths")._asdict(), **dict.fromkeys(("20", "60"), look),
-         **{key: {**look, "nll": 0.1, "mutual_information": 0.04} for key in ("best 20", "best 60")}},
+        {
+            "cell": sites._replace(study="widths")._asdict(),
+            **dict.fromkeys(("20", "60"), look),
+            **{key: {**look, "nll": 0.1, "mutual_information": 0.04} for key in ("best 20", "best 60")},
+        },
         {"cell": Cell("rules", "digits", "fedadam", 0)._asdict(), "error": "dead", "20": look},
         {"cell": Cell("networks", "wine", "pooled, default", 0)._asdict(), "0": look},
         {"cell": Cell("networks", "wine", "fedavg", 0)._asdict(), **dict.fromkeys(tenths, look)},
-        {"cell": Cell("networks", "wine", "default", 0)._asdict(), **dict.fromkeys(tenths, look),
-         "70": {**look, "nll": 0.24, "largest": 1.1}, "50": {**look, "mutual_information": 0.03}},
+        {
+            "cell": Cell("networks", "wine", "default", 0)._asdict(),
+            **dict.fromkeys(tenths, look),
+            "70": {**look, "nll": 0.24, "largest": 1.1},
+            "50": {**look, "mutual_information": 0.03},
+        },
     ]
     file = tmp_path / "rounds.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))

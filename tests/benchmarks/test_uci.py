@@ -24,8 +24,17 @@ from benchmarks.uci.scores import Published
 from benchmarks.uci.training import Plan
 
 RESULTS = Path(run.__file__).parent / "results"
-NINE = ("bostonHousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "power-plant",
-        "protein-tertiary-structure", "wine-quality-red", "yacht")
+NINE = (
+    "bostonHousing",
+    "concrete",
+    "energy",
+    "kin8nm",
+    "naval-propulsion-plant",
+    "power-plant",
+    "protein-tertiary-structure",
+    "wine-quality-red",
+    "yacht",
+)
 PLAN = Plan(0.01, rounds=2, local_epochs=1, hidden=4)
 
 
@@ -44,8 +53,12 @@ def folder(tmp_path):
         data = tmp_path / "data" / name / "data"
         data.mkdir(parents=True)
         rows = torch.randn(30, 3, generator=torch.Generator().manual_seed(seed)).tolist()
-        files = {"data": "\n".join(" ".join(map(str, row)) for row in rows), "index_features": "0\n1",
-                 "index_target": "2", "n_splits": "2"}
+        files = {
+            "data": "\n".join(" ".join(map(str, row)) for row in rows),
+            "index_features": "0\n1",
+            "index_target": "2",
+            "n_splits": "2",
+        }
         for split in range(2):
             test = range(3 * split, 3 * split + 3)
             files[f"index_test_{split}"] = "\n".join(map(str, test))
@@ -189,7 +202,7 @@ def test_the_pages_are_those_of_the_scores(tmp_path):
     (tmp_path / "scores.json").write_text((RESULTS / "scores.json").read_text())
     text = report.write(Store(tmp_path))
     page = (RESULTS.parent / "README.md").read_text()
-    assert page[page.index(BEGIN) + len(BEGIN):page.index(END)].strip() == text
+    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == text
     for name in ("tables.md", "settings.md"):
         assert (RESULTS / name).read_text() == (tmp_path / name).read_text()
     assert (RESULTS / "rounds.png").stat().st_size <= 100_000

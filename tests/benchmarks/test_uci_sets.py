@@ -53,8 +53,10 @@ def ready(folder, **options):
 
 
 def values_of(folder):
-    return torch.tensor([[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()],
-                        dtype=torch.float64)
+    return torch.tensor(
+        [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()],
+        dtype=torch.float64,
+    )
 
 
 def indices_of(folder, part, split=0):
@@ -97,10 +99,15 @@ def test_scores_go_to_original_units(folder):
 
 
 def test_validation_is_the_test_split_or_a_part_of_training(folder):
-    published, tuning, again = ready(folder), ready(folder, validation_fraction=0.25), ready(folder, seed=1,
-                                                                                            validation_fraction=0.25)
-    targets = {name: torch.cat([y for _, y in getattr(published, f"{name}_dataloader")()])
-               for name in ("val", "test", "predict")}
+    published, tuning, again = (
+        ready(folder),
+        ready(folder, validation_fraction=0.25),
+        ready(folder, seed=1, validation_fraction=0.25),
+    )
+    targets = {
+        name: torch.cat([y for _, y in getattr(published, f"{name}_dataloader")()])
+        for name in ("val", "test", "predict")
+    }
     assert torch.equal(targets["val"], published.test.tensors[1])
     assert torch.equal(targets["test"], targets["val"])
     assert torch.equal(targets["predict"], targets["val"])
@@ -122,9 +129,16 @@ def test_ten_clients_learn_from_it_and_the_checkpoint_is_plain(folder, tmp_path)
     L.seed_everything(0, verbose=False)
     data = build(folder, batch_size=1)
     model = fb.HybridBayesianRegressor(mlp(data.num_features, 1, (8,)), bayesian_last=1, learning_rate=0.02)
-    trainer = L.Trainer(max_epochs=6, accelerator="cpu", logger=False, enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-                        callbacks=[fb.FederatedBayes(fb.IIDPartition(10), local_epochs=3)])
+    trainer = L.Trainer(
+        max_epochs=6,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[fb.FederatedBayes(fb.IIDPartition(10), local_epochs=3)],
+    )
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val/rmse"] < 0.7
     trainer.save_checkpoint(tmp_path / "federation.ckpt")

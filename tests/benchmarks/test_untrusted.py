@@ -39,9 +39,7 @@ def test_every_round_draws_anew_and_a_run_repeats():
                 return super().forward(input)
 
         examples = torch.arange(1000.0)[:, None] / 1000, torch.zeros(1000, dtype=torch.long)
-        task = Task(
-            Watched(1, 2), cross_entropy, accuracy, lambda each: torch.optim.SGD(each, lr=0.0)
-        )
+        task = Task(Watched(1, 2), cross_entropy, accuracy, lambda each: torch.optim.SGD(each, lr=0.0))
         federate(task, [examples] * 2, examples, "krum", None, rounds=4, batch_size=1, seed=0, drawn=1)
         return seen
 

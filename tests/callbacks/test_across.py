@@ -22,10 +22,15 @@ def held_out(*sizes: int) -> torch.utils.data.DataLoader:
     return loader(clients(*(sizes or SIZES)), shuffle=False)
 
 
-@pytest.mark.parametrize("options", [
-    {"keep": ["posterior"]}, {"fusion": "population"}, {"fusion": "ditto"},
-    {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": ["posterior"]},
+        {"fusion": "population"},
+        {"fusion": "ditto"},
+        {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
+    ],
+)
 def test_own_posteriors_are_scored_on_the_data_of_all_at_the_end(options, tmp_path):
     module, logger = bayesian(), CSVLogger(tmp_path)
     callback, report = fb.FederatedBayes(**options), fb.ClientReport()
@@ -47,8 +52,7 @@ def test_own_posteriors_are_scored_on_the_data_of_all_at_the_end(options, tmp_pa
 
 def test_the_users_own_module_is_scored_by_draws():
     module, callback, report = Plain(optimizer=fb.IVON), fb.FederatedBayes(keep=["posterior"]), fb.ClientReport()
-    federate(module, callback, 2, loader(clients(40, 30)), held_out(9, 12),
-             callbacks=[report, fb.UncertaintyReport(5)])
+    federate(module, callback, 2, loader(clients(40, 30)), held_out(9, 12), callbacks=[report, fb.UncertaintyReport(5)])
     own = {name: fb.PosteriorPredictive(module, callback.posterior_of(name), 5) for name in ("c0", "c1")}
     expected = fb.evaluate_across(own, clients(9, 12), batch_size=8)
     assert report.across is not None
@@ -73,8 +77,15 @@ def test_nothing_is_scored_across_where_clients_keep_no_posterior_or_there_is_on
     for options, sizes in (({}, (9, 12)), ({"keep": ["posterior"]}, (9,))):
         logger, report = CSVLogger(tmp_path), fb.ClientReport()
         train = loader(clients(*(20 for _ in sizes)))
-        federate(bayesian(), fb.FederatedBayes(safeguards=fb.Safeguards(min_clients=1), **options), 1, train,
-                 held_out(*sizes), logger=logger, callbacks=[report])
+        federate(
+            bayesian(),
+            fb.FederatedBayes(safeguards=fb.Safeguards(min_clients=1), **options),
+            1,
+            train,
+            held_out(*sizes),
+            logger=logger,
+            callbacks=[report],
+        )
         assert report.across is None
         assert not list(Path(logger.log_dir).glob("val_across*"))
 
@@ -82,7 +93,13 @@ def test_nothing_is_scored_across_where_clients_keep_no_posterior_or_there_is_on
 def test_of_many_clients_a_few_are_taken(monkeypatch):
     monkeypatch.setattr(reports, "MOST_ACROSS", 3)
     report = fb.ClientReport()
-    federate(bayesian(), fb.FederatedBayes(keep=["posterior"]), 1, loader(clients(8, 8, 8, 8, 8)),
-             held_out(4, 4, 4, 4, 4), callbacks=[report])
+    federate(
+        bayesian(),
+        fb.FederatedBayes(keep=["posterior"]),
+        1,
+        loader(clients(8, 8, 8, 8, 8)),
+        held_out(4, 4, 4, 4, 4),
+        callbacks=[report],
+    )
     assert report.across is not None
     assert report.across.names == ("c0", "c2", "c4")

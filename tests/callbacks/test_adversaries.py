@@ -66,7 +66,10 @@ def run(adversaries=(), engine="sequential", rounds=2, module=None, train=None, 
     """Fit; the module and its federation."""
     module = Plain() if module is None else module
     fed = fb.FederatedBayes(
-        options.pop("partition", SIZES), engine=engine, adversaries=adversaries, fusion=options.pop("fusion", "fedavg"),
+        options.pop("partition", SIZES),
+        engine=engine,
+        adversaries=adversaries,
+        fusion=options.pop("fusion", "fedavg"),
         **options,
     )
     federate(module, fed, rounds, train)
@@ -268,6 +271,7 @@ def test_everybody_attacks():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_honest_draws_do_not_depend_on_attacks(engine):
     """The noise, the orders and the cohorts are the same: only client 5, of no weight, attacks."""
+
     def weighting(facts):
         cohorts.append([each.client for each in facts])
         return [0.0 if each.client == 5 else 1.0 for each in facts]
@@ -371,6 +375,7 @@ def test_adversaries_that_are_no_attacks_are_refused_at_once(adversaries):
 
 def test_personal_heads_and_buffers_stay_what_they_are():
     """Adversaries lie about what they share; buffers are honest, and engines agree."""
+
     def fit(engine, adversaries=()):
         options = {"local_parameters": ["net.3.*"], "keep": ["optimizer"]}
         return run(adversaries, engine, module=Plain(network(batch_norm=True)), **options)

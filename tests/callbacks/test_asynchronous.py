@@ -32,7 +32,8 @@ def module_of(setting):
 def fit(setting, schedule, rounds=4, engine="vectorized", folder=None, ckpt_path=None, **options):
     module = module_of(setting)
     federation = fb.FederatedBayes(
-        fb.SizesPartition(SIZES), seed=3, engine=engine, schedule=schedule, **{**SETTINGS[setting], **options})
+        fb.SizesPartition(SIZES), seed=3, engine=engine, schedule=schedule, **{**SETTINGS[setting], **options}
+    )
     extra = {} if folder is None else {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
     made = federate(module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, **extra)
     return module, federation, made
@@ -74,10 +75,15 @@ def fit_in(folder, setting, name, rounds=9, ckpt_path=None, disk=False, engine="
     return fit(setting, SCHEDULES[name], rounds, engine, folder, ckpt_path, keep=keep)
 
 
-@pytest.mark.parametrize(("setting", "name", "engine", "disk"), [
-    ("sites", "half", "sequential", True), ("everything", "few", "vectorized", True),
-    ("ivon", "few", "vectorized", False), ("adam", "fedasync", "sequential", False),
-])
+@pytest.mark.parametrize(
+    ("setting", "name", "engine", "disk"),
+    [
+        ("sites", "half", "sequential", True),
+        ("everything", "few", "vectorized", True),
+        ("ivon", "few", "vectorized", False),
+        ("adam", "fedasync", "sequential", False),
+    ],
+)
 def test_an_interrupted_federation_ends_as_one_that_was_not(tmp_path, setting, name, engine, disk):
     whole = fit_in(tmp_path / "whole", setting, name, engine=engine)
     fit_in(tmp_path / "parts", setting, name, 4, disk=disk, engine=engine)
@@ -128,8 +134,9 @@ def test_the_history_has_times_and_staleness():
 
 def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives():
     schedule = fb.Asynchronous(buffer=1, delays=fb.Delays(spread=0.0, slow={1: 0.5}))
-    _, federation, _ = fit("barycenter", schedule, 4, adversaries=fb.NotANumber(clients=[2]),
-                           safeguards=fb.Safeguards(max_failed_rounds=9))
+    _, federation, _ = fit(
+        "barycenter", schedule, 4, adversaries=fb.NotANumber(clients=[2]), safeguards=fb.Safeguards(max_failed_rounds=9)
+    )
     failed = [row["failed_clients"] for row in federation.history]
     assert sum(failed) == 1
     assert failed[0] == 0.0
@@ -138,13 +145,17 @@ def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives()
 def test_privacy_counts_messages_that_have_arrived():
     privacy = fb.UpdatePrivacy(1.0, 4.0)
     module = Plain(lr=0.05)
-    federation = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="fedavg", privacy=privacy, weighting="equal",
-                                   schedule=fb.Asynchronous(buffer=1, delays=DELAYS))
+    federation = fb.FederatedBayes(
+        fb.SizesPartition(SIZES),
+        fusion="fedavg",
+        privacy=privacy,
+        weighting="equal",
+        schedule=fb.Asynchronous(buffer=1, delays=DELAYS),
+    )
     made = federate(module, federation, 9)
     most = max(federation._report.records.rounds)
     assert most < 9
-    assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(
-        privacy.figures(most)["privacy/epsilon"])
+    assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(privacy.figures(most)["privacy/epsilon"])
 
 
 def test_attackers_are_bounded_as_they_are_in_rounds():
@@ -158,14 +169,17 @@ def test_attackers_are_bounded_as_they_are_in_rounds():
     assert found[1] < 2 * found[0]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"fusion": "scaffold"}, "schedule= with fusion='scaffold'"),
-    ({"fusion": "ditto"}, "schedule= with fusion='ditto'"),
-    ({"fraction": 0.5}, r"fraction=0\.5 with schedule=: say how many clients train at once by concurrency="),
-    ({"safeguards": fb.Safeguards(min_clients=3)}, "min_clients=3 with a buffer of 2"),
-    ({"schedule": "fedbuff"}, r"give fb\.Asynchronous"),
-    ({"schedule": fb.Asynchronous(9)}, "concurrency=9, but there are 5 clients"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fusion": "scaffold"}, "schedule= with fusion='scaffold'"),
+        ({"fusion": "ditto"}, "schedule= with fusion='ditto'"),
+        ({"fraction": 0.5}, r"fraction=0\.5 with schedule=: say how many clients train at once by concurrency="),
+        ({"safeguards": fb.Safeguards(min_clients=3)}, "min_clients=3 with a buffer of 2"),
+        ({"schedule": "fedbuff"}, r"give fb\.Asynchronous"),
+        ({"schedule": fb.Asynchronous(9)}, "concurrency=9, but there are 5 clients"),
+    ],
+)
 def test_what_cannot_be_without_rounds_is_refused_before_training(options, message):
     given = {"fusion": "sites", "schedule": fb.Asynchronous(), **options}
     with pytest.raises(fb.FederationError, match=message):

@@ -111,9 +111,14 @@ def odd(examples):
 
 
 FORMS = {
-    "dicts": (Dicts, dicts), "keywords": (Keywords, dicts), "objects": (Objects, objects), "steps": (Steps, dicts),
-    "longer": (Longer, longer), "odd": (Odd, odd),
+    "dicts": (Dicts, dicts),
+    "keywords": (Keywords, dicts),
+    "objects": (Objects, objects),
+    "steps": (Steps, dicts),
+    "longer": (Longer, longer),
+    "odd": (Odd, odd),
 }
+
 
 class Examples(Dataset):
     """The same data, of any form that a collate function makes."""
@@ -139,9 +144,9 @@ def clients(collate=None):
 
 def posterior(module, std=0.2, start=""):
     mean = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return fb.GaussianPosterior(mean, {
-        name: torch.full_like(p, std**2 if name.startswith(start) else 0.0) for name, p in mean.items()
-    })
+    return fb.GaussianPosterior(
+        mean, {name: torch.full_like(p, std**2 if name.startswith(start) else 0.0) for name, p in mean.items()}
+    )
 
 
 @cache
@@ -206,9 +211,7 @@ def test_a_federation_by_laplace_is_that_of_pairs(form, engine):
     for module, collate in ((Pairs(), pairs), (FORMS[form][0](), FORMS[form][1])):
         if form in ("objects", "odd") and engine == "vectorized":
             engine = "auto"  # only tensors can be stacked
-        federation = fb.FederatedBayes(
-            fb.IIDPartition(3), engine=engine, posterior=fb.Laplace(), fusion="sites"
-        )
+        federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine, posterior=fb.Laplace(), fusion="sites")
         report = fb.UncertaintyReport(samples=4)
         made = federate(module, federation, 2, batches(collate), clients(collate), callbacks=[report])
         found.append((federation.posterior, made.callback_metrics))

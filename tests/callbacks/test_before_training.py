@@ -44,23 +44,32 @@ class Foreign(Untrained):
 
 
 def yes_or_no(rows=9):
-    return fb.ClientDatasets({
-        name: TensorDataset(torch.randn(rows, 4), torch.randint(0, 2, (rows,))) for name in "ab"})
+    return fb.ClientDatasets({name: TensorDataset(torch.randn(rows, 4), torch.randint(0, 2, (rows,))) for name in "ab"})
 
 
 @STEPS
-@pytest.mark.parametrize(("module", "callback", "says"), [
-    (Untrained, fb.UncertaintyReport, "yes or no, or numbers"),
-    (Untrained, fb.ClientReport, "yes or no, or numbers"),
-    (Foreign, fb.ClientReport, "Foreign.predict_step returns"),
-    (Untrained, fb.FederatedTemperature, "yes or no, or numbers"),
-    (Untrained, fb.FederatedConformal, "yes or no, or numbers"),
-])
+@pytest.mark.parametrize(
+    ("module", "callback", "says"),
+    [
+        (Untrained, fb.UncertaintyReport, "yes or no, or numbers"),
+        (Untrained, fb.ClientReport, "yes or no, or numbers"),
+        (Foreign, fb.ClientReport, "Foreign.predict_step returns"),
+        (Untrained, fb.FederatedTemperature, "yes or no, or numbers"),
+        (Untrained, fb.FederatedConformal, "yes or no, or numbers"),
+    ],
+)
 def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
     data = yes_or_no()
     with pytest.raises(fb.FedBayesError, match=says):
-        federate(module(), fb.FederatedBayes(engine="sequential"), 1, loader(data), DataLoader(data, 8),
-                 callbacks=[callback()], num_sanity_val_steps=steps)
+        federate(
+            module(),
+            fb.FederatedBayes(engine="sequential"),
+            1,
+            loader(data),
+            DataLoader(data, 8),
+            callbacks=[callback()],
+            num_sanity_val_steps=steps,
+        )
 
 
 @pytest.mark.parametrize("callback", [fb.FederatedTemperature, fb.FederatedConformal])
@@ -74,22 +83,31 @@ def test_so_it_is_without_a_federation(callback):
 def test_a_client_without_an_example_is_named(steps):
     empty = fb.ClientDatasets({"all": clients(9).datasets[0], "none": TensorDataset(torch.zeros(0, 6), torch.zeros(0))})
     with pytest.raises(fb.FedBayesError, match="client none has no held-out example"):
-        federate(Plain(), fb.FederatedBayes(), 1, loader(clients(40, 30)), DataLoader(empty, 8),
-                 callbacks=[fb.FederatedConformal()], num_sanity_val_steps=steps)
+        federate(
+            Plain(),
+            fb.FederatedBayes(),
+            1,
+            loader(clients(40, 30)),
+            DataLoader(empty, 8),
+            callbacks=[fb.FederatedConformal()],
+            num_sanity_val_steps=steps,
+        )
 
 
 @STEPS
 @pytest.mark.parametrize("callbacks", [(), (fb.UncertaintyReport(None),), (fb.ClientReport(),)])
 def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
     """Nor does a given one without clients."""
+
     class Fits(Untrained):
         def training_step(self, batch, number):
             return self(batch[0]).square().mean()
 
     data = yes_or_no()
     held_out = DataLoader(data.datasets[0] if callbacks else data, 8)
-    made = federate(Fits(), fb.FederatedBayes(), 1, loader(data), held_out, callbacks=list(callbacks),
-                    num_sanity_val_steps=steps)
+    made = federate(
+        Fits(), fb.FederatedBayes(), 1, loader(data), held_out, callbacks=list(callbacks), num_sanity_val_steps=steps
+    )
     assert made.current_epoch == 1
 
 
@@ -169,5 +187,6 @@ def test_what_the_module_s_own_validation_raises_comes_in_its_turn():
     module = Late()
     with pytest.raises(RuntimeError, match="validated too early"):
         trainer(1, [fb.FederatedTemperature()], num_sanity_val_steps=0).fit(
-            module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8))
+            module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8)
+        )
     assert module.begun

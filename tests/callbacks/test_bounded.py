@@ -62,8 +62,13 @@ def federate(folder, clients, classes):
     torch.manual_seed(0)
     loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
     run = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=loggers, enable_checkpointing=False, enable_progress_bar=False,
-        callbacks=[fb.FederatedBayes(fusion="weighted_average", engine="vectorized")], enable_model_summary=False,
+        max_epochs=2,
+        accelerator="cpu",
+        logger=loggers,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[fb.FederatedBayes(fusion="weighted_average", engine="vectorized")],
+        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     held_out = TensorDataset(torch.randn(classes, 2), torch.arange(classes))
@@ -118,7 +123,11 @@ def test_settings_hold_the_sizes_of_few_clients_and_a_summary_of_many(runs):
     )
     assert small == [1, 2] * 50
     assert {key: large[key] for key in ("smallest", "median", "largest", "total")} == {
-        "smallest": 1, "median": 1.5, "largest": 2, "total": 15_000}
+        "smallest": 1,
+        "median": 1.5,
+        "largest": 2,
+        "total": 15_000,
+    }
     assert len(large) == 5
     for name in SIZES:
         assert all(len(line) < 1_000 for line in runs[name][3]["federation/settings"].splitlines())
@@ -227,8 +236,14 @@ def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
 def settings_of(sizes):
     """What a checkpoint says of a federation."""
     clients = Clients((), tuple(map(range, sizes)))
-    return {"seed": 0, "clients": len(clients), "client_sizes": clients.described_sizes, "privacy": "None",
-            "local_parameters": [], "posterior": "None"}
+    return {
+        "seed": 0,
+        "clients": len(clients),
+        "client_sizes": clients.described_sizes,
+        "privacy": "None",
+        "local_parameters": [],
+        "posterior": "None",
+    }
 
 
 @pytest.mark.parametrize("clients", [3, 100, 101, 10_000])
@@ -275,13 +290,24 @@ def lines_of(module, method, targets):
     """Lines of one round of a federation of a client for each target, whose error ends it."""
     parts = {str(k): TensorDataset(torch.ones(1, 1), target.view(1, 1)) for k, target in enumerate(targets)}
     federation = fb.FederatedBayes(
-        fusion=method, engine="sequential", safeguards=fb.Safeguards(max_failed_rounds=1, min_clients=1))
-    run = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                    enable_progress_bar=False, enable_model_summary=False, callbacks=[federation])
+        fusion=method, engine="sequential", safeguards=fb.Safeguards(max_failed_rounds=1, min_clients=1)
+    )
+    run = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[federation],
+    )
     lines = []
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("clients.sequential.rank_zero_info", "callbacks.report.rank_zero_info",
-                      "clients.federation.rank_zero_warn"):
+        for place in (
+            "clients.sequential.rank_zero_info",
+            "callbacks.report.rank_zero_info",
+            "clients.federation.rank_zero_warn",
+        ):
             patch.setattr(f"lightning_fedbayes.{place}", lines.append)
         try:
             run.fit(module, DataLoader(fb.ClientDatasets(parts), 1))
@@ -294,7 +320,8 @@ def lines_of(module, method, targets):
 def test_attributes_that_clients_share_are_named_up_to_a_few(layers):
     (line,) = lines_of(Regression(Remembering() for _ in range(layers)), "weighted_average", torch.zeros(2))
     names = "self.layers.0.seen" + {1: "", 3: ", self.layers.1.seen, self.layers.2.seen"}.get(
-        layers, ", self.layers.1.seen, self.layers.10.seen and 297 others")
+        layers, ", self.layers.1.seen, self.layers.10.seen and 297 others"
+    )
     assert line == f"Clients share {names}, which training changes and which cannot be put back."
 
 
@@ -380,10 +407,24 @@ def unknown_threshold(clients, classes):
     conformal.threshold_of("clinic")
 
 
-@pytest.mark.parametrize("act", [
-    empty, absent, gaps, idle, unknown_attacker, unknown_attackers, other_parameters, other_sizes, trained_on,
-    sizes_that_sum_to_too_much, shards_of_classes, few_held_out, unknown_threshold,
-])
+@pytest.mark.parametrize(
+    "act",
+    [
+        empty,
+        absent,
+        gaps,
+        idle,
+        unknown_attacker,
+        unknown_attackers,
+        other_parameters,
+        other_sizes,
+        trained_on,
+        sizes_that_sum_to_too_much,
+        shards_of_classes,
+        few_held_out,
+        unknown_threshold,
+    ],
+)
 def test_no_warning_and_no_error_grows_with_clients_and_classes(act):
     longest = {}
     for name, size in SIZES.items():

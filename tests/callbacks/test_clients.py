@@ -30,8 +30,9 @@ def batches(*sizes: int) -> torch.utils.data.DataLoader:
 def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
     module, logger = fb.HybridBayesianClassifier(network(), bayesian_last=0), CSVLogger(tmp_path)
     report = fb.ClientReport()
-    made = federate(module, fb.FederatedBayes(), 2, loader(clients(40, 30)), batches(8, 12), logger=logger,
-                    callbacks=[report])
+    made = federate(
+        module, fb.FederatedBayes(), 2, loader(clients(40, 30)), batches(8, 12), logger=logger, callbacks=[report]
+    )
     expected = fb.evaluate_clients(module, clients(8, 12), batch_size=8)
     assert report.scores["val"].rows() == expected.rows()
     for name, value in expected.summary().items():
@@ -67,10 +68,15 @@ def test_predictions_of_another_kind_are_named_and_cost_no_run():
         trainer(1, [fb.ClientReport()]).test(Own(), batches(9, 12), verbose=False)
 
 
-@pytest.mark.parametrize("options", [
-    {"keep": ["posterior"]}, {"fusion": "population"}, {"fusion": "ditto"},
-    {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": ["posterior"]},
+        {"fusion": "population"},
+        {"fusion": "ditto"},
+        {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
+    ],
+)
 def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options, tmp_path):
     module, logger = bayesian(), CSVLogger(tmp_path)
     callback, report = fb.FederatedBayes(**options), fb.ClientReport()

@@ -46,7 +46,10 @@ def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
         caplog.clear()
         with caplog.at_level("INFO"):
             federation = fb.FederatedBayes(
-                fb.IIDPartition(clients=4), engine=engine, seed=1, local_epochs=2,
+                fb.IIDPartition(clients=4),
+                engine=engine,
+                seed=1,
+                local_epochs=2,
                 safeguards=fb.Safeguards(max_influence=None),
             )
             federate(Regression(optimizer), federation, 8, data())

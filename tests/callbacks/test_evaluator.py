@@ -28,8 +28,14 @@ def held_out(**options):
 def everything(folder=None):
     """All that reads a validation."""
     saver = [] if folder is None else [ModelCheckpoint(folder, monitor="val/clients/nll")]
-    return [fb.UncertaintyReport(10), fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(0.8),
-            fb.FederatedConformal(0.8, kind="aps"), *saver]
+    return [
+        fb.UncertaintyReport(10),
+        fb.ClientReport(),
+        fb.FederatedTemperature(),
+        fb.FederatedConformal(0.8),
+        fb.FederatedConformal(0.8, kind="aps"),
+        *saver,
+    ]
 
 
 def deterministic(seed=0):
@@ -50,8 +56,15 @@ def counted(module, part="network"):
 
 def rounds_of(module, callbacks, val=None, part="network", **options):
     seen, federation = counted(module, part), fb.FederatedBayes(seed=3)
-    made = federate(module, federation, 2, loader(clients(40, 30)), held_out() if val is None else val,
-                    callbacks=callbacks, **options)
+    made = federate(
+        module,
+        federation,
+        2,
+        loader(clients(40, 30)),
+        held_out() if val is None else val,
+        callbacks=callbacks,
+        **options,
+    )
     return sum(seen), made, federation
 
 
@@ -84,13 +97,14 @@ def test_draws_of_the_parameters_are_one_further_pass(monkeypatch):
     assert {samples for _, samples in drawn} == {10}
     assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
     assert {"val/draws/clients/nll", "val/draws/scaled/temperature", "val/draws/aps_80/threshold"} <= set(
-        made.callback_metrics)
+        made.callback_metrics
+    )
 
 
 def test_a_regressor_is_predicted_once_too():
-    data = fb.ClientDatasets({
-        name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in ("a", "b")
-    })
+    data = fb.ClientDatasets(
+        {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in ("a", "b")}
+    )
     counts = []
     for callbacks in ([], [fb.ClientReport(), fb.FederatedConformal(0.8, kind="interval")]):
         torch.manual_seed(0)
@@ -144,11 +158,17 @@ def reversed_batches(examples):
     return default_collate(examples[::-1])
 
 
-@pytest.mark.parametrize(("loaded", "options"), [
-    ({"shuffle": True}, {}), ({"drop_last": True, "batch_size": 9}, {}), ({}, {"limit_val_batches": 0.5}),
-    ({"collate_fn": reversed_batches, "batch_size": 9}, {}), ({"batch_size": 9}, {}),
-    ({"sampler": RandomSampler(range(EXAMPLES), replacement=True)}, {}),
-])
+@pytest.mark.parametrize(
+    ("loaded", "options"),
+    [
+        ({"shuffle": True}, {}),
+        ({"drop_last": True, "batch_size": 9}, {}),
+        ({}, {"limit_val_batches": 0.5}),
+        ({"collate_fn": reversed_batches, "batch_size": 9}, {}),
+        ({"batch_size": 9}, {}),
+        ({"sampler": RandomSampler(range(EXAMPLES), replacement=True)}, {}),
+    ],
+)
 def test_nobody_gets_the_examples_of_others(loaded, options):
     """Where positions do not tell whose an example is, the clients' data are predicted once more."""
     report, scaling = fb.ClientReport(), fb.FederatedTemperature()
@@ -165,12 +185,14 @@ def test_nobody_gets_the_examples_of_others(loaded, options):
 
 def test_draws_of_a_shuffled_validation_are_one_pass_too(monkeypatch):
     drawn, sample = [], fb.PosteriorPredictive.sample
-    monkeypatch.setattr(fb.PosteriorPredictive, "sample",
-                        lambda self, x, samples=None: drawn.append(len(x)) or sample(self, x, samples))
+    monkeypatch.setattr(
+        fb.PosteriorPredictive, "sample", lambda self, x, samples=None: drawn.append(len(x)) or sample(self, x, samples)
+    )
     _, made, federation = rounds_of(Plain(optimizer=fb.IVON), everything(), held_out(shuffle=True), part="net")
     assert sum(drawn) == 2 * EXAMPLES
     assert {f"val/draws/{name}" for name in ("clients/nll", "retained_area_entropy", "scaled/temperature")} <= set(
-        made.callback_metrics)
+        made.callback_metrics
+    )
     assert "sites/elbo" in federation.history[-1]
 
 
@@ -239,8 +261,11 @@ def test_logits_are_kept_for_a_temperature_alone():
                 self.kept = {name: tuple(value.shape) for name, value in found["c0"].items()}
             super().on_validation_epoch_end(trainer, pl_module)
 
-    for callbacks, shape in (([], None), ([fb.FederatedConformal(0.8)], (16, 3)),
-                             ([fb.FederatedTemperature()], (3, 16, 3))):
+    for callbacks, shape in (
+        ([], None),
+        ([fb.FederatedConformal(0.8)], (16, 3)),
+        ([fb.FederatedTemperature()], (3, 16, 3)),
+    ):
         watch = Watch()
         rounds_of(bayesian(), [watch, *callbacks])
         rows = {"target": (16,), "counts": (16,), "probs": (16, 3)}
@@ -306,8 +331,16 @@ def test_a_checkpoint_of_a_federation_is_calibrated_by_its_own_posterior(tmp_pat
             super().on_validation_end(trainer, pl_module)
 
     module, federation = Plain(optimizer=fb.IVON), fb.FederatedBayes(seed=3)
-    made = federate(module, federation, 2, loader(clients(40, 30)), held_out(), num_sanity_val_steps=0,
-                    callbacks=[scaling, Notes(), saver], enable_checkpointing=True)
+    made = federate(
+        module,
+        federation,
+        2,
+        loader(clients(40, 30)),
+        held_out(),
+        num_sanity_val_steps=0,
+        callbacks=[scaling, Notes(), saver],
+        enable_checkpointing=True,
+    )
     made.validate(module, held_out(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     fresh = fb.FederatedTemperature()
     again = trainer(1, [fb.FederatedBayes(seed=3), fresh])

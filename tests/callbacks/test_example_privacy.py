@@ -104,8 +104,9 @@ def test_the_gradient_of_the_prior_is_neither_clipped_nor_noised():
 
     at, _, gradient = noted.steps[0]
     module.load_state_dict(at, strict=False)
-    expected = torch.autograd.grad(30 / 30 * kl_divergence(module.network), list(module.parameters()),
-                                   materialize_grads=True)
+    expected = torch.autograd.grad(
+        30 / 30 * kl_divergence(module.network), list(module.parameters()), materialize_grads=True
+    )
     for found, value in zip(gradient.values(), expected, strict=True):
         torch.testing.assert_close(found, value)
 
@@ -230,6 +231,7 @@ def test_layers_whose_examples_have_no_gradient_of_their_own_are_named_before_tr
 
 def test_deterministic_normalising_and_bayesian_layers_train_side_by_side():
     """Without noise or clipping, as in ordinary training."""
+
     def make():
         torch.manual_seed(0)
         return Plain(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), LinearFlipout(6, 3)))
@@ -273,14 +275,29 @@ def test_a_parameter_without_use_is_found():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1,
-                          callbacks=[ExamplePrivacy()]), "engine='vectorized'"),
-        (lambda: federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[ExamplePrivacy()],
-                          precision="bf16-mixed"), "precision='bf16-mixed'"),
+        (
+            lambda: federate(
+                Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1, callbacks=[ExamplePrivacy()]
+            ),
+            "engine='vectorized'",
+        ),
+        (
+            lambda: federate(
+                Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[ExamplePrivacy()], precision="bf16-mixed"
+            ),
+            "precision='bf16-mixed'",
+        ),
         (lambda: trainer(1, [ExamplePrivacy()]).fit(Plain(), loader()), "needs a FederatedBayes"),
-        (lambda: federate(fb.CoxRegressor(nn.Linear(6, 1), 1), fb.FederatedBayes(fb.IIDPartition(3)), 1,
-                          loader(TensorDataset(torch.randn(30, 6), torch.ones(30, 2))), callbacks=[ExamplePrivacy()]),
-         "likelihood 'cox': what an example says depends on the others"),
+        (
+            lambda: federate(
+                fb.CoxRegressor(nn.Linear(6, 1), 1),
+                fb.FederatedBayes(fb.IIDPartition(3)),
+                1,
+                loader(TensorDataset(torch.randn(30, 6), torch.ones(30, 2))),
+                callbacks=[ExamplePrivacy()],
+            ),
+            "likelihood 'cox': what an example says depends on the others",
+        ),
         (lambda: ExamplePrivacy(clip=0.0), "clip=0.0"),
         (lambda: ExamplePrivacy(noise_multiplier=-1.0), "noise_multiplier=-1.0"),
         (lambda: ExamplePrivacy(delta=2.0), "delta=2.0"),

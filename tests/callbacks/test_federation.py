@@ -179,11 +179,17 @@ def test_dwc_with_the_global_prior_trains():
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize(("keep", "fusion", "optimizer", "second_round"), [
-    ([], "fedavg", torch.optim.Adam, 0), ("optimizer", "fedavg", torch.optim.Adam, 4),
-    (["posterior"], "fedavg", torch.optim.Adam, 0), (["posterior"], "sites", torch.optim.Adam, 4),
-    ([], "sites", torch.optim.Adam, 4), ([], "sites", torch.optim.LBFGS, 0),
-])
+@pytest.mark.parametrize(
+    ("keep", "fusion", "optimizer", "second_round"),
+    [
+        ([], "fedavg", torch.optim.Adam, 0),
+        ("optimizer", "fedavg", torch.optim.Adam, 4),
+        (["posterior"], "fedavg", torch.optim.Adam, 0),
+        (["posterior"], "sites", torch.optim.Adam, 4),
+        ([], "sites", torch.optim.Adam, 4),
+        ([], "sites", torch.optim.LBFGS, 0),
+    ],
+)
 def test_optimizer_state_is_reset_or_kept_per_client(keep, fusion, optimizer, second_round):
     class Momentum(Plain):
         def __init__(self):
@@ -207,9 +213,7 @@ def test_local_parameters_never_leave_a_client():
         starts.setdefault(client.number, []).append(module.net[2].weight.detach().clone())
 
     module.on_client_start = on_client_start
-    federation = fb.FederatedBayes(
-        fb.DirichletPartition(2, 0.5), local_parameters=["net.2.*"], engine="sequential"
-    )
+    federation = fb.FederatedBayes(fb.DirichletPartition(2, 0.5), local_parameters=["net.2.*"], engine="sequential")
     federate(module, federation, rounds=3)
     assert not any(name.startswith("net.2") for name in federation.posterior.names)
     assert torch.equal(module.net[2].weight, initial), "the global model keeps the initial head"
@@ -259,10 +263,18 @@ def test_an_unmodified_bayesian_torch_network_federates():
     from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 
     net = network()
-    dnn_to_bnn(net, {
-        "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
-        "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5,
-    })
+    dnn_to_bnn(
+        net,
+        {
+            "prior_mu": 0.0,
+            "prior_sigma": 1.0,
+            "posterior_mu_init": 0.0,
+            "posterior_rho_init": -3.0,
+            "type": "Reparameterization",
+            "moped_enable": False,
+            "moped_delta": 0.5,
+        },
+    )
     federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb")
     module = Plain(net)
     start = fb.read_posterior(module).clone()
@@ -340,10 +352,18 @@ def test_validation_draws_the_same_samples_whatever_was_drawn_before():
 def dnn_to_bnn(net):
     from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 
-    dnn_to_bnn(net, {
-        "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
-        "type": "Flipout", "moped_enable": False, "moped_delta": 0.5,
-    })
+    dnn_to_bnn(
+        net,
+        {
+            "prior_mu": 0.0,
+            "prior_sigma": 1.0,
+            "posterior_mu_init": 0.0,
+            "posterior_rho_init": -3.0,
+            "type": "Flipout",
+            "moped_enable": False,
+            "moped_delta": 0.5,
+        },
+    )
     return net
 
 

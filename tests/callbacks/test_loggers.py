@@ -26,28 +26,75 @@ from lightning_fedbayes.modules import mlp
 from .wandb_file import read_run
 
 ROUNDS, CLIENTS = 3, 3
-VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/epistemic",
-              "val/kwon_aleatoric", "val/kwon_epistemic",
-              "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
-              "val/retained_area_kwon_aleatoric", "val/retained_area_kwon_epistemic", "val/retained_area_epistemic"}
+VALIDATION = {
+    "val/accuracy",
+    "val/nll",
+    "val/ece",
+    "val/brier",
+    "val/entropy",
+    "val/epistemic",
+    "val/kwon_aleatoric",
+    "val/kwon_epistemic",
+    "val/client_accuracy",
+    "val/worst_client_accuracy",
+    "val/retained_area_entropy",
+    "val/retained_area_kwon_aleatoric",
+    "val/retained_area_kwon_epistemic",
+    "val/retained_area_epistemic",
+}
 CONSTANT = {"federation/failed_clients", "federation/failed_rounds", "federation/excluded_clients"}
-FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
-              "federation/posterior_variance",
-              "federation/disagreement", "federation/effective_clients", "federation/train_loss"}
+FEDERATION = {
+    "federation/seconds",
+    "federation/megabytes_up",
+    "federation/megabytes_down",
+    "federation/posterior_variance",
+    "federation/disagreement",
+    "federation/effective_clients",
+    "federation/train_loss",
+}
 OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS,
-          "test/calibration": ROUNDS, "test/accuracy_retained": ROUNDS}
-CURVES = {"val/calibration_curve": [1, 2, 3], "val/retained_curve": [1, 2, 3],
-          "test/calibration_curve": [ROUNDS], "test/retained_curve": [ROUNDS]}
+IMAGES = {
+    "federation/clients_by_class": 0,
+    "val/calibration": ROUNDS,
+    "val/accuracy_retained": ROUNDS,
+    "test/calibration": ROUNDS,
+    "test/accuracy_retained": ROUNDS,
+}
+CURVES = {
+    "val/calibration_curve": [1, 2, 3],
+    "val/retained_curve": [1, 2, 3],
+    "test/calibration_curve": [ROUNDS],
+    "test/retained_curve": [ROUNDS],
+}
 TEST = {f"test/{name.removeprefix('val/')}" for name in VALIDATION}
-SETTINGS = {"clients": CLIENTS, "fusion": fb.Sites().described, "weighting": "train_size", "seed": 7,
-            "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "buffers": "average",
-            "keep": [], "min_clients": 1, "local_parameters": []}
-COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
-           "last_failure"]
+SETTINGS = {
+    "clients": CLIENTS,
+    "fusion": fb.Sites().described,
+    "weighting": "train_size",
+    "seed": 7,
+    "local_epochs": 1,
+    "fraction": 1.0,
+    "engine": "vectorized",
+    "buffers": "average",
+    "keep": [],
+    "min_clients": 1,
+    "local_parameters": [],
+}
+COLUMNS = [
+    "client",
+    "examples",
+    "rounds",
+    "failures",
+    "weight",
+    "train_loss",
+    "accuracy",
+    "seconds",
+    "megabytes_up",
+    "last_failure",
+]
 PNG = b"\x89PNG"
 
 
@@ -76,14 +123,21 @@ def federate(loggers):
     torch.manual_seed(0)
     digits = fb.DigitsDataModule()
     digits.setup()
-    train, val = (TensorDataset(*(t[:n] for t in part.tensors))
-                  for part, n in ((digits.train, 150), (digits.validation, 100)))
+    train, val = (
+        TensorDataset(*(t[:n] for t in part.tensors)) for part, n in ((digits.train, 150), (digits.validation, 100))
+    )
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
     recorder = Recorder()
     model = Model(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
     trainer = L.Trainer(
-        max_epochs=ROUNDS, accelerator="cpu", logger=loggers, callbacks=[federation, recorder],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        max_epochs=ROUNDS,
+        accelerator="cpu",
+        logger=loggers,
+        callbacks=[federation, recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
     )
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
     trainer.test(model, DataLoader(val, 64), verbose=False)
@@ -175,7 +229,11 @@ def test_wandb_config_has_the_network_and_its_parameters(run):
     """A (μ, ρ) counts once: 64-12-10, of which the last layer is Bayesian."""
     hidden, last = 64 * 12 + 12, 12 * 10 + 10
     assert run[1].config["federation"]["network"] == {
-        "module": "Model", "name": "Sequential", "parameters": hidden + last, "trained": hidden + last, "gaussian": last
+        "module": "Model",
+        "name": "Sequential",
+        "parameters": hidden + last,
+        "trained": hidden + last,
+        "gaussian": last,
     }
 
 
@@ -187,8 +245,11 @@ def test_frozen_parameters_and_those_of_several_parts_are_counted():
     posterior = fb.GaussianPosterior(means, {"a": torch.ones(7), "b": zeros_like(means["b"])})
     every = 4 * 3 + 3 + 3 * 2 + 2 + 2 * 5 + 5
     assert described_network(module, posterior) == {
-        "module": "HybridBayesianClassifier", "name": "HybridBayesianClassifier", "parameters": every,
-        "trained": every - 12, "gaussian": 7,
+        "module": "HybridBayesianClassifier",
+        "name": "HybridBayesianClassifier",
+        "parameters": every,
+        "trained": every - 12,
+        "gaussian": 7,
     }
 
 
@@ -204,9 +265,15 @@ def test_wandb_has_the_curves_of_every_round(run, name):
     assert set(map(len, lines)) == {3 if "calibration" in name else 4}
     if name == "val/calibration_curve":  # the ECE is the mean gap, by share of examples
         of_rounds = [{line: [y for _, each, y in table if each == line] for line in lines[0]} for table in tables]
-        gaps = [sum(share * abs(y - x) for x, y, share in zip(
-            of_round["perfect calibration"], of_round["accuracy"], of_round["share of examples"], strict=True))
-            for of_round in of_rounds]
+        gaps = [
+            sum(
+                share * abs(y - x)
+                for x, y, share in zip(
+                    of_round["perfect calibration"], of_round["accuracy"], of_round["share of examples"], strict=True
+                )
+            )
+            for of_round in of_rounds
+        ]
         assert gaps == pytest.approx([row["val/ece"] for row in entries(recorded.history, "val/ece")], abs=1e-5)
 
 
@@ -224,8 +291,10 @@ def test_the_figures_of_the_clients_are_those_of_the_round(run, logged):
     _, federation, rounds = logged
     sizes = federation.clients.sizes
     for figure, of_round in (("accuracy", "val/client_accuracy"), ("train_loss", "federation/train_loss")):
-        curves = [[row[f"client_{figure}/{k}"] for row in entries(run[1].history, f"client_{figure}/{k}")]
-                  for k in range(CLIENTS)]
+        curves = [
+            [row[f"client_{figure}/{k}"] for row in entries(run[1].history, f"client_{figure}/{k}")]
+            for k in range(CLIENTS)
+        ]
         means = [math.fsum(n * value for n, value in zip(sizes, values)) / sum(sizes) for values in zip(*curves)]
         assert same(means, [figures[of_round] for figures in rounds])
 
@@ -298,7 +367,8 @@ def check_table(rows, logged):
     mean = math.fsum(n * float(a) for n, a in zip(sizes, columns["accuracy"], strict=True)) / sum(sizes)
     assert mean == pytest.approx(rounds[-1]["val/client_accuracy"], rel=1e-5)
     assert min(float(a) for a in columns["accuracy"]) == pytest.approx(
-        rounds[-1]["val/worst_client_accuracy"], rel=1e-5)
+        rounds[-1]["val/worst_client_accuracy"], rel=1e-5
+    )
     assert list(columns["last_failure"]) == [""] * CLIENTS
 
 
@@ -420,8 +490,14 @@ def charts_of(clients, model=fb.HybridBayesianClassifier, fusion=None):
     data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
     charts, federation = Charts(), fb.FederatedBayes(fb.IIDPartition(clients), fusion=fusion)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", logger=charts, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, check_val_every_n_epoch=2, callbacks=[federation],
+        max_epochs=3,
+        accelerator="cpu",
+        logger=charts,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        check_val_every_n_epoch=2,
+        callbacks=[federation],
     )
     trainer.fit(model(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 200))
     return [row for row in charts.rows if "federation/seconds" in row]
@@ -442,7 +518,9 @@ def test_counts_of_failures_are_drawn_from_the_first_failure_on():
     assert [row.get("federation/failed_clients") for row in rows] == [None, 1, 0]
     assert [row.get("federation/failed_rounds") for row in rows] == [None, None, None]
     assert [row.get("federation/megabytes_down", 0) > row["federation/megabytes_up"] for row in rows] == [
-        False, True, False
+        False,
+        True,
+        False,
     ]
     assert ["client_train_loss/3" in row for row in rows] == [True, False, True]
 
@@ -489,8 +567,14 @@ def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "work").mkdir()
     finished = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path / "work", env={**environment, "HOME": str(tmp_path / "home")},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path / "work",
+        env={**environment, "HOME": str(tmp_path / "home")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     assert "wandb sync" in finished.stdout + finished.stderr  # says how to upload it later

@@ -52,8 +52,9 @@ def figures_of(module, val=None, callbacks=None, test=False, **options):
     """Names of what the reports have logged in a fit, or in a test after it, behind "val/" or "test/"."""
     logged = everything() if callbacks is None else callbacks
     federation = fb.FederatedBayes(seed=3, **options)
-    made = federate(module, federation, 2, loader(clients(40, 30)), held_out() if val is None else val,
-                    callbacks=logged)
+    made = federate(
+        module, federation, 2, loader(clients(40, 30)), held_out() if val is None else val, callbacks=logged
+    )
     if test:
         made = trainer(1, [federation, *logged])
         made.test(module, held_out(), verbose=False)
@@ -86,10 +87,14 @@ def test_a_test_has_the_same_names():
     assert all(name == "acc" or name.startswith("draws/") for name in found)
 
 
-@pytest.mark.parametrize(("module", "own"), [
-    (lambda: Own(optimizer=torch.optim.SGD), {"acc"}),  # a point: there is nothing to draw from
-    (lambda: Own("probs and logits"), {"acc"}), (bayesian, None),
-])
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [
+        (lambda: Own(optimizer=torch.optim.SGD), {"acc"}),  # a point: there is nothing to draw from
+        (lambda: Own("probs and logits"), {"acc"}),
+        (bayesian, None),
+    ],
+)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_figures_of_other_predictions_have_no_such_word(module, own, shuffle):
     made = module()
@@ -108,7 +113,8 @@ def test_logits_alone_may_be_drawn():
     """Where a step returns probabilities at the mean, and a temperature needs logits."""
     assert figures_of(Own("probs")) == {"acc"} | BY_BATCH | BY_CLIENT | drawn(CALIBRATED)
     assert figures_of(Own("probs"), callbacks=[fb.FederatedConformal(0.8)]) == {"acc", "lac_80/threshold"} | (
-        BY_BATCH | BY_CLIENT)
+        BY_BATCH | BY_CLIENT
+    )
 
 
 def test_a_ready_module_whose_step_is_the_user_s_is_drawn():
@@ -119,8 +125,7 @@ def test_a_ready_module_whose_step_is_the_user_s_is_drawn():
         def on_validation_epoch_end(self):
             """Log no scores: the step has collected none."""
 
-    assert figures_of(Mute(network(), bayesian_last=1, samples=3)) == {"acc"} | drawn(
-        BY_BATCH | BY_CLIENT | CALIBRATED)
+    assert figures_of(Mute(network(), bayesian_last=1, samples=3)) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
 
 
 def test_an_estimate_from_shares_of_classes_is_by_draws_too():
@@ -146,14 +151,25 @@ def test_tables_curves_pictures_and_the_page_say_so_too(tmp_path, caplog):
     logger, saver = CSVLogger(tmp_path), ModelCheckpoint(tmp_path / "saved", monitor="val/draws/clients/nll")
     module = Own()
     federation = fb.FederatedBayes(seed=3, keep=["posterior"])
-    made = federate(module, federation, 2, loader(clients(40, 30)), held_out(), logger=logger,
-                    callbacks=[*everything(), saver], enable_checkpointing=True)
+    made = federate(
+        module,
+        federation,
+        2,
+        loader(clients(40, 30)),
+        held_out(),
+        logger=logger,
+        callbacks=[*everything(), saver],
+        enable_checkpointing=True,
+    )
     assert float(saver.best_model_score) > 0
     home = tmp_path / "lightning_logs" / "version_0"
     tables = {path.stem for path in home.glob("*.csv")}
     assert {"val_draws_clients", "val_draws_personal", "val_draws_across", "federation_clients"} <= tables
     assert {path.stem for path in home.glob("val_*.png")} == {
-        "val_draws_calibration", "val_draws_accuracy_retained", "val_draws_across"}
+        "val_draws_calibration",
+        "val_draws_accuracy_retained",
+        "val_draws_across",
+    }
     own = {row["client"]: float(row["accuracy"]) for row in rows_in(home / "val_draws_clients.csv")}
     shown = {row["client"]: float(row["draws/accuracy"]) for row in rows_in(home / "federation_clients.csv")}
     assert shown == pytest.approx(own)
@@ -161,9 +177,15 @@ def test_tables_curves_pictures_and_the_page_say_so_too(tmp_path, caplog):
     assert {"draws/client_accuracy/c0", "draws/client_accuracy/c1", "val/acc"} <= columns
     assert main(["report", str(home)]) == 0
     page = (home / "report.html").read_text()
-    for text in ("accuracy of each client, by draws", "<th>accuracy, by draws</th>", "accuracy worst, by draws",
-                 "validation accuracy by confidence, by draws", "validation accuracy of the most certain, by draws",
-                 "validation clients/accuracy worst, by draws", "val/draws/clients/accuracy"):
+    for text in (
+        "accuracy of each client, by draws",
+        "<th>accuracy, by draws</th>",
+        "accuracy worst, by draws",
+        "validation accuracy by confidence, by draws",
+        "validation accuracy of the most certain, by draws",
+        "validation clients/accuracy worst, by draws",
+        "val/draws/clients/accuracy",
+    ):
         assert text in page, text
     assert made.current_epoch == 2
 

@@ -41,8 +41,11 @@ def test_state_is_that_of_all_rounds(rule):
     original = type(made.settings.method.rule).apply
 
     def watch(self, cohort, before):
-        seen.append(Cohort([each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(),
-                           cohort.clients))
+        seen.append(
+            Cohort(
+                [each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(), cohort.clients
+            )
+        )
         return original(self, cohort, before)
 
     made.settings.method.rule.apply = watch.__get__(made.settings.method.rule)
@@ -61,9 +64,12 @@ def test_state_is_that_of_all_rounds(rule):
 def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
     made = federation("multi_krum", seed=1)
     federate(Plain(network(batch_norm=True)), made, rounds=1)
-    alone = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", weighting=lambda facts: [
-        made.federation.result.weights[each.client] for each in facts
-    ], seed=1)
+    alone = fb.FederatedBayes(
+        fb.IIDPartition(CLIENTS),
+        fusion="fedavg",
+        weighting=lambda facts: [made.federation.result.weights[each.client] for each in facts],
+        seed=1,
+    )
     module = Plain(network(batch_norm=True))
     federate(module, alone, rounds=1)
     again = Plain(network(batch_norm=True))

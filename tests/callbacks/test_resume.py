@@ -30,7 +30,12 @@ class Everything(fb.HybridBayesianClassifier):
     def __init__(self) -> None:
         torch.manual_seed(1)
         net = nn.Sequential(
-            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(),
+            nn.Linear(FEATURES, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.2),
+            nn.ReLU(),
+            nn.Linear(8, 5),
+            nn.ReLU(),
             nn.Linear(5, CLASSES),
         )
         super().__init__(net, bayesian_last=2, estimator="flipout", samples=2)
@@ -50,11 +55,15 @@ class OnPlateau(Everything):
 SETTINGS = {
     "plain": {},
     "everything kept": {
-        "keep": ["optimizer"], "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
+        "keep": ["optimizer"],
+        "buffers": "local",
+        "local_parameters": ["network.6.*"],
+        "local_epochs": 2,
     },
     "global prior": {"fusion": fb.Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {
-        "fusion": fb.Reliability("ivar_vb", then="rklb"), "adversaries": fb.GaussianVector(clients=[1]),
+        "fusion": fb.Reliability("ivar_vb", then="rklb"),
+        "adversaries": fb.GaussianVector(clients=[1]),
     },
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
@@ -133,21 +142,28 @@ def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
     root = Path(__file__).parents[2]
     program = f"from pathlib import Path\nfrom {module} import *\nCALLS = {calls!r}\n{EACH_IN_A_FORK}"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, check=False,
+        [sys.executable, "-c", program, str(folder)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     return folder
 
 
-def run(
-    folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint
-):
+def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint):
     """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
     module, fed = (make or MODULES.get(setting, Everything))(), federation(setting, engine)
     saver = ModelCheckpoint(dirpath=folder, **checkpoint)
     made = federate(
-        module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
+        module,
+        fed,
+        ROUNDS,
+        loader(),
+        loader(shuffle=False),
+        ckpt_path,
+        enable_checkpointing=True,
         callbacks=[saver, *callbacks],
     )
     return module, fed, made
@@ -156,8 +172,11 @@ def run(
 def state(module, fed, made) -> dict[str, torch.Tensor]:
     """All that a federation leaves behind."""
     last = {f"federation/{name}" for name in fed.history[-1]}  # others are of earlier rounds
-    figures = {k: v for k, v in made.callback_metrics.items()
-               if "seconds" not in k and (k in last or not k.startswith("federation/sites/"))}
+    figures = {
+        k: v
+        for k, v in made.callback_metrics.items()
+        if "seconds" not in k and (k in last or not k.startswith("federation/sites/"))
+    }
     variances = {f"variance/{n}": v for n, v in fed.posterior.variance.items()}
     return {**module.state_dict(), **figures, **variances}
 
@@ -350,11 +369,12 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
     ("changed", "told"),
     [
         ({}, None),
-        ({"fusion": "conflation"},
-         f"fusion=conflation (was {fb.Sites().described}), weighting=none (was train_size)"),
+        ({"fusion": "conflation"}, f"fusion=conflation (was {fb.Sites().described}), weighting=none (was train_size)"),
         ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
-        ({"local_epochs": 2, "keep": ["optimizer"], "buffers": "frozen"},
-         "local_epochs=2 (was 1), keep=['optimizer'] (was []), buffers=frozen (was average)"),
+        (
+            {"local_epochs": 2, "keep": ["optimizer"], "buffers": "frozen"},
+            "local_epochs=2 (was 1), keep=['optimizer'] (was []), buffers=frozen (was average)",
+        ),
     ],
 )
 def test_other_settings_of_a_resumed_run_are_told_in_one_line(tmp_path, caplog, changed, told):

@@ -15,8 +15,17 @@ from lightning_fedbayes.fusion import MultiKrum, TrimmedMean
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, rule_state
 
 ROBUST = (
-    "ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median", "coordinate_median", "krum", "multi_krum",
-    "trimmed_mean", "nearest_neighbour_mixing", "norm_clipping",
+    "ivar_vb",
+    "ivar_mle",
+    "icov_vb",
+    "icov_mle",
+    "geometric_median",
+    "coordinate_median",
+    "krum",
+    "multi_krum",
+    "trimmed_mean",
+    "nearest_neighbour_mixing",
+    "norm_clipping",
 )
 
 
@@ -75,7 +84,8 @@ def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
 @pytest.mark.parametrize("rule", [*ROBUST, "weighted_average", "reverse_kl_barycenter"])
 def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
     made = fb.FederatedBayes(
-        fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2))
+        fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2)
+    )
     module = bayesian()
     before = {name: value.clone() for name, value in parameters(module).items()}
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row had fewer than min_clients=1 .* is not finite"):

@@ -157,7 +157,8 @@ def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
     module = bayesian(posterior_std=1e-3, learning_rate=0.1)
     before = parameters(module)
     made = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=fb.Safeguards(max_failed_rounds=2))
+        fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=fb.Safeguards(max_failed_rounds=2)
+    )
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row could .* precision is not positive: 'network\.2"):
         federate(module, made, 4)
     assert_equal(before, parameters(module))
@@ -240,7 +241,7 @@ def test_max_time_stops_the_run_with_the_last_global_model():
 
 def test_clients_of_one_example_train():
     x, y = blobs().tensors
-    parts = {str(k): TensorDataset(x[k:k + 1], y[k:k + 1]) for k in range(4)}
+    parts = {str(k): TensorDataset(x[k : k + 1], y[k : k + 1]) for k in range(4)}
     federation = fb.FederatedBayes()
     federate(Plain(), federation, 1, loader(fb.ClientDatasets(parts)))
     assert federation.history[0]["valid_clients"] == 4
@@ -269,7 +270,11 @@ def test_early_stopping_and_checkpoints_monitor_the_round(tmp_path):
     stop = EarlyStopping("val/nll", patience=1, min_delta=10.0)
     module = Plain()
     made = federate(
-        module, fb.FederatedBayes(fb.IIDPartition(3)), 9, val=loader(shuffle=False), callbacks=[Scores(), best, stop],
+        module,
+        fb.FederatedBayes(fb.IIDPartition(3)),
+        9,
+        val=loader(shuffle=False),
+        callbacks=[Scores(), best, stop],
         enable_checkpointing=True,
     )
     assert made.current_epoch == 2

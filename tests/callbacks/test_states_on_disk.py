@@ -17,7 +17,8 @@ SETTINGS = {
     "refused": {"fusion": "fedavg", "adversaries": fb.NotANumber(clients=[0, 1])},
     "ivon": {"fusion": "sites"},
     "late": {
-        "fusion": "sites", "fraction": 1.0,
+        "fusion": "sites",
+        "fraction": 1.0,
         "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}), max_staleness=4),
     },
 }
@@ -31,11 +32,22 @@ def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None, ca
     module = Plain(optimizer=fb.IVON) if setting == "ivon" else Everything()
     keep = fb.Kept(WHAT, folder / "clients") if disk else WHAT
     federation = fb.FederatedBayes(
-        fb.SizesPartition((30, 24, 16, 12, 8)), seed=3, engine=engine, keep=keep,
-        **{"fraction": 0.6, **SETTINGS[setting]})
+        fb.SizesPartition((30, 24, 16, 12, 8)),
+        seed=3,
+        engine=engine,
+        keep=keep,
+        **{"fraction": 0.6, **SETTINGS[setting]},
+    )
     made = federate(
-        module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(dirpath=folder), *callbacks], **options,
+        module,
+        federation,
+        rounds,
+        loader(),
+        loader(shuffle=False),
+        ckpt_path,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=folder), *callbacks],
+        **options,
     )
     return module, federation, made
 
@@ -116,7 +128,9 @@ def kill_at(calls: int, name: str):
 
 
 KILLED = {
-    "everything": ("sequential", 8, "put"), "sites": ("vectorized", 3, "mark"), "ivon": ("vectorized", 3, "finish"),
+    "everything": ("sequential", 8, "put"),
+    "sites": ("vectorized", 3, "mark"),
+    "ivon": ("vectorized", 3, "finish"),
     "late": ("sequential", 8, "put"),
 }
 """Setting → engine, and the call at which the process is killed."""
@@ -125,8 +139,10 @@ KILLED = {
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     """What killed processes have left, by the name of the setting."""
-    calls = {setting: f"kill_at({number}, {name!r}); fit(folder, {setting!r}, {engine!r})"
-             for setting, (engine, number, name) in KILLED.items()}
+    calls = {
+        setting: f"kill_at({number}, {name!r}); fit(folder, {setting!r}, {engine!r})"
+        for setting, (engine, number, name) in KILLED.items()
+    }
     return killed("tests.callbacks.test_states_on_disk", calls, tmp_path_factory.mktemp("parts"))
 
 

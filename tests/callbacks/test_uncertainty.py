@@ -19,8 +19,12 @@ from lightning_fedbayes.metrics.functional import (
 from tests.federations import Plain, bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
-AREAS = {"entropy": predictive_entropy, "epistemic": mutual_information, "kwon_aleatoric": kwon_aleatoric,
-         "kwon_epistemic": kwon_epistemic}
+AREAS = {
+    "entropy": predictive_entropy,
+    "epistemic": mutual_information,
+    "kwon_aleatoric": kwon_aleatoric,
+    "kwon_epistemic": kwon_epistemic,
+}
 PICTURES = {"calibration", "accuracy_retained"}
 
 
@@ -68,8 +72,12 @@ def loaders(target, *parts):
 
 
 def trainer(report, **options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-             "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return L.Trainer(accelerator="cpu", callbacks=[report], **{**quiet, **options})
 
 
@@ -100,8 +108,7 @@ def test_areas_are_those_of_all_predictions(samples, stage):
     area = logged(run)[f"{stage}/retained_area_entropy"]
     assert area > float(correct_of(probs, target).mean()) + 0.05  # the uncertainty is worth something
     if not samples:  # nothing epistemic: the area is the plain accuracy
-        assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(
-            float(correct_of(probs, target).mean()))
+        assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(float(correct_of(probs, target).mean()))
 
 
 def test_draws_that_disagree_by_more_than_a_nat_are_reported():
@@ -158,8 +165,10 @@ def report_of(counts=COUNTS, classes=(0, 1, 2)):
 
 
 def check_averages(run, accuracies):
-    expected = {"val/client_accuracy": sum(n * a for n, a in zip(SIZES, accuracies, strict=True)) / sum(SIZES),
-                "val/worst_client_accuracy": min(accuracies)}  # the worst tenth of three clients is one
+    expected = {
+        "val/client_accuracy": sum(n * a for n, a in zip(SIZES, accuracies, strict=True)) / sum(SIZES),
+        "val/worst_client_accuracy": min(accuracies),
+    }  # the worst tenth of three clients is one
     assert {name: logged(run)[name] for name in expected} == pytest.approx(expected)
 
 
@@ -237,8 +246,9 @@ def test_a_federation_of_the_users_own_module_reports_its_clients():
     probs, target = table()
     data = TensorDataset(torch.arange(EXAMPLES), target)
     sizes = (70, 50)
-    clients = fb.ClientDatasets({"a": torch.utils.data.Subset(data, range(70)),
-                                 "b": torch.utils.data.Subset(data, range(70, EXAMPLES))})
+    clients = fb.ClientDatasets(
+        {"a": torch.utils.data.Subset(data, range(70)), "b": torch.utils.data.Subset(data, range(70, EXAMPLES))}
+    )
     run = trainer(fb.FederatedBayes(), max_epochs=1)
     run.fit(Own(probs), DataLoader(clients, 16), loaders(target, range(70), range(70, EXAMPLES)))
     accuracies = [float(part.mean()) for part in correct_of(probs, target).split(sizes)]
@@ -318,7 +328,8 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     prior = torch.distributions.Normal(0.0, 1.0)
     divergence = sum(
         float(torch.distributions.kl_divergence(torch.distributions.Normal(m.double(), v.double().sqrt()), prior).sum())
-        for m, v in zip(q.mean.values(), q.variance.values()) if v.any()
+        for m, v in zip(q.mean.values(), q.variance.values())
+        if v.any()
     )
     elbo = federation.history[-1]["sites/elbo"]
     assert count == 30

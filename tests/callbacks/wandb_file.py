@@ -45,8 +45,11 @@ class Run:
         """Return the candidates for the x-axis of ``name``: W&B prefers an exact name to any pattern that matches."""
         if name in self.step_metrics:
             return {self.step_metrics[name]}
-        return {step for pattern, step in self.step_metrics.items()
-                if pattern.endswith("*") and name.startswith(pattern[:-1])}
+        return {
+            step
+            for pattern, step in self.step_metrics.items()
+            if pattern.endswith("*") and name.startswith(pattern[:-1])
+        }
 
 
 def read_run(path: Path, patience: float = 60.0) -> Run:

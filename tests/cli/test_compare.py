@@ -32,20 +32,27 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
         monkeypatch.setenv(name, str(elsewhere / "wandb"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    quick = ["--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--federation.fraction=0.3",
-             "--trainer.enable_checkpointing=false", "--federation.local_epochs=1"]
+    quick = [
+        "--trainer.max_epochs=2",
+        "--trainer.accelerator=cpu",
+        "--federation.fraction=0.3",
+        "--trainer.enable_checkpointing=false",
+        "--federation.local_epochs=1",
+    ]
     assert main(["compare", DIGITS, "--fusion=fedavg,rklb", *quick, "--output=here", "--wandb=trial"]) == 0
     shown = capsys.readouterr().out
     folder = elsewhere / "here"
     table = (folder / "table.md").read_text()
     assert table.strip() in shown
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
-        "weighted_average", "reverse_kl_barycenter"
+        "weighted_average",
+        "reverse_kl_barycenter",
     ]
     assert (folder / "val_nll_by_round.png").stat().st_size > 5000
     runs = [read_run(path) for path in (folder / "runs" / "wandb").glob("offline-run-*/run-*.wandb")]
     assert sorted((run.group, run.job_type, run.name) for run in runs) == [
-        ("here", "fit", "reverse_kl_barycenter-seed_0"), ("here", "fit", "weighted_average-seed_0")
+        ("here", "fit", "reverse_kl_barycenter-seed_0"),
+        ("here", "fit", "weighted_average-seed_0"),
     ]
     configuration, runs = results.load(folder)
     assert configuration["trainer"]["max_epochs"] == 2
@@ -61,7 +68,11 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
     assert capsys.readouterr().out == "here/learning_curves.png\n"
     assert (folder / "learning_curves.png").stat().st_size > 20000
     assert {each.name for each in folder.iterdir()} == {
-        "learning_curves.png", "results.json", "runs", "table.md", "val_nll_by_round.png"
+        "learning_curves.png",
+        "results.json",
+        "runs",
+        "table.md",
+        "val_nll_by_round.png",
     }
     assert main(["plot", "here/runs/weighted_average/seed_0"]) == 0
     alone = curves_of(folder / "runs" / "weighted_average" / "seed_0")

@@ -52,8 +52,12 @@ def contains(whole, part):
 def test_the_file_makes_the_federation_that_python_would():
     made = FederationCLI(["--config", str(CONFIGS / "untrusted.yaml"), *QUICK, "--seed_everything=5"], run=False)
     federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
-    by_hand = fb.FederatedBayes(fb.IIDPartition(10), fusion=fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
-                                adversaries=fb.GaussianVector(clients=0.3), seed=5)
+    by_hand = fb.FederatedBayes(
+        fb.IIDPartition(10),
+        fusion=fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
+        adversaries=fb.GaussianVector(clients=0.3),
+        seed=5,
+    )
     assert federation.described() == by_hand.described()
     assert isinstance(made.model, fb.HybridBayesianClassifier)
     assert [layer.out_features for layer in made.model.network if hasattr(layer, "out_features")] == [50, 10]
@@ -61,8 +65,7 @@ def test_the_file_makes_the_federation_that_python_would():
 
 @pytest.mark.parametrize(("given", "labels"), [("diagnosis", "diagnosis"), ("[0, 1, 1]", (0, 1, 1))])
 def test_a_file_can_say_where_the_labels_are(given, labels):
-    made = FederationCLI(
-        ["--config", DIGITS, *QUICK, f"--federation.partition.init_args.labels={given}"], run=False)
+    made = FederationCLI(["--config", DIGITS, *QUICK, f"--federation.partition.init_args.labels={given}"], run=False)
     federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
     assert federation.settings.partition.labels == labels
 
@@ -134,7 +137,7 @@ def test_a_fit_ends_with_its_scores_and_a_checkpoint_has_the_same_with_the_clien
     config = ["--config", DIGITS, *QUICK, "--model.bayesian_last=0"]
     assert main(["fit", *config]) == 0
     shown = capsys.readouterr().out
-    head, lines = shown[shown.index("Scores after round 1:"):].split("Results:")[0].strip().split("\n", 1)
+    head, lines = shown[shown.index("Scores after round 1:") :].split("Results:")[0].strip().split("\n", 1)
     assert head == "Scores after round 1:"
     scores = {name: float(value) for name, value in map(str.split, lines.splitlines())}
     assert {"val/accuracy", "val/nll", "val/client_accuracy", "val/worst_client_accuracy"} <= set(scores)

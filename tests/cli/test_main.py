@@ -58,8 +58,16 @@ def test_without_the_extra_the_remedy_is_said(command, missing, monkeypatch, cap
 
 @pytest.mark.parametrize(
     "command",
-    ["--help", "rules --help", "compare --help", "plot --help", "fitt", "fit --config nowhere.yaml", "plot nowhere",
-     "compare nowhere.yaml --fusion rklb"],
+    [
+        "--help",
+        "rules --help",
+        "compare --help",
+        "plot --help",
+        "fitt",
+        "fit --config nowhere.yaml",
+        "plot nowhere",
+        "compare nowhere.yaml --fusion rklb",
+    ],
 )
 def test_help_and_simple_mistakes_take_less_than_a_second(command):
     code = (

@@ -38,25 +38,36 @@ def test_the_help_of_a_class_lists_its_arguments(capsys):
         (["--optimzer=Adam"], "did you mean 'optimizer'?"),
         (["--federation.fusion=rklbb"], "unknown fusion rule 'rklbb': did you mean 'rklb'?"),
         (["--federation.weighting=equall"], "did you mean 'equal'?"),
-        (["--federation.engine=vectorised"], "federation.engine: unknown choice 'vectorised': did you mean "
-                                             "'vectorized'?"),
+        (
+            ["--federation.engine=vectorised"],
+            "federation.engine: unknown choice 'vectorised': did you mean 'vectorized'?",
+        ),
         (["--federation.seed=3"], 'must be given via "seed_everything"'),
         (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
         (["--federation.safeguards.min_clients=two"], "min_clients: Expected a <class 'int'>"),
-        (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "
-                                                       "DirichletPartition, IIDPartition, SizesPartition"),
+        (
+            ["--federation.partition=DirchletPartition"],
+            "did you mean 'DirichletPartition'? Known: ClassPartition, "
+            "DirichletPartition, IIDPartition, SizesPartition",
+        ),
         (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),
         (["--federation.partition.clients=0"], "clients=0: give at least 1"),
         (["--federation.adversaries=SignFlp"], "did you mean 'SignFlip'?"),
         (["--federation.adversaries=SignFlip"], "federation.adversaries: clients missing"),
-        (["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
-         "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?"),
-        (["--model=HybridBayesianClasifier"], "model: unknown class 'HybridBayesianClasifier': did you mean "
-                                              "'HybridBayesianClassifier'?"),
+        (
+            ["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
+            "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?",
+        ),
+        (
+            ["--model=HybridBayesianClasifier"],
+            "model: unknown class 'HybridBayesianClasifier': did you mean 'HybridBayesianClassifier'?",
+        ),
         (["--model.estimater=flipout"], "has no argument 'estimater': did you mean 'estimator'?"),
         (["--model.estimator=flipot"], "model.estimator: unknown choice 'flipot': did you mean 'flipout'?"),
-        (["--model.network=lightning_fedbayes.modules.mpl"], "model.network: 'lightning_fedbayes.modules' has no "
-                                                             "'mpl': did you mean 'mlp'?"),
+        (
+            ["--model.network=lightning_fedbayes.modules.mpl"],
+            "model.network: 'lightning_fedbayes.modules' has no 'mpl': did you mean 'mlp'?",
+        ),
         (["--model.network.featurs=3"], "mlp has no argument 'featurs': did you mean 'features'? Known: features, "),
         (["--data=DigitDataModule"], "did you mean 'DigitsDataModule'?"),
         (["--trainer.logger=WandLogger"], "did you mean 'WandbLogger'? Known: CSVLogger, "),

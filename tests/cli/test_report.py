@@ -43,10 +43,16 @@ def runs(tmp_path_factory):
         torch.manual_seed(0)
         wandb = WandbLogger(project="fedbayes", save_dir=str(home), offline=True)
         trainer = L.Trainer(
-            max_epochs=ROUNDS, accelerator="cpu", logger=[wandb, CSVLogger(str(home), name="csv")], callbacks=[
-                fb.FederatedBayes(fb.DirichletPartition(CLIENTS, alpha=0.5), fusion="reverse_kl_barycenter")],
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            check_val_every_n_epoch=2, log_every_n_steps=1,
+            max_epochs=ROUNDS,
+            accelerator="cpu",
+            logger=[wandb, CSVLogger(str(home), name="csv")],
+            callbacks=[fb.FederatedBayes(fb.DirichletPartition(CLIENTS, alpha=0.5), fusion="reverse_kl_barycenter")],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            check_val_every_n_epoch=2,
+            log_every_n_steps=1,
         )
         model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.03)
         trainer.fit(model, DataLoader(train, 16), DataLoader(val, 100))
@@ -64,8 +70,10 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         assert self.open == []
-        self.charts = {figure.find("figcaption").text: figure.find("svg")
-                       for figure in map(ElementTree.fromstring, re.findall(r"<figure>.*?</figure>", text))}
+        self.charts = {
+            figure.find("figcaption").text: figure.find("svg")
+            for figure in map(ElementTree.fromstring, re.findall(r"<figure>.*?</figure>", text))
+        }
 
     def handle_starttag(self, tag, attrs):
         if tag not in VOID:
@@ -90,8 +98,10 @@ class Page(HTMLParser):
 
 def places(svg):
     """The points of every line of a chart, in its own units."""
-    return [[tuple(map(float, point.split(","))) for point in line.get("points").split()]
-            for line in svg.findall("polyline")]
+    return [
+        [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+        for line in svg.findall("polyline")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +119,13 @@ def test_a_page_is_made_from_the_folder_of_each_logger_in_less_than_five_seconds
     output = tmp_path / "new" / "page.html"
     code = "import sys; from lightning_fedbayes.cli import main; sys.exit(main())"
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, "report", str(runs[logger]), "--output", str(output)],
-                          capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(runs[logger]), "--output", str(output)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert time.perf_counter() - start < 5
     assert (done.returncode, done.stdout.strip()) == (0, str(output)), done.stderr
     assert Page(output.read_text()).tables
@@ -142,8 +157,16 @@ def test_the_page_is_one_file(record):
 
 
 def test_the_page_has_the_curves_in_their_places(record, shown):
-    assert {"accuracy", "NLL", "ECE", "train loss", "disagreement", "validation accuracy by confidence",
-            "accuracy of each client", "megabytes in a round, all clients"} <= set(shown.charts)
+    assert {
+        "accuracy",
+        "NLL",
+        "ECE",
+        "train loss",
+        "disagreement",
+        "validation accuracy by confidence",
+        "accuracy of each client",
+        "megabytes in a round, all clients",
+    } <= set(shown.charts)
     (line,) = places(shown.charts["NLL"])
     values = record.figures["val/nll"]
     assert len(line) == len(values) == ROUNDS / 2
@@ -162,8 +185,10 @@ def test_calibration_is_drawn_in_three_rounds_the_last_one_by_share(record, show
     assert [len(line) for line in places(svg)] == [len(bins[round]["rows"]) for round in (2, 12, 20)]
     discs = [(float(disc.get("cx")), float(disc.get("cy")), float(disc.get("r"))) for disc in svg.findall("circle")]
     across, up = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    expected = [(LEFT + x * across, HEIGHT - BOTTOM - y * up, 1.5 + 12 * math.sqrt(share))
-                for x, y, _, share in bins[20]["rows"]]
+    expected = [
+        (LEFT + x * across, HEIGHT - BOTTOM - y * up, 1.5 + 12 * math.sqrt(share))
+        for x, y, _, share in bins[20]["rows"]
+    ]
     assert sum(discs, ()) == pytest.approx(sum(expected, ()), abs=0.06)
     gap = sum(share * abs(x - y) for x, y, _, share in bins[20]["rows"])
     assert gap == pytest.approx(record.figures["val/ece"][20], abs=1e-5)
@@ -196,7 +221,8 @@ def test_the_traffic_adds_up(record, shown):
     first, last = lines[0][0], lines[0][-1]
     assert (first[1], last[1]) == (HEIGHT - BOTTOM, TOP)
     assert lines[0][ROUNDS // 2 - 1][1] == pytest.approx(  # half of the rounds, half of the way
-        HEIGHT - BOTTOM - (ROUNDS / 2 - 1) / (ROUNDS - 1) * (HEIGHT - TOP - BOTTOM), abs=0.1)
+        HEIGHT - BOTTOM - (ROUNDS / 2 - 1) / (ROUNDS - 1) * (HEIGHT - TOP - BOTTOM), abs=0.1
+    )
 
 
 def test_the_settings_and_the_network_are_told(record, shown):
@@ -223,8 +249,13 @@ def test_the_table_of_the_clients_data_is_on_the_page_with_what_is_missing(engin
     clients["b"].tensors[0][:3, 1] = math.nan
     model = fb.HybridBayesianRegressor(nn.Sequential(Filled(), mlp(2, 1, (4,))), bayesian_last=1)
     L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=CSVLogger(str(tmp_path), name="csv"), log_every_n_steps=1,
-        callbacks=[fb.FederatedBayes(engine=engine)], enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1,
+        accelerator="cpu",
+        logger=CSVLogger(str(tmp_path), name="csv"),
+        log_every_n_steps=1,
+        callbacks=[fb.FederatedBayes(engine=engine)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(model, DataLoader(fb.ClientDatasets(clients), 10))
     run = tmp_path / "csv" / "version_0"
@@ -234,7 +265,11 @@ def test_the_table_of_the_clients_data_is_on_the_page_with_what_is_missing(engin
     head, *rows = next(table for table in Page(text).tables if "missing" in table[0])
     found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert {name: (each["examples"], each["missing"]) for name, each in found.items()} == {
-        "all": ("60", "3"), "a": ("20", "0"), "b": ("20", "3"), "c": ("20", "0")}
+        "all": ("60", "3"),
+        "a": ("20", "0"),
+        "b": ("20", "3"),
+        "c": ("20", "0"),
+    }
     known = clients["b"].tensors[0][3:, 1]
     assert float(found["b"]["inputs 1 mean"]) == pytest.approx(float(known.mean()), rel=1e-3)
     assert float(found["b"]["inputs 1 std"]) == pytest.approx(float(known.std(correction=0)), rel=1e-3)
@@ -249,9 +284,18 @@ def test_clients_that_failed_and_names_of_any_kind_are_told():
     columns = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "last_failure"]
     nan = math.nan
     record.add({"round": 2, "figures": {"test/nll": 0.25, "client_accuracy/<b>": 1.0, "val/nll": nan}})
-    record.add({"round": 2, "table": "federation/clients", "columns": columns, "rows": [
-        ["none", 3, 1, 0, 0.5, nan, nan, ""], ["<b>", 4, 2, 1, 0.5, 0.1, 0.9, "ValueError: a & b"],
-        ["worst", 1, 1, 0, 0.1, 2.0, 0.1, ""]]})
+    record.add(
+        {
+            "round": 2,
+            "table": "federation/clients",
+            "columns": columns,
+            "rows": [
+                ["none", 3, 1, 0, 0.5, nan, nan, ""],
+                ["<b>", 4, 2, 1, 0.5, 0.1, 0.9, "ValueError: a & b"],
+                ["worst", 1, 1, 0, 0.1, 2.0, 0.1, ""],
+            ],
+        }
+    )
     shown = page(record, "run")
     table = next(table for table in Page(shown).tables if table[0][0] == "client")
     assert [row[0] for row in table[1:]] == ["worst", "<b>", "none"]
@@ -280,10 +324,21 @@ def test_runs_without_a_page_are_refused(runs, tmp_path, capsys):
     assert not (tmp_path / PAGE).exists()
 
 
-@pytest.mark.parametrize("values", [
-    {}, {1: 0.5}, {1: math.nan}, {1: 0.0, 2: 0.0}, {1: 1e-20, 2: 1.0}, {1: -1.0, 2: 1e200}, {1: math.inf, 2: 3.0},
-    {1: 1e-300, 2: 3e-300}, {100_000: 1.0, 1: 0.999999}, {1: -5e149, 2: 5e149},
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {1: 0.5},
+        {1: math.nan},
+        {1: 0.0, 2: 0.0},
+        {1: 1e-20, 2: 1.0},
+        {1: -1.0, 2: 1e200},
+        {1: math.inf, 2: 3.0},
+        {1: 1e-300, 2: 3e-300},
+        {100_000: 1.0, 1: 0.999999},
+        {1: -5e149, 2: 5e149},
+    ],
+)
 def test_any_curve_can_be_drawn(values):
     svg = ElementTree.fromstring(by_round("a & b", {"<i>": values})).find("svg")
     (line,) = svg.findall("polyline")

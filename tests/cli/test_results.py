@@ -17,10 +17,20 @@ NAN = math.nan
 
 def test_the_table_has_moments_over_seeds_of_the_last_round():
     scores = [0.2, 0.5, 0.9]
-    runs = [Run("a", seed, {"val/nll": [5.0, score, NAN], "val/retained_area_entropy": [1.0],
-                            "federation/seconds": [9.0, 1.0, 2.0],
-                            "federation/megabytes_up": [1.0, 2.0, 3.0], "federation/megabytes_down": [4.0, 4.0, 4.0]})
-            for seed, score in enumerate(scores)]
+    runs = [
+        Run(
+            "a",
+            seed,
+            {
+                "val/nll": [5.0, score, NAN],
+                "val/retained_area_entropy": [1.0],
+                "federation/seconds": [9.0, 1.0, 2.0],
+                "federation/megabytes_up": [1.0, 2.0, 3.0],
+                "federation/megabytes_down": [4.0, 4.0, 4.0],
+            },
+        )
+        for seed, score in enumerate(scores)
+    ]
     columns, rows = results.table([*runs, Run("b", 0, {"val/ece": [0.125]})])
     assert columns == ["fusion", "seeds", "ece", "nll", "s per round", "MB per round"]
     moments = f"{statistics.fmean(scores):.4g} ± {statistics.stdev(scores):.2g}"
@@ -65,8 +75,14 @@ def write(file, *rows):
 
 def test_the_last_value_of_an_epoch_is_its_rounds(elsewhere):
     file = elsewhere / "metrics.csv"
-    write(file, {"epoch": 0, "step": 3, "val/nll": 2.0}, {"epoch": 0, "step": 4, "train/nll": 9.0, "round": 1.0},
-          {"epoch": 0, "step": 5, "val/nll": 1.5}, {"epoch": 2, "step": 9, "val/nll": 0.5}, {"step": 9, "val/nll": 7})
+    write(
+        file,
+        {"epoch": 0, "step": 3, "val/nll": 2.0},
+        {"epoch": 0, "step": 4, "train/nll": 9.0, "round": 1.0},
+        {"epoch": 0, "step": 5, "val/nll": 1.5},
+        {"epoch": 2, "step": 9, "val/nll": 0.5},
+        {"step": 9, "val/nll": 7},
+    )
     curves = read_curves(file)
     assert set(curves) == {"val/nll", "train/nll"}
     assert repr(curves["val/nll"]) == "[1.5, nan, 0.5]"

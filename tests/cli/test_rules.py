@@ -28,8 +28,17 @@ def test_needs_are_those_of_the_rule_and_every_rule_has_a_family(name):
 
 @pytest.mark.parametrize(
     ("name", "title"),
-    [("rklb", "streaming"), ("fedag", "streaming"), ("krum", "robust"), ("rfa", "robust"), ("trimmed_mean", "robust"),
-     ("ivar_vb", "inferred"), ("icov_mle", "inferred"), ("nnm", "before a robust"), ("alpha_barycenter", "interp")],
+    [
+        ("rklb", "streaming"),
+        ("fedag", "streaming"),
+        ("krum", "robust"),
+        ("rfa", "robust"),
+        ("trimmed_mean", "robust"),
+        ("ivar_vb", "inferred"),
+        ("icov_mle", "inferred"),
+        ("nnm", "before a robust"),
+        ("alpha_barycenter", "interp"),
+    ],
 )
 def test_families(name, title):
     assert family(get_rule(name)).startswith(title)

@@ -43,8 +43,10 @@ def sent(monkeypatch) -> list[set[str]]:
 
 
 def halves(module) -> dict[str, dict[str, torch.Tensor]]:
-    return {half: {name: p.detach().clone() for name, p in module.named_parameters() if half in name}
-            for half in ("lora_A", "lora_B")}
+    return {
+        half: {name: p.detach().clone() for name, p in module.named_parameters() if half in name}
+        for half in ("lora_A", "lora_B")
+    }
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -26,8 +26,11 @@ AVERAGES = {
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
     "SWAG": (Plain, {"posterior": fb.SWAG()}, r"SWAG() has no width that follows the data"),
-    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {},
-                       "IVON(curvature='ivon') has no width that follows the data"),
+    "published IVON": (
+        partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")),
+        {},
+        "IVON(curvature='ivon') has no width that follows the data",
+    ),
     "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "has no normal prior"),
     "point masses": (Plain, {}, "no parameter has a posterior"),
     "another prior": (partial(unlike_priors, prior=ScaleMixturePrior(0.5, 1.0, 0.1)), {}, "has no normal prior"),
@@ -60,12 +63,16 @@ def test_more_than_the_memory_is_averaged(monkeypatch):
 UNLIKE = {f"net.{i}.{name}": std for i, std in enumerate((0.5, 1.0)) for name in ("weight", "bias")}
 
 
-@pytest.mark.parametrize(("make", "options", "sites"), [
-    (partial(bayesian, prior_std=0.5), {}, fb.Sites(prior_std=0.5)),
-    (partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)), {}, fb.Sites(prior_std=0.5)),
-    (Plain, {"posterior": fb.Laplace(prior_std=0.5)}, fb.Sites(prior_std=0.5)),
-    (unlike_priors, {}, fb.Sites(prior_std=UNLIKE)),
-], ids=["layers", "IVON", "Laplace", "unlike priors"])
+@pytest.mark.parametrize(
+    ("make", "options", "sites"),
+    [
+        (partial(bayesian, prior_std=0.5), {}, fb.Sites(prior_std=0.5)),
+        (partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)), {}, fb.Sites(prior_std=0.5)),
+        (Plain, {"posterior": fb.Laplace(prior_std=0.5)}, fb.Sites(prior_std=0.5)),
+        (unlike_priors, {}, fb.Sites(prior_std=UNLIKE)),
+    ],
+    ids=["layers", "IVON", "Laplace", "unlike priors"],
+)
 def test_elsewhere_it_is_sites_with_the_priors_of_the_posterior(make, options, sites, caplog):
     modules = [make() for _ in range(2)]
     federations = [fb.FederatedBayes(fb.IIDPartition(3), **{**options, **each}) for each in ({}, {"fusion": sites})]
@@ -86,11 +93,20 @@ def test_another_fit_chooses_anew():
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({"fusion": "rklb"}, 1), ({"fusion": "ivar_vb"}, 1), ({"fusion": "fedavgm"}, 1), ({"fusion": "conflation"}, 0),
-    ({"fusion": "gaussian_fit"}, 0), ({"fusion": "sites"}, 0), ({"fusion": fb.Averaging("rklb", "global")}, 0),
-    ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"fusion": "rklb"}, 1),
+        ({"fusion": "ivar_vb"}, 1),
+        ({"fusion": "fedavgm"}, 1),
+        ({"fusion": "conflation"}, 0),
+        ({"fusion": "gaussian_fit"}, 0),
+        ({"fusion": "sites"}, 0),
+        ({"fusion": fb.Averaging("rklb", "global")}, 0),
+        ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
+    ],
+    ids=str,
+)
 def test_an_average_under_a_fixed_prior_says_once_where_it_goes(options, told, caplog, monkeypatch):
     monkeypatch.setattr(averaging, "LATE", 1)
     made = fb.FederatedBayes(**{"partition": fb.IIDPartition(3), **options})

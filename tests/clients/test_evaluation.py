@@ -104,7 +104,9 @@ def test_tables_say_the_same(tmp_path):
     with (tmp_path / "clients.csv").open() as file:
         assert [(row["client"], float(row["accuracy"])) for row in csv.DictReader(file)] == [("a", 1.0), ("b", 0.5)]
     assert scores.summary() == {
-        "clients/accuracy": 0.875, "clients/accuracy_worst": 0.5, "clients/accuracy_spread": 0.25,
+        "clients/accuracy": 0.875,
+        "clients/accuracy_worst": 0.5,
+        "clients/accuracy_spread": 0.25,
     }
 
 
@@ -161,29 +163,43 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     x = torch.ones(4, 1)
     weight, scores = fb.choose_personal_weight(
         lambda weight: GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])}),
-        nn.Linear(1, 1, bias=False), TensorDataset(x, x), (0.0, 0.5, 1.0), likelihood=fb.Gaussian(1.0),
+        nn.Linear(1, 1, bias=False),
+        TensorDataset(x, x),
+        (0.0, 0.5, 1.0),
+        likelihood=fb.Gaussian(1.0),
     )
     assert weight == 1.0
     assert math.isnan(scores[0.0])
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
-    (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
-    (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
-    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
-    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
-    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
-    (lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})), "no example"),
-    (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
-    (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
-    (lambda: fb.ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
-    (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
-    (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
-    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
-     "the noise is not known"),
-    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)), "not finite by e"),
-])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
+        (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
+        (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
+        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
+        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
+        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
+        (
+            lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
+            "no example",
+        ),
+        (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
+        (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
+        (lambda: fb.ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
+        (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
+        (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
+        (
+            lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
+            "the noise is not known",
+        ),
+        (
+            lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)),
+            "not finite by e",
+        ),
+    ],
+)
 def test_what_cannot_be_scored_is_refused(call, says):
     with pytest.raises(FedBayesError, match=says):
         call()

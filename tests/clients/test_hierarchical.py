@@ -25,7 +25,8 @@ def schools():
         x = torch.randn(size, FEATURES, generator=random, dtype=torch.float64)
         own = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
         own = own + torch.tensor([0.1, 1.0, 0.5], dtype=torch.float64) * torch.randn(
-            FEATURES, generator=random, dtype=torch.float64)
+            FEATURES, generator=random, dtype=torch.float64
+        )
         noise = NOISE * torch.randn(size, generator=random, dtype=torch.float64)
         parts[f"c{number}"] = TensorDataset(x, x @ own + noise)
     return fb.ClientDatasets(parts)
@@ -46,8 +47,12 @@ def em(rounds, prior_std=1.0):
         for part in schools().datasets:
             x, y = part.tensors
             gram = x.T @ x / NOISE**2
-            means.append(torch.linalg.solve(
-                gram + torch.diag(1 / population_variance), x.T @ y / NOISE**2 + population_mean / population_variance))
+            means.append(
+                torch.linalg.solve(
+                    gram + torch.diag(1 / population_variance),
+                    x.T @ y / NOISE**2 + population_mean / population_variance,
+                )
+            )
             variances.append(1 / (1 / population_variance + gram.diagonal()))
         mean, variance = torch.stack(means), torch.stack(variances)
         population_mean = mean.mean(0)
@@ -88,8 +93,11 @@ class StopsMoving(Plain):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize(("make", "optimizer"), [
-    (lambda: fb.bayesianize(network(), last=2), torch.optim.SGD), (network, fb.IVON)], ids=["layers", "IVON"])
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [(lambda: fb.bayesianize(network(), last=2), torch.optim.SGD), (network, fb.IVON)],
+    ids=["layers", "IVON"],
+)
 def test_a_client_goes_on_where_it_was(engine, make, optimizer):
     def own(rounds):
         made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **POPULATION, engine=engine)
@@ -115,16 +123,21 @@ def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, a
     for engine in ("sequential", "vectorized"):
         saver = ModelCheckpoint(tmp_path / engine, save_last=True)
         run(before, 2, engine, callbacks=[saver], enable_checkpointing=True)
-    ours, theirs = (run(after, 3, engine, ckpt_path=tmp_path / engine / "last.ckpt").posterior
-                    for engine in ("sequential", "vectorized"))
+    ours, theirs = (
+        run(after, 3, engine, ckpt_path=tmp_path / engine / "last.ckpt").posterior
+        for engine in ("sequential", "vectorized")
+    )
     torch.testing.assert_close(ours.mean["layer.weight"], theirs.mean["layer.weight"], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(ours.variance["layer.weight"], theirs.variance["layer.weight"], rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"weighting": "distance"}, "count alike"),
-    ({"posterior": fb.SWAG()}, "a SWAG has no prior"),
-])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weighting": "distance"}, "count alike"),
+        ({"posterior": fb.SWAG()}, "a SWAG has no prior"),
+    ],
+)
 def test_other_rounds_than_those_of_em_are_refused(options, text):
     with pytest.raises(FederationError, match=text):
         fb.FederatedBayes(fusion="population", **options)

@@ -45,8 +45,9 @@ def run(engine, rounds=3, module=None, options=None, **settings):
 
 @pytest.mark.parametrize("keep", [(), "optimizer"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
-@pytest.mark.parametrize("settings", [
-    {}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3}, {"local_parameters": ["*2*"]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3}, {"local_parameters": ["*2*"]}]
+)
 def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, keep, settings):
     if fusion == "sites" and "fusion" in settings:
         pytest.skip("sites have their own prior")
@@ -108,8 +109,10 @@ def pairs_of_draws(monkeypatch):
 def test_sites_end_at_the_posterior_of_the_pooled_data(engine):
     random = torch.Generator().manual_seed(0)
     sizes, centres = (30, 60, 120), (-1.0, 0.5, 2.0)
-    parts = {f"c{k}": TensorDataset(centre + torch.randn(size, 2, generator=random))
-             for k, (size, centre) in enumerate(zip(sizes, centres))}
+    parts = {
+        f"c{k}": TensorDataset(centre + torch.randn(size, 2, generator=random))
+        for k, (size, centre) in enumerate(zip(sizes, centres))
+    }
     data = torch.cat([part.tensors[0] for part in parts.values()])
     module = Location(prior_std=0.2, betas=(0.0, 0.9), samples=2, lr=0.2)
     federation = fb.FederatedBayes(fusion=fb.Sites(prior_std=0.2), local_epochs=60, engine=engine)
@@ -130,8 +133,9 @@ def test_a_first_round_begins_at_the_optimizer_s_own_curvature_and_a_later_one_a
         assert torch.allclose(later[number]["precision"], 1 / federation.posterior.variance[name])
     fresh = fb.FederatedBayes(SIZES, engine="sequential")
     federate(Own(lr=0.0, betas=(0.9, 0.0)), fresh, 1, loader())
-    states = learned.start({}, 40, local={f"{name} (variance)": torch.full_like(v, 1 / (2 + 1))
-                                          for name, v in learned.variances.items()})
+    states = learned.start(
+        {}, 40, local={f"{name} (variance)": torch.full_like(v, 1 / (2 + 1)) for name, v in learned.variances.items()}
+    )
     expected = first_state(torch.zeros(1), group, 40)["precision"]
     assert all(torch.allclose(state["precision"], expected) for state in states.values())
 
@@ -221,8 +225,10 @@ def test_several_draws_per_step_narrow_the_noise_of_the_posterior():
     spreads = []
     for samples in (1, 16):
         torch.manual_seed(0)
-        posteriors = [run("vectorized", 1, Own(lr=0.1, samples=samples, curvature="ivon"), local_epochs=2)[0].posterior
-                      for _ in range(1)]
+        posteriors = [
+            run("vectorized", 1, Own(lr=0.1, samples=samples, curvature="ivon"), local_epochs=2)[0].posterior
+            for _ in range(1)
+        ]
         spreads.append(float(posteriors[0].variance["net.0.weight"].log().std()))
     assert spreads[1] < 0.6 * spreads[0]
 

@@ -169,8 +169,12 @@ class TestOrder:
     def test_loader_follows_the_current_plan(self, kind):
         """One loader for the whole fit; the plan changes under it."""
         clients, batching, now = clients_of_sizes([5, 7, 9], kind), Batching(4, fraction=0.4), [0]
-        loader = FederatedLoader(DataLoader(clients.datasets[0], batch_size=4), clients, batching,
-                                 lambda: plan_round(now[0], clients.sizes, batching))
+        loader = FederatedLoader(
+            DataLoader(clients.datasets[0], batch_size=4),
+            clients,
+            batching,
+            lambda: plan_round(now[0], clients.sizes, batching),
+        )
         for round in (0, 1, 2, 1):
             now[0] = round
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))
@@ -218,8 +222,11 @@ class TestWaysOfLoading:
         batches = batches_of(clients, batching, num_workers=workers, collate_fn=collate_with_noise)
         assert_same_batches(batches, batches_of(clients, batching, collate_fn=collate_with_noise))
 
-    @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"collate_fn": lambda rows: [torch.rand(len(rows))]}],
-                             ids=["plain", "workers", "collate"])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"num_workers": 2}, {"collate_fn": lambda rows: [torch.rand(len(rows))]}],
+        ids=["plain", "workers", "collate"],
+    )
     @pytest.mark.parametrize("kind", [TensorDataset, Noisy])
     def test_global_generators_stay_as_they_are(self, kind, options):
         before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
@@ -253,9 +260,16 @@ class TestWaysOfLoading:
             loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
         found = set()
         for now[0] in (0, 1, 2):
-            found |= {int(each) for leaf in tree_leaves([
-                [data for stacked in batch for _, data in stacked.parts] if arranged else batch for batch in loader
-            ]) for each in leaf.flatten()}
+            found |= {
+                int(each)
+                for leaf in tree_leaves(
+                    [
+                        [data for stacked in batch for _, data in stacked.parts] if arranged else batch
+                        for batch in loader
+                    ]
+                )
+                for each in leaf.flatten()
+            }
         assert len(found) == 2
         assert os.getpid() not in found
 

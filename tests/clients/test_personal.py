@@ -91,10 +91,15 @@ def test_a_client_that_has_not_trained_has_the_global_posterior():
     assert not torch.equal(made.posterior_of(0).mean[name], made.posterior.mean[name])
 
 
-@pytest.mark.parametrize(("client", "weight", "says"), [
-    (3, 1.0, "client=3: give a number below 3 or a name"), ("nobody", 1.0, "Known: 0, 1, 2"), (0, 1.5, "weight=1.5"),
-    (True, 0.5, "client=True"),
-])
+@pytest.mark.parametrize(
+    ("client", "weight", "says"),
+    [
+        (3, 1.0, "client=3: give a number below 3 or a name"),
+        ("nobody", 1.0, "Known: 0, 1, 2"),
+        (0, 1.5, "weight=1.5"),
+        (True, 0.5, "client=True"),
+    ],
+)
 def test_what_is_no_client_or_weight_is_refused(client, weight, says):
     with pytest.raises(FederationError, match=says):
         federation().posterior_of(client, weight)

@@ -28,9 +28,16 @@ def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
     torch.testing.assert_close(module.layer.weight[0].detach(), expected, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
 def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
     class Own(Squares):
         def on_client_start(self, client) -> None:
@@ -58,7 +65,10 @@ def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
         before = parameters(module)
         name = next(iter(before))
         federation = fb.FederatedBayes(
-            fb.IIDPartition(3), fusion=method, local_epochs=20, local_parameters=[name],
+            fb.IIDPartition(3),
+            fusion=method,
+            local_epochs=20,
+            local_parameters=[name],
             engine="vectorized",
         )
         federate(module, federation, 1, loader())

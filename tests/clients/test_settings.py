@@ -62,5 +62,7 @@ def test_the_callback_makes_the_same_value():
 def test_the_callback_prints_what_was_chosen():
     assert repr(fb.FederatedBayes()) == "FederatedBayes(fusion=None)"
     chosen = repr(fb.FederatedBayes(fb.IIDPartition(4), fusion="conflation", adversaries=fb.SignFlip([0]), seed=3))
-    assert chosen == ("FederatedBayes(partition=IIDPartition(clients=4), fusion='conflation', "
-                      "adversaries=['SignFlip(clients=(0,), scale=1.0)'], seed=3)")
+    assert chosen == (
+        "FederatedBayes(partition=IIDPartition(clients=4), fusion='conflation', "
+        "adversaries=['SignFlip(clients=(0,), scale=1.0)'], seed=3)"
+    )

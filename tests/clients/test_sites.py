@@ -51,8 +51,14 @@ class Exact(L.LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.05)
-        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-11, tolerance_change=1e-14,
-                                 history_size=20, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            self.parameters(),
+            max_iter=300,
+            tolerance_grad=1e-11,
+            tolerance_change=1e-14,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
 
 
 class Logistic(Exact):
@@ -183,8 +189,9 @@ def test_a_failed_client_keeps_the_site_it_had():
         assert torch.equal(kept, once["clients"][1]["kept"][name])
     for name, total in split(after.federation.server.buffers)[1].items():
         if not name.startswith("_"):
-            torch.testing.assert_close(sum(sites[client]["kept"][name] for client in range(3)), total, rtol=1e-12,
-                                       atol=1e-12)
+            torch.testing.assert_close(
+                sum(sites[client]["kept"][name] for client in range(3)), total, rtol=1e-12, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -220,10 +227,16 @@ def test_a_client_without_data_is_refused_before_training():
         federate(Exact(), fb.FederatedBayes(fusion="sites"), 1, examples)
 
 
-@pytest.mark.parametrize(("method", "warned"), [
-    (fb.Averaging("conflation", "global"), 1), (fb.Averaging("weighted_sum", "global"), 1), ("conflation", 0),
-    (fb.Averaging("weighted_average", "global"), 0),
-], ids=str)
+@pytest.mark.parametrize(
+    ("method", "warned"),
+    [
+        (fb.Averaging("conflation", "global"), 1),
+        (fb.Averaging("weighted_sum", "global"), 1),
+        ("conflation", 0),
+        (fb.Averaging("weighted_average", "global"), 0),
+    ],
+    ids=str,
+)
 def test_a_variance_that_shrinks_in_every_round_is_named_once(method, warned, caplog):
     caplog.set_level("INFO")
     fit(Exact(), 6, engine="sequential", fusion=method)

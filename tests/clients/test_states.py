@@ -37,14 +37,25 @@ META = torch.device("meta")
 def test_states_of_a_checkpoint_come_to_the_device_and_counts_stay_where_optimizers_have_them():
     entries = {"step": torch.ones(()), "exp_avg": torch.ones(2), "signal": torch.ones(())}
     states = States(device=META)
-    states.load_state_dict({3: vars(ClientState(
-        local={"head": torch.ones(2)}, optimizers=[{0: entries}], kept={"shift": torch.ones(2)},
-        own={"mean": {"w": torch.ones(2)}},
-    ))})
+    states.load_state_dict(
+        {
+            3: vars(
+                ClientState(
+                    local={"head": torch.ones(2)},
+                    optimizers=[{0: entries}],
+                    kept={"shift": torch.ones(2)},
+                    own={"mean": {"w": torch.ones(2)}},
+                )
+            )
+        }
+    )
     found = states.of(3)
     (kept,) = found.optimizers
     assert {name: value.device for name, value in kept[0].items()} == {
-        "step": torch.device("cpu"), "exp_avg": META, "signal": META}
+        "step": torch.device("cpu"),
+        "exp_avg": META,
+        "signal": META,
+    }
     assert [found.local["head"].device, found.kept["shift"].device, found.own["mean"]["w"].device] == [META] * 3
 
 

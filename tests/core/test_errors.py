@@ -5,10 +5,16 @@ import pytest
 from lightning_fedbayes.core.errors import listed, nearest, told_failures
 
 
-@pytest.mark.parametrize(("items", "text"), [
-    ([], ""), (["a"], "a"), (range(5), "0, 1, 2, 3, 4"), (range(6), "0, 1, 2 and 3 others"),
-    ((str(each) for each in range(10_000)), "0, 1, 2 and 9,997 others"),
-])
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (range(5), "0, 1, 2, 3, 4"),
+        (range(6), "0, 1, 2 and 3 others"),
+        ((str(each) for each in range(10_000)), "0, 1, 2 and 9,997 others"),
+    ],
+)
 def test_a_list_names_all_of_few_and_some_of_many(items, text):
     assert listed(items) == text
 
@@ -22,5 +28,7 @@ def test_names_to_choose_from_are_all_listed_up_to_a_hundred():
 def test_failures_are_a_line_for_each_kind_of_error():
     failures = {"a": OSError("torn"), "b": ValueError("odd"), "c": OSError("gone")}
     assert told_failures(failures) == [
-        "clients a, c are left out; the first: OSError: torn", "client b is left out: ValueError: odd"]
+        "clients a, c are left out; the first: OSError: torn",
+        "client b is left out: ValueError: odd",
+    ]
     assert told_failures({}) == []

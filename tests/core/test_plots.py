@@ -15,9 +15,11 @@ X = torch.linspace(-2, 2, 30)
 CURVE = (torch.linspace(0.02, 1, 50), torch.linspace(1, 0.8, 50))
 FIGURES = {
     "calibration": lambda: plots.calibration_diagram(
-        torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5, 0.8]), torch.tensor([0, 10, 30]), 0.1),
+        torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5, 0.8]), torch.tensor([0, 10, 30]), 0.1
+    ),
     "calibration_of_one_bin": lambda: plots.calibration_diagram(
-        torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4), torch.tensor(0.1)),
+        torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4), torch.tensor(0.1)
+    ),
     "retained": lambda: plots.accuracy_retained({"entropy": CURVE, "epistemic": CURVE}),
     "retained_of_one_value": lambda: plots.accuracy_retained({"constant": (torch.tensor(1.0), torch.tensor(0.7))}),
     "heatmap": lambda: plots.client_heatmap(torch.arange(12).view(3, 4), "abcd"),
@@ -33,7 +35,8 @@ FIGURES = {
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
     "panels_of_rounds": lambda: plots.round_panels(
-        {f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3, 0.4 * i]} for i in range(5)}),
+        {f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3, 0.4 * i]} for i in range(5)}
+    ),
     "one_panel": lambda: plots.round_panels({"accuracy": {"a": [0.1]}}),
 }
 
@@ -55,8 +58,11 @@ def test_renders_to_png_without_pyplot(build, monkeypatch):
 def test_a_notebook_shows_the_figure_of_a_split_once():
     """IPython, without Matplotlib's own display, asks the value of a cell for these; a picture in two forms is one."""
     table = fb.DirichletPartition(clients=3, alpha=0.5).split(torch.arange(60) % 4, seed=0)
-    shown = [form for form in ("png", "jpeg", "svg", "html") if hasattr(table.plot(), f"_repr_{form}_")
-             and getattr(table.plot(), f"_repr_{form}_")() is not None]
+    shown = [
+        form
+        for form in ("png", "jpeg", "svg", "html")
+        if hasattr(table.plot(), f"_repr_{form}_") and getattr(table.plot(), f"_repr_{form}_")() is not None
+    ]
     assert shown == ["png"]
     assert table.plot()._repr_png_().startswith(b"\x89PNG")
 

@@ -52,8 +52,10 @@ def bytes_of(tensor):
 @MANY
 def test_kl_is_the_sum_over_parameters(shapes, seed):
     q, p = draw_posterior(shapes, seed), draw_posterior(shapes, seed + 1)
-    terms = [kl_divergence(Normal(q.mean[n], q.variance[n].sqrt()), Normal(p.mean[n], p.variance[n].sqrt())).sum()
-             for n in q.names]
+    terms = [
+        kl_divergence(Normal(q.mean[n], q.variance[n].sqrt()), Normal(p.mean[n], p.variance[n].sqrt())).sum()
+        for n in q.names
+    ]
     torch.testing.assert_close(q.kl(p), torch.stack(terms).sum(), rtol=1e-9, atol=1e-12)
 
 
@@ -72,8 +74,10 @@ def test_entries_that_are_deterministic_in_both_do_not_count(shapes, seed):
     q, p = draw_posterior(shapes, seed), draw_posterior(shapes, seed + 1)
     point = torch.tensor([3.0, -1.0], dtype=torch.float64)
     zero = torch.zeros(2, dtype=torch.float64)
-    extended = [GaussianPosterior({**each.mean, "d": shift * point}, {**each.variance, "d": zero})
-                for each, shift in ((q, 1.0), (p, 5.0))]
+    extended = [
+        GaussianPosterior({**each.mean, "d": shift * point}, {**each.variance, "d": zero})
+        for each, shift in ((q, 1.0), (p, 5.0))
+    ]
     torch.testing.assert_close(extended[0].kl(extended[1]), q.kl(p))
 
 
@@ -147,8 +151,12 @@ def test_counts_and_bytes():
 # --- copies ---
 
 
-@given(shapes=SHAPES, seed=SEEDS, dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
-       atoms=st.sampled_from([0.0, 0.5, 1.0]))
+@given(
+    shapes=SHAPES,
+    seed=SEEDS,
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    atoms=st.sampled_from([0.0, 0.5, 1.0]),
+)
 @MANY
 def test_flatten_and_unflatten_are_inverse(shapes, seed, dtype, atoms):
     q = draw_posterior(shapes, seed, dtype, atoms)
@@ -159,8 +167,10 @@ def test_flatten_and_unflatten_are_inverse(shapes, seed, dtype, atoms):
 
 
 def test_flatten_lays_out_parameters_in_the_order_of_names():
-    q = GaussianPosterior({"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a": torch.tensor(5.0)},
-                          {"a": torch.tensor(9.0), "b": torch.tensor([[5.0, 6.0], [7.0, 8.0]])})
+    q = GaussianPosterior(
+        {"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a": torch.tensor(5.0)},
+        {"a": torch.tensor(9.0), "b": torch.tensor([[5.0, 6.0], [7.0, 8.0]])},
+    )
     mean, variance = q.flatten(torch.float32)
     assert mean.tolist() == [1, 2, 3, 4, 5]
     assert variance.tolist() == [5, 6, 7, 8, 9]
@@ -200,8 +210,10 @@ def test_state_dict_round_trip(shapes, seed, atoms):
 
 
 def test_state_dict_survives_a_file_of_weights_only():
-    q = GaussianPosterior({**draw_posterior([(2,)], 0).mean, "d": torch.ones(1000)},
-                          {**draw_posterior([(2,)], 0).variance, "d": zeros_like(torch.ones(1000))})
+    q = GaussianPosterior(
+        {**draw_posterior([(2,)], 0).mean, "d": torch.ones(1000)},
+        {**draw_posterior([(2,)], 0).variance, "d": zeros_like(torch.ones(1000))},
+    )
     state = q.state_dict()
     assert "d" not in state["variance"]
     file = io.BytesIO()
@@ -223,8 +235,10 @@ def test_state_dict_of_mixed_dtypes_keeps_them():
 
 def test_draws_have_the_moments_of_the_posterior():
     count = 4000
-    q = GaussianPosterior({"a": torch.tensor([1.0, -2.0, 3.0]), "b": torch.tensor(0.5)},
-                          {"a": torch.tensor([4.0, 0.01, 0.0]), "b": torch.tensor(1e-4)})
+    q = GaussianPosterior(
+        {"a": torch.tensor([1.0, -2.0, 3.0]), "b": torch.tensor(0.5)},
+        {"a": torch.tensor([4.0, 0.01, 0.0]), "b": torch.tensor(1e-4)},
+    )
     generator = torch.Generator().manual_seed(0)
     draws = [q.sample(generator) for _ in range(count)]
     flat = torch.stack([torch.cat([draw["a"], draw["b"].view(1)]) for draw in draws]).double()
@@ -237,8 +251,10 @@ def test_draws_have_the_moments_of_the_posterior():
 
 
 def test_draws_keep_shapes_and_dtypes_and_share_no_memory():
-    q = GaussianPosterior({"a": torch.ones(2, 3, dtype=torch.float16), "b": torch.ones(())},
-                          {"a": torch.ones(2, 3, dtype=torch.float16), "b": torch.zeros(())})
+    q = GaussianPosterior(
+        {"a": torch.ones(2, 3, dtype=torch.float16), "b": torch.ones(())},
+        {"a": torch.ones(2, 3, dtype=torch.float16), "b": torch.zeros(())},
+    )
     draw = q.sample()
     assert {name: (value.shape, value.dtype) for name, value in draw.items()} == {
         name: (value.shape, value.dtype) for name, value in q.mean.items()
@@ -284,15 +300,19 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, together, certa
 
 
 def test_repr_is_one_line_whatever_the_size():
-    q = GaussianPosterior({f"layer{k}": torch.zeros(300, 300) for k in range(60)},
-                          {f"layer{k}": torch.ones(300, 300) if k else torch.zeros(300, 300) for k in range(60)})
+    q = GaussianPosterior(
+        {f"layer{k}": torch.zeros(300, 300) for k in range(60)},
+        {f"layer{k}": torch.ones(300, 300) if k else torch.zeros(300, 300) for k in range(60)},
+    )
     assert repr(q) == "GaussianPosterior(5,400,000 parameters in 60 tensors, 60 of them Gaussian; float32 on cpu)"
     assert "1 tensors, 0 of them Gaussian" in repr(GaussianPosterior.point_mass({"w": torch.zeros(3)}))
 
 
 def test_notebooks_show_a_table_of_tensors():
-    q = GaussianPosterior({"<w>": torch.full((2, 3), 2.0), "b": torch.zeros(())},
-                          {"<w>": torch.full((2, 3), 0.25), "b": zeros_like(torch.zeros(()))})
+    q = GaussianPosterior(
+        {"<w>": torch.full((2, 3), 2.0), "b": torch.zeros(())},
+        {"<w>": torch.full((2, 3), 0.25), "b": zeros_like(torch.zeros(()))},
+    )
     table = q._repr_html_()
     assert "<td>&lt;w&gt;</td><td>2×3</td><td>2</td><td>0.5 to 0.5</td>" in table
     assert "<td>b</td><td>scalar</td><td>0</td><td>–</td>" in table

@@ -15,8 +15,14 @@ ROUND = {"round": 1, "figures": {"val/nll": 0.5, "val/ece": math.nan}}
 def test_what_is_written_comes_back(tmp_path):
     curve = {"curve": "val/retained_curve", "columns": ["x", "y"], "rows": [[0.5, 1.0]]}
     table = {"table": "federation/clients", "columns": ["client"], "rows": [["Zürich <1>"]]}
-    for entry in ({"round": 0, "settings": {"fusion": "sites", "path": Path("a/b")}}, ROUND, {"round": 2, **curve},
-                  {"round": 1, **table, "rows": []}, {"round": 2, **table}, {"round": 2, "figures": {"val/nll": 0.25}}):
+    for entry in (
+        {"round": 0, "settings": {"fusion": "sites", "path": Path("a/b")}},
+        ROUND,
+        {"round": 2, **curve},
+        {"round": 1, **table, "rows": []},
+        {"round": 2, **table},
+        {"round": 2, "figures": {"val/nll": 0.25}},
+    ):
         append(tmp_path / "run", entry)
     record = read(tmp_path / "run" / FILE)
     assert record.settings == {"fusion": "sites", "path": "a/b"}
@@ -28,8 +34,13 @@ def test_what_is_written_comes_back(tmp_path):
 
 
 def test_a_run_that_goes_on_replaces_its_rounds_and_a_new_one_everything(tmp_path):
-    for entry in ({"round": 0, "settings": {"seed": 1}}, ROUND, {"round": 2, "figures": {"val/nll": 9.0}},
-                  {"round": 1, "settings": {"seed": 1}}, {"round": 2, "figures": {"val/nll": 0.1}}):
+    for entry in (
+        {"round": 0, "settings": {"seed": 1}},
+        ROUND,
+        {"round": 2, "figures": {"val/nll": 9.0}},
+        {"round": 1, "settings": {"seed": 1}},
+        {"round": 2, "figures": {"val/nll": 0.1}},
+    ):
         append(tmp_path, entry)
     assert read(tmp_path / FILE).figures["val/nll"] == {1: 0.5, 2: 0.1}
     append(tmp_path, {"round": 0, "settings": {"seed": 2}})

@@ -15,9 +15,15 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
 
 TENSORS = [
-    torch.tensor(3.0), torch.arange(6.0, dtype=torch.float64).view(2, 3).T, torch.empty(0), torch.ones(2, 0, 3),
-    torch.tensor([1, -(2**60)]), torch.tensor([True, False]), torch.tensor([1.5], dtype=torch.bfloat16),
-    torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]]), torch.tensor([1 + 2j]),
+    torch.tensor(3.0),
+    torch.arange(6.0, dtype=torch.float64).view(2, 3).T,
+    torch.empty(0),
+    torch.ones(2, 0, 3),
+    torch.tensor([1, -(2**60)]),
+    torch.tensor([True, False]),
+    torch.tensor([1.5], dtype=torch.bfloat16),
+    torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]]),
+    torch.tensor([1 + 2j]),
     torch.nn.Parameter(torch.ones(3)).detach()[1:],
 ]
 
@@ -106,8 +112,11 @@ def test_what_no_checkpoint_needs_is_dropped(store):
     assert count == 2 * (1 + 29 - 21), "of each client its state after round 21, the last but one, and those since"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3)),
-                max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3)), max_size=40
+    )
+)
 @settings(deadline=None, max_examples=60)
 def test_any_run_holds_what_a_dictionary_holds(tmp_path_factory, steps):
     """Whatever is put, forgotten, refused, marked, and killed and resumed from the last checkpoint."""

@@ -7,8 +7,10 @@ import struct
 import numpy as np
 from scipy.io import savemat
 
-IDX_NAMES = {"train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-             "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")}
+IDX_NAMES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
 
 
 def examples(count, shape, seed=0, first=0):
@@ -48,6 +50,7 @@ def cifar_pickle(images, labels):
 
 def cifar_pickle_of_2009(images, labels):
     """The same as Python 2 and its NumPy wrote it: byte strings, and integers for the flags of a dtype."""
+
     def text(value):
         return b"U" + bytes([len(value)]) + value
 
@@ -58,9 +61,18 @@ def cifar_pickle_of_2009(images, labels):
     flags = b"(K\x03" + text(b"|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
     dtype = b"cnumpy\ndtype\n(" + text(b"u1") + b"K\x00K\x01tR" + flags
     array = (
-        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85" + text(b"b") + b"tR(K\x01"
-        + number(len(images)) + number(len(raw) // len(images)) + b"\x86" + dtype + b"\x89"
-        + b"T" + struct.pack("<i", len(raw)) + raw + b"tb"
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85"
+        + text(b"b")
+        + b"tR(K\x01"
+        + number(len(images))
+        + number(len(raw) // len(images))
+        + b"\x86"
+        + dtype
+        + b"\x89"
+        + b"T"
+        + struct.pack("<i", len(raw))
+        + raw
+        + b"tb"
     )
     listed = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
     return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + listed + b"u."

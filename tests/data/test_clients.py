@@ -43,8 +43,17 @@ def test_attributes_of_any_kind(name, kind):
 
 @pytest.mark.parametrize(
     "values",
-    [["a", "b", "c", "d"], [0.5] * 4, torch.zeros(4), torch.zeros(4, 2).long(), [1, 2], [[1], [2, 3], [], []], None,
-     print, torch.zeros(4, dtype=torch.complex64)],
+    [
+        ["a", "b", "c", "d"],
+        [0.5] * 4,
+        torch.zeros(4),
+        torch.zeros(4, 2).long(),
+        [1, 2],
+        [[1], [2, 3], [], []],
+        None,
+        print,
+        torch.zeros(4, dtype=torch.complex64),
+    ],
     ids=str,
 )
 def test_anything_but_one_integer_per_example_is_unknown(values):
@@ -231,17 +240,26 @@ SEQUENCES = Examples((torch.zeros(number % 7 + 1), number % 3) for number in ran
 CLASSES = torch.arange(60) % 3
 
 
-@pytest.mark.parametrize(("dataset", "labels"), [
-    (PATIENTS, "diagnosis"),
-    (GRAPHS, "y"),
-    (SEQUENCES, CLASSES),
-    (SEQUENCES, CLASSES.numpy()),
-    (SEQUENCES, CLASSES.tolist()),
-    (SEQUENCES, lambda dataset: [label for _, label in dataset]),
-], ids=["column of dicts", "attribute of graphs", "tensor", "array", "list", "function"])
-@pytest.mark.parametrize("partition", [
-    partial(DirichletPartition, 3, 0.5), partial(ClassPartition, 3, 2),
-], ids=["Dirichlet", "classes"])
+@pytest.mark.parametrize(
+    ("dataset", "labels"),
+    [
+        (PATIENTS, "diagnosis"),
+        (GRAPHS, "y"),
+        (SEQUENCES, CLASSES),
+        (SEQUENCES, CLASSES.numpy()),
+        (SEQUENCES, CLASSES.tolist()),
+        (SEQUENCES, lambda dataset: [label for _, label in dataset]),
+    ],
+    ids=["column of dicts", "attribute of graphs", "tensor", "array", "list", "function"],
+)
+@pytest.mark.parametrize(
+    "partition",
+    [
+        partial(DirichletPartition, 3, 0.5),
+        partial(ClassPartition, 3, 2),
+    ],
+    ids=["Dirichlet", "classes"],
+)
 def test_partitions_take_labels_from_where_they_are(dataset, labels, partition):
     made = clients_of(dataset, partition(labels=labels), seed=0)
     shown = partition().split(CLASSES, seed=0)
@@ -253,16 +271,22 @@ def test_columns_are_found_in_parts_and_subsets_and_in_a_column_of_hugging_face(
     half = Subset(PATIENTS, range(0, 60, 2))
     assert labels_of(half, "diagnosis").tolist() == [number % 3 for number in range(0, 60, 2)]
     assert len(labels_of(ConcatDataset([PATIENTS, half]), "diagnosis")) == 90
-    table = type("Table", (), {"column_names": ["label"], "__len__": lambda self: 2,
-                               "__getitem__": lambda self, key: {"label": [1, 0]}[key]})()
+    table = type(
+        "Table",
+        (),
+        {"column_names": ["label"], "__len__": lambda self: 2, "__getitem__": lambda self, key: {"label": [1, 0]}[key]},
+    )()
     assert labels_of(table, "label").tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("labels", "says"), [
-    ("diagnosys", "did you mean 'diagnosis'"),
-    ([0, 1], r"shape \(2,\), and there are 60 examples"),
-    (lambda dataset: "x", "cannot be read as numbers"),
-])
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ("diagnosys", "did you mean 'diagnosis'"),
+        ([0, 1], r"shape \(2,\), and there are 60 examples"),
+        (lambda dataset: "x", "cannot be read as numbers"),
+    ],
+)
 def test_labels_that_cannot_be_are_named(labels, says):
     with pytest.raises(PartitionError, match=says):
         clients_of(PATIENTS, DirichletPartition(3, 0.5, labels=labels), seed=0)

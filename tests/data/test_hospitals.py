@@ -38,10 +38,19 @@ def patient(draw, hospital, number):
     """A line of a file; illness goes with age and chest pain, and two attributes are missing where a hospital says."""
     ill = number % 3 == 0 if hospital != "switzerland" else number < 11
     values = [
-        draw.gauss(62 if ill else 48, 5), draw.choice([0, 1]), 4 if ill else draw.choice([1, 2, 3]),
-        draw.randint(100, 180), 0 if hospital == "switzerland" else draw.randint(150, 350), draw.choice([0, 1]),
-        draw.choice([0, 1, 2]), draw.randint(90, 190), int(ill), draw.gauss(1, 1), draw.choice([1, 2, 3]),
-        draw.choice([0, 1, 2, 3]) if hospital == "cleveland" else "?", draw.choice([3, 6, 7, "?"]),
+        draw.gauss(62 if ill else 48, 5),
+        draw.choice([0, 1]),
+        4 if ill else draw.choice([1, 2, 3]),
+        draw.randint(100, 180),
+        0 if hospital == "switzerland" else draw.randint(150, 350),
+        draw.choice([0, 1]),
+        draw.choice([0, 1, 2]),
+        draw.randint(90, 190),
+        int(ill),
+        draw.gauss(1, 1),
+        draw.choice([1, 2, 3]),
+        draw.choice([0, 1, 2, 3]) if hospital == "cleveland" else "?",
+        draw.choice([3, 6, 7, "?"]),
         draw.choice([1, 2, 3, 4]) if ill else 0,
     ]
     return ",".join(map(str, values))
@@ -75,9 +84,28 @@ def test_every_attribute_becomes_what_its_name_says(tmp_path):
     assert labels.tolist() == [1, 0, 1]
     rows = [dict(zip(COLUMNS, row)) for row in encode(attributes).tolist()]
     assert rows[0] == {
-        "age": 63, "sex": 1, "cp=1": 0, "cp=2": 0, "cp=3": 0, "cp=4": 1, "trestbps": 145, "chol": 233, "fbs": 1,
-        "restecg=0": 0, "restecg=1": 0, "restecg=2": 1, "thalach": 150, "exang": 0, "oldpeak": 2.3, "slope=1": 0,
-        "slope=2": 0, "slope=3": 1, "ca": 0, "thal=3": 0, "thal=6": 1, "thal=7": 0,
+        "age": 63,
+        "sex": 1,
+        "cp=1": 0,
+        "cp=2": 0,
+        "cp=3": 0,
+        "cp=4": 1,
+        "trestbps": 145,
+        "chol": 233,
+        "fbs": 1,
+        "restecg=0": 0,
+        "restecg=1": 0,
+        "restecg=2": 1,
+        "thalach": 150,
+        "exang": 0,
+        "oldpeak": 2.3,
+        "slope=1": 0,
+        "slope=2": 0,
+        "slope=3": 1,
+        "ca": 0,
+        "thal=3": 0,
+        "thal=6": 1,
+        "thal=7": 0,
     }
     there = [{name: value for name, value in row.items() if value == value} for row in rows]
     assert there[1] == {"age": 51, "sex": 0, "cp=1": 1, "cp=2": 0, "cp=3": 0, "cp=4": 0, "oldpeak": -1.5}
@@ -92,7 +120,7 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
     assert tuple(data.train_sets) == tuple(data.test_sets) == data.train.names == HOSPITALS
     everything = [torch.cat([part.tensors[0] for part in sets.values()]) for sets in (data.train_sets, data.test_sets)]
     train, test = (inputs[:, : len(COLUMNS)] for inputs in everything)
-    flags = everything[0][:, len(COLUMNS):]
+    flags = everything[0][:, len(COLUMNS) :]
     assert everything[0].dtype == torch.float32
     assert everything[0].shape == (len(data.train), data.num_features)
     assert test.isfinite().all()
@@ -103,7 +131,7 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
         missing = of_attribute.get(name.split("=")[0], torch.zeros(len(train), dtype=torch.bool))
         assert (column[missing] == 0).all(), name
         assert column[~missing].square().mean() == pytest.approx(1, abs=1e-5), name
-    assert of_attribute["chol"][-len(data.train_sets["va"]) - 5: -len(data.train_sets["va"])].all()
+    assert of_attribute["chol"][-len(data.train_sets["va"]) - 5 : -len(data.train_sets["va"])].all()
 
 
 def test_an_imputed_value_is_the_mean_of_those_that_are_there(folder):
@@ -119,8 +147,12 @@ def test_an_imputed_value_is_the_mean_of_those_that_are_there(folder):
 
 
 @settings(deadline=None, max_examples=80)
-@given(labels=st.lists(st.integers(0, 2), min_size=1, max_size=60), fraction=st.floats(0.01, 0.99),
-       seed=st.integers(0, 99), client=st.integers(0, 3))
+@given(
+    labels=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 99),
+    client=st.integers(0, 3),
+)
 def test_the_split_is_a_stratified_partition(labels, fraction, seed, client):
     labels = torch.tensor(labels)
     train, test = stratified_split(labels, fraction, seed, client)
@@ -154,11 +186,19 @@ def test_the_hospitals_are_the_clients(folder):
 def test_a_federation_learns_and_its_checkpoint_is_plain(folder, tmp_path):
     L.seed_everything(0, verbose=False)
     data = HospitalsDataModule(folder)
-    trainer = L.Trainer(max_epochs=10, accelerator="cpu", logger=False, enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-                        callbacks=[fb.FederatedBayes(local_epochs=2)])
-    model = fb.HybridBayesianClassifier(mlp(data.num_features, data.num_classes, (8,)), bayesian_last=1,
-                                        learning_rate=0.02)
+    trainer = L.Trainer(
+        max_epochs=10,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[fb.FederatedBayes(local_epochs=2)],
+    )
+    model = fb.HybridBayesianClassifier(
+        mlp(data.num_features, data.num_classes, (8,)), bayesian_last=1, learning_rate=0.02
+    )
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val/accuracy"] > 0.8
     trainer.save_checkpoint(tmp_path / "federation.ckpt")
@@ -168,8 +208,11 @@ def test_a_federation_learns_and_its_checkpoint_is_plain(folder, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("63,1,5,145,233,1,2,150,0,2.3,3,0,6,2", r"processed.va.data, line 3, column 3: cp is 5, but has to be "
-                                                 r"one of 1, 2, 3, 4; correct it"),
+        (
+            "63,1,5,145,233,1,2,150,0,2.3,3,0,6,2",
+            r"processed.va.data, line 3, column 3: cp is 5, but has to be "
+            r"one of 1, 2, 3, 4; correct it",
+        ),
         ("63,1,4,145,233,1,2,150,0,2.3,3,0,0,2", r"line 3, column 13: thal is 0, but has to be one of 3, 6, 7, or \?;"),
         ("?,1,4,145,233,1,2,150,0,2.3,3,0,6,2", r"line 3, column 1: age is missing, but has to be there; correct"),
         ("63,1,4,145,233,1,2,150,0,2.3,3,0,6,?", r"line 3, column 14: num is missing, but has to be one of 0, 1, 2"),
@@ -243,8 +286,9 @@ def example():
 
 def test_the_example_compares_the_methods(example, folder, tmp_path, monkeypatch, capsys):
     output = tmp_path / "output"
-    monkeypatch.setattr(sys, "argv", ["hospitals.py", "--data", str(folder), "--seeds", "2", "--rounds", "1",
-                                      "--output", str(output)])
+    monkeypatch.setattr(
+        sys, "argv", ["hospitals.py", "--data", str(folder), "--seeds", "2", "--rounds", "1", "--output", str(output)]
+    )
     threads = torch.get_num_threads()
     example.main()
     torch.set_num_threads(threads)

@@ -39,9 +39,14 @@ def test_idx_images(tmp_path, packed):
     assert_read(read_idx_images(*paths, (1, 4, 5), 10), images, labels)
 
 
-@pytest.mark.parametrize(("encode", "name"), [
-    (cifar_binary, "data_batch_1.bin"), (cifar_pickle, "data_batch_1"), (cifar_pickle_of_2009, "data_batch_1"),
-])
+@pytest.mark.parametrize(
+    ("encode", "name"),
+    [
+        (cifar_binary, "data_batch_1.bin"),
+        (cifar_pickle, "data_batch_1"),
+        (cifar_pickle_of_2009, "data_batch_1"),
+    ],
+)
 def test_cifar(tmp_path, encode, name):
     images, labels = examples(11, (3, 32, 32))
     (tmp_path / name).write_bytes(encode(images, labels))
@@ -66,36 +71,47 @@ def refused(read, path, content, *message):
 IMAGES = idx(np.zeros((5, 2, 3)))
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (IMAGES[:-7], "expected 46 bytes, found 39; the file is truncated"),
-    (IMAGES + b"x", "expected 46 bytes, found 47; the file is damaged"),
-    (IMAGES[:9], "expected 16 bytes, found 9; the file is truncated"),
-    (idx(np.zeros(5)), "begins with the bytes 00 00 08 01, but an IDX file with 3 dimensions"),
-    (b"\x00\x00\x0d\x03" + IMAGES[4:], "begins with the bytes 00 00 0d 03"),
-    (b"\x1f\x8b\x08\x00", "begins with the bytes 1f 8b 08 00"),
-    (b"", "of no content"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (IMAGES[:-7], "expected 46 bytes, found 39; the file is truncated"),
+        (IMAGES + b"x", "expected 46 bytes, found 47; the file is damaged"),
+        (IMAGES[:9], "expected 16 bytes, found 9; the file is truncated"),
+        (idx(np.zeros(5)), "begins with the bytes 00 00 08 01, but an IDX file with 3 dimensions"),
+        (b"\x00\x00\x0d\x03" + IMAGES[4:], "begins with the bytes 00 00 0d 03"),
+        (b"\x1f\x8b\x08\x00", "begins with the bytes 1f 8b 08 00"),
+        (b"", "of no content"),
+    ],
+)
 def test_damaged_idx_files(tmp_path, content, message):
     refused(lambda path: read_idx(path, 3), tmp_path / "images", content, message)
 
 
-@pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: packed[:30] + b"?" + packed[31:],
-                                    lambda packed: b"no gzip"])
+@pytest.mark.parametrize(
+    "damage", [lambda packed: packed[:-20], lambda packed: packed[:30] + b"?" + packed[31:], lambda packed: b"no gzip"]
+)
 def test_damaged_packed_files(tmp_path, damage):
     write_idx(tmp_path, "train", *examples(50, (1, 4, 4)), packed=True)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     refused(lambda path: read_idx(path, 3), path, damage(path.read_bytes()), "cannot be unpacked", "bytes")
 
 
-@pytest.mark.parametrize(("images", "labels", "message"), [
-    (np.zeros((5, 2, 3)), np.zeros(4), "5 images, but 4 labels"),
-    (np.zeros((5, 3, 3)), np.zeros(5), "(1, 3, 3) instead of (1, 2, 3)"),
-    (np.zeros((3, 2, 3)), np.array([0, 10, 200]), "a label is 10, and 1 more are out of range; the 10 classes"),
-])
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (np.zeros((5, 2, 3)), np.zeros(4), "5 images, but 4 labels"),
+        (np.zeros((5, 3, 3)), np.zeros(5), "(1, 3, 3) instead of (1, 2, 3)"),
+        (np.zeros((3, 2, 3)), np.array([0, 10, 200]), "a label is 10, and 1 more are out of range; the 10 classes"),
+    ],
+)
 def test_images_and_labels_that_do_not_fit(tmp_path, images, labels, message):
     (tmp_path / "labels").write_bytes(idx(labels))
-    refused(lambda path: read_idx_images(path, tmp_path / "labels", (1, 2, 3), 10), tmp_path / "images", idx(images),
-            message)
+    refused(
+        lambda path: read_idx_images(path, tmp_path / "labels", (1, 2, 3), 10),
+        tmp_path / "images",
+        idx(images),
+        message,
+    )
 
 
 PAIR = examples(3, (3, 32, 32))
@@ -106,17 +122,20 @@ class Evil:
         return eval, ("1/0",)
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("data_batch_1.bin", cifar_binary(*PAIR)[:-5], "expected 9219 bytes, found 9214"),
-    ("data_batch_1.bin", b"", "expected 3073 bytes, found 0"),
-    ("data_batch_1.bin", bytes([11]) + cifar_binary(*PAIR)[1:], "a label is 11"),
-    ("data_batch_1", cifar_pickle(*PAIR)[:-50], "is no batch of CIFAR-10 ("),
-    ("data_batch_1", cifar_pickle_of_2009(*PAIR)[:500], "500 bytes, is no batch of CIFAR-10 ("),
-    ("data_batch_1", pickle.dumps({"data": Evil(), "labels": [1]}), "it asks for builtins.eval"),
-    ("data_batch_1", pickle.dumps({"labels": [1]}), "KeyError: 'data'"),
-    ("data_batch_1", cifar_pickle(PAIR[0], PAIR[1][:2]), "3 images, but 2 labels"),
-    ("data_batch_1", b"<html>404</html>", "is no batch of CIFAR-10"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data_batch_1.bin", cifar_binary(*PAIR)[:-5], "expected 9219 bytes, found 9214"),
+        ("data_batch_1.bin", b"", "expected 3073 bytes, found 0"),
+        ("data_batch_1.bin", bytes([11]) + cifar_binary(*PAIR)[1:], "a label is 11"),
+        ("data_batch_1", cifar_pickle(*PAIR)[:-50], "is no batch of CIFAR-10 ("),
+        ("data_batch_1", cifar_pickle_of_2009(*PAIR)[:500], "500 bytes, is no batch of CIFAR-10 ("),
+        ("data_batch_1", pickle.dumps({"data": Evil(), "labels": [1]}), "it asks for builtins.eval"),
+        ("data_batch_1", pickle.dumps({"labels": [1]}), "KeyError: 'data'"),
+        ("data_batch_1", cifar_pickle(PAIR[0], PAIR[1][:2]), "3 images, but 2 labels"),
+        ("data_batch_1", b"<html>404</html>", "is no batch of CIFAR-10"),
+    ],
+)
 def test_damaged_cifar_files(tmp_path, name, content, message):
     refused(read_cifar, tmp_path / name, content, message)
 

@@ -114,8 +114,9 @@ def test_channel_statistics_are_mean_and_deviation(count, channels, seed):
     torch.testing.assert_close(mean, values.mean(1))
     torch.testing.assert_close(std, values.std(1, correction=0))
     expected = (values - mean[:, None]) / std[:, None]
-    torch.testing.assert_close(standardise(images, mean, std).transpose(0, 1).flatten(1).double(), expected,
-                               rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        standardise(images, mean, std).transpose(0, 1).flatten(1).double(), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def keys(dataset):
@@ -156,13 +157,16 @@ def test_setup_reads_once(tmp_path):
     assert module.hparams.directory == str(tmp_path)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"validation_fraction": 1.0}, "in \\(0, 1\\); None"),
-    ({"validation_fraction": 0}, "in \\(0, 1\\); None"),
-    ({"examples": 0}, "examples=0: give at least 2; each class"),
-    ({"examples": TRAIN + 1}, f"examples={TRAIN + 1}, but .* holds only {TRAIN} training images"),
-    ({"examples": 7}, "no training example is of class .*: of 7 examples 1 are held out .* Raise examples"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation_fraction": 1.0}, "in \\(0, 1\\); None"),
+        ({"validation_fraction": 0}, "in \\(0, 1\\); None"),
+        ({"examples": 0}, "examples=0: give at least 2; each class"),
+        ({"examples": TRAIN + 1}, f"examples={TRAIN + 1}, but .* holds only {TRAIN} training images"),
+        ({"examples": 7}, "no training example is of class .*: of 7 examples 1 are held out .* Raise examples"),
+    ],
+)
 def test_options_out_of_range(tmp_path, options, message):
     grey(tmp_path)
     with pytest.raises(FederationError, match=message):

@@ -87,12 +87,20 @@ class Linear(L.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning with a newer torch
-@pytest.mark.parametrize(("module", "inputs", "outputs", "good"),
-                         [(DigitsDataModule(), 64, 10, 0.35), (DiabetesDataModule(), 10, 1, 0.7)])
+@pytest.mark.parametrize(
+    ("module", "inputs", "outputs", "good"), [(DigitsDataModule(), 64, 10, 0.35), (DiabetesDataModule(), 10, 1, 0.7)]
+)
 def test_a_trainer_learns(module, inputs, outputs, good, tmp_path):
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)
+    trainer = L.Trainer(
+        max_epochs=5,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(Linear(inputs, outputs), datamodule=module)
     assert trainer.callback_metrics["val_loss"] < good
 
@@ -107,8 +115,15 @@ def test_hyperparameters_are_stored_but_do_not_clash_with_a_models(tmp_path):
     """Lightning refuses a model and a data module that log different values under one name."""
     module = DigitsDataModule(batch_size=5)
     assert module.hparams.batch_size == 5
-    trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
+    trainer = L.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
     trainer.fit(LinearOfAnotherBatchSize(99), datamodule=module)
     assert trainer.logger.experiment.hparams["batch_size"] == 99
 

@@ -66,8 +66,13 @@ def column(*values):
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=sizes, seed=st.integers(0, 999), shift=st.floats(-1e4, 1e4), scale=st.floats(1e-3, 1e4),
-       missing=st.floats(0, 0.6))
+@given(
+    rows=sizes,
+    seed=st.integers(0, 999),
+    shift=st.floats(-1e4, 1e4),
+    scale=st.floats(1e-3, 1e4),
+    missing=st.floats(0, 0.6),
+)
 def test_what_is_there_has_mean_zero_and_spread_one_whatever_the_units(rows, seed, shift, scale, missing):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, 3, generator=generator, dtype=torch.float64)

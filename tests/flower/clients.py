@@ -11,6 +11,7 @@ from tests.transport.federation import PARTITION, BlobData, hybrid
 
 def client_apps(clients: int = 4, make: Any = hybrid, shared: bool = True, **settings: Any) -> list[Any]:
     """One ClientApp per client: the same one, as in a simulation, or a new one per message, as in a deployment."""
+
     def app() -> Any:
         return client_app(make(), BlobData(), partition=PARTITION, trainer={"accelerator": "cpu"}, **settings)
 

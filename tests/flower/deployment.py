@@ -43,9 +43,10 @@ def make_certificate(folder: Path) -> None:
         .not_valid_before(now - datetime.timedelta(minutes=5))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectAlternativeName([
-            x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOOPBACK))
-        ]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOOPBACK))]),
+            critical=False,
+        )
         .sign(key, hashes.SHA256())
     )
     (folder / "server.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -102,9 +103,14 @@ class Deployment:
         self._processes: list[subprocess.Popen] = []
         self.nodes: dict[int, subprocess.Popen] = {}
         self.environment = {
-            **os.environ, "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "RAY_USAGE_STATS_ENABLED": "0", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            **os.environ,
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
     def start_nodes(self, count: int) -> None:
@@ -120,9 +126,21 @@ class Deployment:
     def start_node(self, number: int) -> None:
         """Start the SuperNode of a registered key, for the first time or again."""
         self.nodes[number] = self._spawn(
-            f"node{number}", "flower-supernode", "--superlink", f"{LOOPBACK}:{self.port}",
-            "--root-certificates", "server.pem", "--auth-supernode-private-key", f"node{number}",
-            "--host", LOOPBACK, "--port", str(free_port()), *TLS, "--node-config", f"partition-id={number}",
+            f"node{number}",
+            "flower-supernode",
+            "--superlink",
+            f"{LOOPBACK}:{self.port}",
+            "--root-certificates",
+            "server.pem",
+            "--auth-supernode-private-key",
+            f"node{number}",
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(free_port()),
+            *TLS,
+            "--node-config",
+            f"partition-id={number}",
         )
 
     def start_simulation(self, count: int) -> None:
@@ -136,7 +154,11 @@ class Deployment:
     def flwr(self, *arguments: str) -> str:
         """Run the command line and return its output."""
         done = subprocess.run(
-            [BIN / "flwr", *arguments], env=self.environment, cwd=self.folder, capture_output=True, text=True,
+            [BIN / "flwr", *arguments],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
             timeout=250,
         )
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
@@ -186,10 +208,16 @@ class Deployment:
 
     def _spawn(self, name: str, command: str, *arguments: str) -> subprocess.Popen:
         with (self.folder / f"{name}.log").open("a") as log:
-            self._processes.append(subprocess.Popen(
-                [BIN / command, *arguments], env=self.environment, stdout=log, stderr=log, cwd=self.folder,
-                start_new_session=True,
-            ))
+            self._processes.append(
+                subprocess.Popen(
+                    [BIN / command, *arguments],
+                    env=self.environment,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+            )
         return self._processes[-1]
 
 

@@ -173,6 +173,7 @@ def started(deployment: Deployment, app: Path, config: str = "") -> None:
 
 def comes_back(app: Path) -> list[int]:
     """Kill one of two SuperNodes during the rounds and start it again; return how many clients each round counts."""
+
     def counted() -> list[int]:
         path = app.parent / "federation.pt"
         history = torch.load(path, weights_only=False)["server"]["history"] if path.exists() else []
@@ -246,14 +247,18 @@ def repeats(folder: Path) -> bool:
     exec(compile((folder / "app" / "kills_app.py").read_text(), "app", "exec"), scope)
     stored = torch.load(folder / "federation.pt", weights_only=False)["server"]
     federation = fb.FederatedBayes(
-        fb.IIDPartition(4), fusion="sites", local_epochs=2, engine="sequential",
+        fb.IIDPartition(4),
+        fusion="sites",
+        local_epochs=2,
+        engine="sequential",
         schedule=fb.Asynchronous(replay=folder / "federation.jsonl"),
     )
     alone = trainer(stored["rounds"], [federation], limit_val_batches=0)
     alone.fit(scope["network"](), datamodule=fb.DigitsDataModule())
     mine = federation.posterior.state_dict()
     return all(
-        torch.equal(value, mine[part][name]) for part in ("mean", "variance")
+        torch.equal(value, mine[part][name])
+        for part in ("mean", "variance")
         for name, value in stored["posterior"][part].items()
     )
 
@@ -335,8 +340,10 @@ def main() -> None:
             wrong += digest(own) != expected
             shutil.rmtree(own)
         counted = comes_back(write_app(Path(folder) / "node"))
-    print(f"{cuts} power cuts of {runs} runs, {wrong} of which end elsewhere; clients that count in the rounds of a "
-          f"SuperNode that is killed and comes back: {counted}")
+    print(
+        f"{cuts} power cuts of {runs} runs, {wrong} of which end elsewhere; clients that count in the rounds of a "
+        f"SuperNode that is killed and comes back: {counted}"
+    )
 
 
 if __name__ == "__main__":

@@ -116,11 +116,14 @@ def test_under_privacy_nobody_scores(tmp_path, caplog):
     assert "fewer than two clients have trained in this run and scored all models" in caplog.text
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"fusion": "sites"}, "its clients send no posterior of their own"),
-    ({"fusion": "sums"}, "its clients send no posterior of their own"),
-    ({"across": "yes"}, "across="),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fusion": "sites"}, "its clients send no posterior of their own"),
+        ({"fusion": "sums"}, "its clients send no posterior of their own"),
+        ({"across": "yes"}, "across="),
+    ],
+)
 def test_what_cannot_be_is_refused(options, says):
     with pytest.raises(FederationError, match=says):
         FusionStrategy(**{"across": True, **options})

@@ -28,8 +28,9 @@ def _hurry(monkeypatch):
 
 
 def federation(folder, fusion="sites", schedule=BY_TWO, **options):
-    return FusionStrategy(fusion, **{"wait_for": 4, "schedule": schedule, "seed": 3, **options},
-                          checkpoint=folder / "server.pt")
+    return FusionStrategy(
+        fusion, **{"wait_for": 4, "schedule": schedule, "seed": 3, **options}, checkpoint=folder / "server.pt"
+    )
 
 
 def run(grid, strategy, rounds, make=hybrid, timeout=60.0):
@@ -117,6 +118,7 @@ def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fu
 
 def kill_at(patch, where, stop, strategy):
     """Let the server die at fusion ``stop``."""
+
     def dying(inner, after):
         def dies(*arguments):
             if strategy.server.rounds < stop:
@@ -235,6 +237,7 @@ def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
 
 def scored(monkeypatch, values):
     """Let clients find these losses, round by round."""
+
     def evaluate(self, trainer, module, datamodule, task):
         return {"val/nll": values[task.round]}, 10
 
@@ -339,9 +342,13 @@ def test_a_replay_that_cannot_be_repeated_says_why(tmp_path):
 GOOD = {"fusion": 1, "clients": 2, "began": [0], "arrived": [[0, 0]], "refused": []}
 SECOND = {**GOOD, "fusion": 2}
 BROKEN = {
-    "another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD, "clients": "2"}],
-    "no order": [{"fusion": 1}], "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
-    "begun too early": [GOOD, SECOND], "no line": ["x"],
+    "another number": [SECOND],
+    "of the future": [{**GOOD, "arrived": [[0, 1]]}],
+    "a text": [{**GOOD, "clients": "2"}],
+    "no order": [{"fusion": 1}],
+    "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
+    "begun too early": [GOOD, SECOND],
+    "no line": ["x"],
 }
 
 

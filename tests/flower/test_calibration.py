@@ -112,6 +112,7 @@ def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
 
 def cannot():
     """Return a module with two answers for one output."""
+
     class Unclear(Plain):
         def __init__(self):
             super().__init__(torch.nn.Linear(6, 1))
@@ -126,8 +127,12 @@ class Numbers(OwnData):
     """One number in place of a class."""
 
     def val_dataloader(self):
-        return DataLoader(fb.ClientDatasets({
-            f"c{k}": TensorDataset(torch.randn(9, 6), torch.randint(0, 2, (9,))) for k in range(CLIENTS)}), 4)
+        return DataLoader(
+            fb.ClientDatasets(
+                {f"c{k}": TensorDataset(torch.randn(9, 6), torch.randint(0, 2, (9,))) for k in range(CLIENTS)}
+            ),
+            4,
+        )
 
 
 CANNOT = {
@@ -142,8 +147,10 @@ CANNOT = {
 def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, callbacks, error, tmp_path):
     settings = dict(options)
     module, data = settings.pop("make", make), settings.pop("data", OwnData)
-    built = [client_app(module(), data(), trainer={"accelerator": "cpu"}, state_folder=tmp_path, **settings)
-             for _ in range(CLIENTS)]
+    built = [
+        client_app(module(), data(), trainer={"accelerator": "cpu"}, state_folder=tmp_path, **settings)
+        for _ in range(CLIENTS)
+    ]
     grid = LocalGrid(built)
     app = server_app(module(), FusionStrategy(wait_for=CLIENTS), rounds=2, timeout=1, calibration=callbacks)
     with pytest.raises(FederationError, match=rf"no client's answer can be used: .*{error}"):
@@ -171,15 +178,17 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     assert grid.asked[1][0] == "query.calibrate"
     header = {"kind": "introduction", "server-round": 1}
     assert [each for each in sent if each["config"]["kind"] == "introduction"] == [
-        {"config": {**header, "client": client}} for client in (0, 2)]
+        {"config": {**header, "client": client}} for client in (0, 2)
+    ]
     assert [set(each) for each in sent] == [{"config"}] * CLIENTS
     first = next(each.message for each in caplog.records if "left out" in each.message)
     assert "client 1" in first.lower()
     assert "NotSent" in first
     assert [json.loads(path.read_text())["epsilon"] for path in sorted(tmp_path.glob("*-counts.json"))] == [2.0, 2.0]
     other, _ = calibrated([alone], folder=tmp_path, conformal_epsilon=2.0)
-    assert all(torch.equal(strategy.server.posterior.mean[name], value)
-               for name, value in other.server.posterior.mean.items())
+    assert all(
+        torch.equal(strategy.server.posterior.mean[name], value) for name, value in other.server.posterior.mean.items()
+    )
 
 
 def test_a_complete_checkpoint_is_calibrated_without_training(tmp_path):
@@ -197,10 +206,14 @@ def test_a_complete_checkpoint_is_calibrated_without_training(tmp_path):
 BAD = {
     "death": (lambda reply: None, "answer"),
     "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
-    "not finite": (with_records(metrics=MetricRecord(
-        {"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})), "no finite gradient"),
-    "no examples": (with_records(metrics=MetricRecord(
-        {"gradient": 1.0, "curvature": 1.0, "num-examples": 0})), "num-examples=0"),
+    "not finite": (
+        with_records(metrics=MetricRecord({"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})),
+        "no finite gradient",
+    ),
+    "no examples": (
+        with_records(metrics=MetricRecord({"gradient": 1.0, "curvature": 1.0, "num-examples": 0})),
+        "num-examples=0",
+    ),
 }
 
 
@@ -214,8 +227,12 @@ def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, a
 
 
 COUNTS = {
-    "other cells": np.ones(7, np.int64), "negative": np.full(1024, -1), "floats": np.ones(1024),
-    "too many": np.full(1024, 2**62), "none": np.zeros(1024, np.int64), "a table": np.ones((2, 512), np.int64),
+    "other cells": np.ones(7, np.int64),
+    "negative": np.full(1024, -1),
+    "floats": np.ones(1024),
+    "too many": np.full(1024, 2**62),
+    "none": np.zeros(1024, np.int64),
+    "a table": np.ones((2, 512), np.int64),
 }
 
 
@@ -273,8 +290,12 @@ def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
     found, grid, strategy = {}, Lying(), FusionStrategy(wait_for=10, seed=3)
     result = run(grid, strategy, rounds=1, make=make)
     for name, lie in {
-        "honest": lambda reply: reply, "large": sums_times(1e3), "negative": sums_times(-1e3),
-        "small": sums_times(1e-3), "bottom": counts_in(0), "top": counts_in(1023),
+        "honest": lambda reply: reply,
+        "large": sums_times(1e3),
+        "negative": sums_times(-1e3),
+        "small": sums_times(1e-3),
+        "bottom": counts_in(0),
+        "top": counts_in(1023),
     }.items():
         scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(0.8)
         grid.lie, grid.asked = lie, []
@@ -311,10 +332,13 @@ def test_no_usable_answer_at_all_is_an_error():
         calibrated([fb.FederatedTemperature()], Silent(None))
 
 
-@pytest.mark.parametrize(("callbacks", "text"), [
-    (lambda: [fb.FederatedConformal(), fb.FederatedTemperature()], "put FederatedTemperature first"),
-    (lambda: [fb.ClientReport()], "give a list of FederatedTemperature"),
-])
+@pytest.mark.parametrize(
+    ("callbacks", "text"),
+    [
+        (lambda: [fb.FederatedConformal(), fb.FederatedTemperature()], "put FederatedTemperature first"),
+        (lambda: [fb.ClientReport()], "give a list of FederatedTemperature"),
+    ],
+)
 def test_what_cannot_be_calibrated_is_refused(callbacks, text):
     with pytest.raises(FederationError, match=text):
         calibrated(callbacks())
@@ -334,13 +358,18 @@ def test_a_private_client_sends_no_exact_figures(tmp_path):
         with pytest.raises(FederationError, match=r"client 0 failed in calibration: NotSent .The client's"):
             strategy.calibrate(grid, result.arrays, [callback], timeout=1)
     strategy.evaluate = True
-    assert strategy.aggregate_evaluate(1, grid.send_and_receive(
-        strategy.configure_evaluate(1, result.arrays, ConfigRecord(), grid))) is None
+    assert (
+        strategy.aggregate_evaluate(
+            1, grid.send_and_receive(strategy.configure_evaluate(1, result.arrays, ConfigRecord(), grid))
+        )
+        is None
+    )
     assert not strategy.client_scores.names
     allowing = LocalGrid(apps(**private, exact=["temperature", "counts", "scores"]))
     strategy.calibrate(allowing, result.arrays, [fb.FederatedTemperature(), fb.FederatedConformal()], timeout=1)
-    assert "val/nll" in strategy.aggregate_evaluate(1, allowing.send_and_receive(
-        strategy.configure_evaluate(1, result.arrays, ConfigRecord(), allowing)))
+    assert "val/nll" in strategy.aggregate_evaluate(
+        1, allowing.send_and_receive(strategy.configure_evaluate(1, result.arrays, ConfigRecord(), allowing))
+    )
 
 
 def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
@@ -360,8 +389,9 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
     assert "epsilon=None, and this client's is 1.5" in caplog.text
     assert "sums over its examples, for a temperature, exactly" in caplog.text
     (tmp_path / "client-1-counts.json").write_text("{")
-    strategy.calibrate(grid, result.arrays, [conformal := fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)],
-                       timeout=1)
+    strategy.calibrate(
+        grid, result.arrays, [conformal := fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)], timeout=1
+    )
     assert list(conformal.thresholds) == ["0", "2"]
 
 

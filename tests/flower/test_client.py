@@ -31,11 +31,13 @@ class Wide(Plain):
 REFUSALS = {
     "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
     "too few parts": (
-        lambda: [*client_apps()[:3], data_of_two()], "this is client 3, but the data are those of 2 clients"
+        lambda: [*client_apps()[:3], data_of_two()],
+        "this is client 3, but the data are those of 2 clients",
     ),
     "a schedule of a metric": (lambda: client_apps(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
     "a Trainer that cuts rounds": (
-        lambda: [client_app(hybrid(), BlobData(), trainer={"max_steps": 1})] * 4, "max_steps=1 stops inside a round"
+        lambda: [client_app(hybrid(), BlobData(), trainer={"max_steps": 1})] * 4,
+        "max_steps=1 stops inside a round",
     ),
 }
 
@@ -65,10 +67,15 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
     assert f"partition-id is {number!r}" in caplog.text
 
 
-@pytest.mark.parametrize("keeps", [
-    {"local_parameters": ["network.3.*"]}, {"keep": ["optimizer"]}, {"buffers": "local"},
-    {"privacy": fb.UpdatePrivacy()},
-])
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        {"local_parameters": ["network.3.*"]},
+        {"keep": ["optimizer"]},
+        {"buffers": "local"},
+        {"privacy": fb.UpdatePrivacy()},
+    ],
+)
 def test_state_of_a_client_needs_a_folder(keeps):
     with pytest.raises(FederationError, match="state_folder"):
         client_app(hybrid(), BlobData(), **keeps)
@@ -128,7 +135,10 @@ def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
 
 
 WRONG_STATES = {
-    "nothing": {}, "a list": [], "a number": 3, "another file": {"state_dict": {"w": torch.zeros(2)}},
+    "nothing": {},
+    "a list": [],
+    "a number": 3,
+    "another file": {"state_dict": {"w": torch.zeros(2)}},
     "no federation": {"round": 1, "messages": {}, "before": {}, "after": {}},
     "no messages": {"federation": "a", "round": 1, "messages": None, "before": {}, "after": {}},
     "a word for a count": {"federation": "a", "round": 1, "messages": {1.0: "x"}, "before": {}, "after": {}},
@@ -137,7 +147,12 @@ WRONG_STATES = {
     "no tensors": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"local": {"w": 1}}}},
     "no client": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {"x": {}}},
     "half a posterior": {
-        "federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"own": {"mean": {}}}}},
+        "federation": "a",
+        "round": 3,
+        "messages": {},
+        "before": {},
+        "after": {7: {"own": {"mean": {}}}},
+    },
 }
 
 

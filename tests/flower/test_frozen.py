@@ -29,9 +29,15 @@ def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
     return module
 
 
-@pytest.mark.parametrize(("make", "options"), [
-    (frozen, {}), (frozen, {"fusion": fb.FedProx(0.1)}), (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
-], ids=["averaged", "FedProx", "IVON by sites"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (frozen, {}),
+        (frozen, {"fusion": fb.FedProx(0.1)}),
+        (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
+    ],
+    ids=["averaged", "FedProx", "IVON by sites"],
+)
 def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, tmp_path):
     rule = {"fusion": options.get("fusion", "rklb")}
     strategy = FusionStrategy(**rule, wait_for=4, seed=3, checkpoint=tmp_path / "server.pt")
@@ -48,10 +54,14 @@ def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, 
         assert torch.equal(value, alone.posterior.mean[name]), name
 
 
-@pytest.mark.parametrize(("client", "says"), [
-    (partial(frozen, seed=1), "frozen parameters of this client's module are not the server's"),
-    (partial(frozen, layers=()), "net.0.weight"),
-], ids=["other weights", "trained here"])
+@pytest.mark.parametrize(
+    ("client", "says"),
+    [
+        (partial(frozen, seed=1), "frozen parameters of this client's module are not the server's"),
+        (partial(frozen, layers=()), "net.0.weight"),
+    ],
+    ids=["other weights", "trained here"],
+)
 def test_a_client_whose_module_is_not_the_server_s_is_left_out_with_the_reason(client, says, caplog):
     strategy = FusionStrategy(wait_for=4, safeguards=fb.Safeguards(max_failed_rounds=1))
     with caplog.at_level("INFO"), pytest.raises(FederationError):

@@ -16,12 +16,23 @@ from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
 PROBABILISTIC = {"w", "b"}
-ARRAYS = st.sampled_from([
-    np.zeros((1, 2), np.float32), np.ones((1, 2), np.float16), np.ones((1, 2)), np.asfortranarray(np.ones((2, 3))),
-    np.full((1, 2), np.nan, np.float32), np.full((1, 2), 1e-45, np.float32), -np.ones((1, 2), np.float32),
-    np.ones((1, 2), np.complex64), np.ones((1, 2), np.int64), np.zeros((0,), np.float32), np.array(1.0, np.float32),
-    np.array(["x"]), np.ones((1, 2), bool),
-])
+ARRAYS = st.sampled_from(
+    [
+        np.zeros((1, 2), np.float32),
+        np.ones((1, 2), np.float16),
+        np.ones((1, 2)),
+        np.asfortranarray(np.ones((2, 3))),
+        np.full((1, 2), np.nan, np.float32),
+        np.full((1, 2), 1e-45, np.float32),
+        -np.ones((1, 2), np.float32),
+        np.ones((1, 2), np.complex64),
+        np.ones((1, 2), np.int64),
+        np.zeros((0,), np.float32),
+        np.array(1.0, np.float32),
+        np.array(["x"]),
+        np.ones((1, 2), bool),
+    ]
+)
 NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
 
 
@@ -29,8 +40,11 @@ OWN = {"kind": "update", "client": 0, "server-round": 1}
 
 
 def reply(arrays, metrics=None, config=None):
-    content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 5} if metrics is None else metrics),
-               "config": ConfigRecord({**OWN, **(config or {})})}
+    content = {
+        "arrays": arrays,
+        "metrics": MetricRecord({"num-examples": 5} if metrics is None else metrics),
+        "config": ConfigRecord({**OWN, **(config or {})}),
+    }
     question = Message(RecordDict({}), dst_node_id=1, message_type=MessageType.TRAIN)
     return Message(RecordDict(content), reply_to=question)
 
@@ -56,8 +70,12 @@ def replies(draw):
         data = arrays[key].data[:cut] + draw(st.binary(max_size=6))
         arrays[key] = Array(dtype="float32", shape=(1, 2), stype="numpy.ndarray", data=data)
     elif how == "header":
-        arrays[key] = Array(dtype=draw(st.text(min_size=1, max_size=5)), shape=(draw(st.integers(-3, 9)),),
-                            stype=draw(st.text(min_size=1, max_size=5)), data=arrays[key].data)
+        arrays[key] = Array(
+            dtype=draw(st.text(min_size=1, max_size=5)),
+            shape=(draw(st.integers(-3, 9)),),
+            stype=draw(st.text(min_size=1, max_size=5)),
+            data=arrays[key].data,
+        )
     elif how == "missing":
         del arrays[key]
     elif how == "key":
@@ -67,16 +85,26 @@ def replies(draw):
     elif how == "round":
         config = {"server-round": draw(st.sampled_from([0, 2, True, 1.0, "1", b"1", [1]]))}
     elif how == "kind":
-        config = {draw(st.sampled_from(["kind", "client"])): draw(st.sampled_from(
-            ["counts", "failure", "", -1, 7, 2**70, "update", [1], b"x", 0.5]))}
+        config = {
+            draw(st.sampled_from(["kind", "client"])): draw(
+                st.sampled_from(["counts", "failure", "", -1, 7, 2**70, "update", [1], b"x", 0.5])
+            )
+        }
     else:
         metrics["train_loss"] = draw(NUMBERS)
     return reply(ArrayRecord(arrays), metrics, config)
 
 
 GOOD_STRATEGY = {
-    "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "safeguards": fb.Safeguards(), "wait_for": 2,
-    "evaluate": False, "across": False, "checkpoint": None, "seed": 0,
+    "fusion": "linear_pool",
+    "weighting": "equal",
+    "fraction": 1.0,
+    "safeguards": fb.Safeguards(),
+    "wait_for": 2,
+    "evaluate": False,
+    "across": False,
+    "checkpoint": None,
+    "seed": 0,
 }
 
 
@@ -119,25 +147,31 @@ def test_the_good_reply_counts():
     assert server.admit(read(reply(good()))).error is None
 
 
-@pytest.mark.parametrize(("metrics", "config", "says"), [
-    ({"num-examples": 0}, None, "num-examples=0.*at least 1"),
-    ({"num-examples": 2**62}, None, "num-examples.*at most"),
-    ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
-    (None, {"server-round": True}, "of round True"),
-    (None, {"client": 1}, "says that it is client 1"),
-    (None, {"kind": "counts"}, "of kind 'counts', and it was asked for 'update'"),
-    (None, {"kind": "other"}, "says of itself that it is 'other'"),
-    (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
-])
+@pytest.mark.parametrize(
+    ("metrics", "config", "says"),
+    [
+        ({"num-examples": 0}, None, "num-examples=0.*at least 1"),
+        ({"num-examples": 2**62}, None, "num-examples.*at most"),
+        ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
+        (None, {"server-round": True}, "of round True"),
+        (None, {"client": 1}, "says that it is client 1"),
+        (None, {"kind": "counts"}, "of kind 'counts', and it was asked for 'update'"),
+        (None, {"kind": "other"}, "says of itself that it is 'other'"),
+        (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
+    ],
+)
 def test_figures_that_must_not_count_are_refused(metrics, config, says):
     with pytest.raises(fb.FusionError, match=says):
         read(reply(good(), metrics, config))
 
 
-@pytest.mark.parametrize(("array", "says"), [
-    (np.ones((1, 2), np.float16), "float16.*float32"),
-    (np.asfortranarray(np.ones((2, 3), np.float32)), "order"),
-])
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.ones((1, 2), np.float16), "float16.*float32"),
+        (np.asfortranarray(np.ones((2, 3), np.float32)), "order"),
+    ],
+)
 def test_arrays_that_no_client_of_ours_sends_are_refused(array, says):
     with pytest.raises(fb.FusionError, match=says):
         from_arrays(ArrayRecord({"mean/w": Array(array)}), "client 0")
@@ -165,10 +199,19 @@ def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path):
         ServerState.load(path)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("federation", 3), ("seed", "x"), ("server", []), ("server", {}), ("calibration", 3), ("calibration", {"a": 1}),
-    *(("server", {name: None}) for name in begun().state_dict()), ("another", 1),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("federation", 3),
+        ("seed", "x"),
+        ("server", []),
+        ("server", {}),
+        ("calibration", 3),
+        ("calibration", {"a": 1}),
+        *(("server", {name: None}) for name in begun().state_dict()),
+        ("another", 1),
+    ],
+)
 def test_a_checkpoint_of_other_content_is_named(tmp_path, name, value):
     path = tmp_path / "server.pt"
     state = vars(ServerState("name", 0, begun().state_dict()))

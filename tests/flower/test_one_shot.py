@@ -48,13 +48,14 @@ def test_a_linear_mixed_model_is_that_of_one_process():
     method = fb.HierarchicalLinearRegression(random=[0])
     apps = [client_app(Plain(), Schools(), one_shot=method)] * SCHOOLS
     found = ask(apps, method, Plain)
-    alone = method.fit({
-        str(number): fb.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())
-    })
+    alone = method.fit(
+        {str(number): fb.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())}
+    )
     assert sorted(found.clients) == [str(number) for number in range(SCHOOLS)]
     for field in ("fixed", "fixed_covariance", "random_covariance", "noise_variance", "log_likelihood"):
         torch.testing.assert_close(
-            torch.as_tensor(getattr(found, field)), torch.as_tensor(getattr(alone, field)), rtol=1e-9, atol=1e-9)
+            torch.as_tensor(getattr(found, field)), torch.as_tensor(getattr(alone, field)), rtol=1e-9, atol=1e-9
+        )
 
 
 def network():
@@ -105,6 +106,7 @@ def spoilt(value):
             name = next(key for key in arrays if key.startswith("mean/") and key.endswith("0.weight"))
             arrays[name] = type(arrays[name])(value(arrays[name].numpy()))
         return reply
+
     return change
 
 
@@ -124,8 +126,11 @@ def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(c
     method = fb.HierarchicalLinearRegression(random=[0])
     other = fb.HierarchicalLinearRegression(random=[1])
     private = {"privacy": fb.UpdatePrivacy(), "state_folder": tmp_path}
-    for options, error in (({}, "ClientMismatch"), ({"one_shot": other}, "ClientMismatch"),
-                           ({"one_shot": method, **private}, "NotSent")):
+    for options, error in (
+        ({}, "ClientMismatch"),
+        ({"one_shot": other}, "ClientMismatch"),
+        ({"one_shot": method, **private}, "NotSent"),
+    ):
         with pytest.raises(FederationError, match=f"client 0 failed in training: {error}"):
             ask([client_app(Plain(), Schools(), **options)] * SCHOOLS, method, Plain)
     assert "sums over its examples, for a linear model, exactly" in caplog.text

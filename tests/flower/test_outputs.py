@@ -67,16 +67,30 @@ class Mute(fb.HybridBayesianClassifier):
 
 
 @pytest.mark.filterwarnings("ignore:the temperature")
-@pytest.mark.parametrize(("kind", "by"), [
-    (Mute, "draws/"), (fb.HybridBayesianClassifier, ""), (lambda net, **_: Plain(net, optimizer=fb.IVON), ""),
-])
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [
+        (Mute, "draws/"),
+        (fb.HybridBayesianClassifier, ""),
+        (lambda net, **_: Plain(net, optimizer=fb.IVON), ""),
+    ],
+)
 def test_figures_of_a_client_s_callbacks_say_whose_they_are(kind, by, tmp_path):
     """The user's own module is predicted by its forward, at the mean: a client holds no callback with its posterior."""
+
     def make():
         return kind(network(), bayesian_last=1, samples=3)
 
-    apps = [client_app(make(), BlobData(), keep=["posterior"], state_folder=tmp_path / str(number), trainer={
-        "accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]}) for number in range(CLIENTS)]
+    apps = [
+        client_app(
+            make(),
+            BlobData(),
+            keep=["posterior"],
+            state_folder=tmp_path / str(number),
+            trainer={"accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]},
+        )
+        for number in range(CLIENTS)
+    ]
     strategy = FusionStrategy(wait_for=CLIENTS, evaluate=True)
     run(LocalGrid(apps), strategy, rounds=1, make=make)
     found = {name for name in strategy.client_scores.values if "scaled" in name}
@@ -85,6 +99,7 @@ def test_figures_of_a_client_s_callbacks_say_whose_they_are(kind, by, tmp_path):
 
 def test_a_client_refuses_before_training_what_its_callbacks_cannot_use(caplog):
     """Its Trainer validates nothing while it trains, and the server's first question after that would find it."""
+
     class Untrained(Plain):
         def training_step(self, batch, batch_idx):
             pytest.fail("training has begun")
@@ -95,8 +110,9 @@ def test_a_client_refuses_before_training_what_its_callbacks_cannot_use(caplog):
     def make():
         return Untrained(torch.nn.Linear(6, 1))
 
-    app = client_app(make(), BlobData(), share_errors=True, trainer={
-        "accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]})
+    app = client_app(
+        make(), BlobData(), share_errors=True, trainer={"accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]}
+    )
     strategy = FusionStrategy(wait_for=CLIENTS, evaluate=True, safeguards=fb.Safeguards(max_failed_rounds=1))
     with caplog.at_level("INFO"), pytest.raises(fb.FederationError, match="in a row"):
         run(LocalGrid([app] * CLIENTS), strategy, rounds=2, make=make)

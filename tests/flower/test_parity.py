@@ -64,28 +64,39 @@ CASES = {
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
     "sites": (hybrid, {"fusion": "sites", "weighting": "equal"}, {"fusion": "sites"}),
     "sites of cohorts": (
-        hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}
+        hybrid,
+        {"fusion": "sites", "weighting": "equal", "fraction": 0.5},
+        {"fusion": "sites", "local_epochs": 2},
     ),
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (
-        Learned, {"fusion": "linear_pool"}, {"fusion": fb.Averaging("linear_pool", "global")}),
+        Learned,
+        {"fusion": "linear_pool"},
+        {"fusion": fb.Averaging("linear_pool", "global")},
+    ),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": fb.FedProx(0.3)}),
     "Laplace with sites": (
-        Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
+        Scheduled,
+        {"fusion": "sites", "fraction": 0.5},
+        {"fusion": "sites", "posterior": fb.Laplace()},
+    ),
     "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
     "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
     "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
     "the method of docs/methods.md": (
-        hybrid, {"fusion": OWN(0.1), "fraction": 0.5}, {"fusion": OWN(0.1), "local_epochs": 2}),
+        hybrid,
+        {"fusion": OWN(0.1), "fraction": 0.5},
+        {"fusion": OWN(0.1), "local_epochs": 2},
+    ),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -144,9 +155,16 @@ def assert_same_head(found, alone):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"inference": "laplace"}, {"likelihood": "one_hot"}, {"prior_std": 0.5, "exchanges": 4},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"inference": "laplace"},
+        {"likelihood": "one_hot"},
+        {"prior_std": 0.5, "exchanges": 4},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("large", [False, True])
 def test_a_head_that_is_asked_for_is_that_of_one_process(options, large, monkeypatch):
     if large:
@@ -197,8 +215,9 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
     federate(make(), federation, 6, BlobData().train_dataloader())
     assert sum(row["outlying_clients"] for row in federation.history) > 3
     options = {"wait_for": number, "safeguards": bound, "seed": 3, "checkpoint": tmp_path / "server.pt"}
-    app = client_app(make(), BlobData(), partition=partition, fusion="sites", state_folder=tmp_path,
-                     trainer={"accelerator": "cpu"})
+    app = client_app(
+        make(), BlobData(), partition=partition, fusion="sites", state_folder=tmp_path, trainer={"accelerator": "cpu"}
+    )
     for rounds in (3, 6):
         strategy = FusionStrategy("sites", **options)
         run(LocalGrid([app] * number), strategy, rounds, make=make)
@@ -265,10 +284,14 @@ def test_evaluation_is_the_mean_over_the_clients():
     assert scores.worst("val/nll") == pytest.approx(max(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [
-    {"keep": ["posterior"], "local_parameters": ["network.0.*"]},
-    {"fusion": "population"}, {"fusion": "ditto"},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": ["posterior"], "local_parameters": ["network.0.*"]},
+        {"fusion": "population"},
+        {"fusion": "ditto"},
+    ],
+)
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
     local = options.get("local_parameters", ())
     rule = {"fusion": options.get("fusion", "reverse_kl_barycenter"), "weighting": "equal"}
@@ -278,7 +301,8 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
     for client in range(4):
         for weight in (0.0, 0.4, 1.0):
             ours = personal_posterior(
-                hybrid(), tmp_path, client, strategy.server.posterior, weight, local_parameters=local)
+                hybrid(), tmp_path, client, strategy.server.posterior, weight, local_parameters=local
+            )
             theirs = alone.posterior_of(client, weight)
             assert ours.names == theirs.names
             for name in ours.names:

@@ -163,7 +163,9 @@ def test_no_text_of_an_exception_leaves_a_client(seen):
     replies = seen[0]
     failures = [reply["config"] for reply in replies if reply["config"]["kind"] == "failure"]
     assert {(each["error"], each["stage"]) for each in failures} == {
-        ("FileNotFoundError", "training"), ("NotSent", "evaluation"), ("NotSent", "calibration"),
+        ("FileNotFoundError", "training"),
+        ("NotSent", "evaluation"),
+        ("NotSent", "calibration"),
         ("ClientMismatch", "training"),
     }
     for reply in replies:
@@ -180,6 +182,7 @@ def test_a_simulated_client_whose_process_dies_is_left_out(seen):
 
 def test_no_figure_of_an_update_is_exact(seen):
     """In the first round the residual of the clipped update has the standard deviation z C, in every entry."""
+
     class Heard(fb.HybridBayesianClassifier):
         needs_client_posteriors = True
 

@@ -28,8 +28,9 @@ def make(**options):
 
 def apps(**settings):
     def app(message, context):  # a new one per message, as in a deployment
-        return client_app(
-            make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, **settings)(message, context)
+        return client_app(make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, **settings)(
+            message, context
+        )
 
     return [app] * 4
 
@@ -76,8 +77,14 @@ def fixed(**options):
 def private(folder, module=None, **settings):
     privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)
     return lambda message, context: client_app(
-        module or fixed(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, privacy=privacy,
-        state_folder=folder, **settings)(message, context)
+        module or fixed(),
+        BlobData(data()),
+        partition=PARTITION,
+        trainer={"accelerator": "cpu"},
+        privacy=privacy,
+        state_folder=folder,
+        **settings,
+    )(message, context)
 
 
 def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):

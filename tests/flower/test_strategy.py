@@ -52,7 +52,8 @@ BAD = {
     "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
     "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
     "an archive": (
-        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}), "be read"
+        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
+        "be read",
     ),
     "unreadable": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"x")}), "read"),
     "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
@@ -62,7 +63,8 @@ BAD = {
     ),
     "negative variance": (lambda r: resend(r, arrays={VARIANCE: Array(np.full((3, 5), -1, "f4"))}), "is negative"),
     "buffer of another dtype": (
-        lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}), "dtypes"
+        lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}),
+        "dtypes",
     ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
     "no figures": (lambda r: resend(r, drop=["metrics"]), "num-examples=0"),
@@ -87,6 +89,7 @@ def lost(reply):
 @pytest.fixture(scope="module")
 def without():
     """The federation in one process whose client 1 fails in the second of two rounds."""
+
     class Fails(fb.HybridBayesianClassifier):
         def on_client_start(self, client):
             super().on_client_start(client)
@@ -219,10 +222,13 @@ def test_a_complete_federation_is_not_trained_on(tmp_path):
     assert grid.asked == []
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"seed": 1}, r"seed=1 \(was 0\)"),
-    ({"make": lambda: Plain(network())}, "name different parameters"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 1}, r"seed=1 \(was 0\)"),
+        ({"make": lambda: Plain(network())}, "name different parameters"),
+    ],
+)
 def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
     path = tmp_path / "server.pt"
     run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path), rounds=1)
@@ -285,14 +291,20 @@ def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monk
         FusionStrategy(wait_for=5).start(LocalGrid(client_apps()), initial_arrays(hybrid()), 1, timeout=0.1)
 
 
-@pytest.mark.parametrize(("arguments", "error", "says"), [
-    ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
-    ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
-    ({"fraction": 0}, FederationError, "fraction=0"),
-    ({"safeguards": 3}, FederationError, "safeguards=3"),
-    ({"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5}, FederationError,
-     "a round has only 2 of 4 clients"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
+        ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
+        ({"fraction": 0}, FederationError, "fraction=0"),
+        ({"safeguards": 3}, FederationError, "safeguards=3"),
+        (
+            {"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5},
+            FederationError,
+            "a round has only 2 of 4 clients",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused_at_once(arguments, error, says):
     with pytest.raises(error, match=says):
         FusionStrategy(**arguments)

@@ -114,9 +114,16 @@ def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_
         assert all(arrays[key].dtype == "float32" for key in arrays.keys() - own)
 
 
-@pytest.mark.parametrize(("fusion", "beside"), [
-    ("fedprox", set()), ("ditto", set()), ("population", set()), ("fednova", {"steps"}), ("scaffold", None),
-])
+@pytest.mark.parametrize(
+    ("fusion", "beside"),
+    [
+        ("fedprox", set()),
+        ("ditto", set()),
+        ("population", set()),
+        ("fednova", {"steps"}),
+        ("scaffold", None),
+    ],
+)
 def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
     """Beside a posterior FedNova a number of steps, SCAFFOLD one tensor per mean; all others nothing."""
     replies: list[Message] = []
@@ -149,8 +156,10 @@ def test_a_head_sends_its_sums_and_under_privacy_none_exactly(private, tmp_path,
         arrays, kept = reply.content["arrays"], reply.content["metrics"]
         assert set(arrays) == {"mean/sums.gram", "mean/sums.moment", "mean/sums.square"}
         exact = Headed().head.sums(*(each[rows] for each in blobs().tensors))
-        pairs = [(getattr(exact, name), torch.from_numpy(arrays[f"mean/sums.{name}"].numpy()))
-                 for name in ("gram", "moment", "square")]
+        pairs = [
+            (getattr(exact, name), torch.from_numpy(arrays[f"mean/sums.{name}"].numpy()))
+            for name in ("gram", "moment", "square")
+        ]
         own, sent = (torch.cat([pair[i].flatten() for pair in pairs]) for i in (0, 1))
         if private:
             assert set(kept) == {"num-examples", "privacy/epsilon"}
@@ -204,8 +213,11 @@ SENT = [
     ("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
     ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
     ("statistics", fb.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
-    ("curvature", KroneckerSite(
-        {"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9), {}),
+    (
+        "curvature",
+        KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9),
+        {},
+    ),
 ]
 
 

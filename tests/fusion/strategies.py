@@ -52,8 +52,9 @@ def cohorts(draw, clients=UP_TO_FIVE, dtype=torch.float64, atoms=("none",), orde
     count, kind = draw(clients), draw(st.sampled_from(atoms))
     weights = draw(st.lists(st.floats(-3, 3).map(lambda power: 10.0**power), min_size=count, max_size=count))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    deterministic = {f"p{i}": kind == "everything" or (kind == "tensors" and random.random() < 0.5)
-                     for i in range(len(shapes))}
+    deterministic = {
+        f"p{i}": kind == "everything" or (kind == "tensors" and random.random() < 0.5) for i in range(len(shapes))
+    }
 
     def client():
         means, variances = {}, {}

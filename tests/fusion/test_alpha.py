@@ -29,8 +29,13 @@ def by_integration(means, variances, weights, alpha):
     ends = (means - 12 * deviations).min(), (means + 12 * deviations).max()
     top = max(log_power_mean(x) for x in np.linspace(*ends, 20_001))
     moments = [
-        integrate.quad(lambda x, n=n: x**n * np.exp(log_power_mean(x) - top), *ends, limit=2000, epsabs=1e-12,
-                       points=np.unique([*means, *(means - deviations), *(means + deviations)]))[0]
+        integrate.quad(
+            lambda x, n=n: x**n * np.exp(log_power_mean(x) - top),
+            *ends,
+            limit=2000,
+            epsabs=1e-12,
+            points=np.unique([*means, *(means - deviations), *(means + deviations)]),
+        )[0]
         for n in range(3)
     ]
     mean = moments[1] / moments[0]

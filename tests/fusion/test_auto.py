@@ -15,7 +15,9 @@ def test_names_have_the_arguments():
     inner = "norm_clipping(then=krum(byzantine=1, keep=1), radius=2.0)"
     rules = ["rklb", AlphaBarycenter(0.25), NormClipping(Krum(1), 2.0), Reliability("krum", then="nwa")]
     assert AutoFusion(rules).names == (
-        "reverse_kl_barycenter", "alpha_barycenter(alpha=0.25)", inner,
+        "reverse_kl_barycenter",
+        "alpha_barycenter(alpha=0.25)",
+        inner,
         "Reliability(by=krum(keep=1), then=weighted_average)",
     )
 

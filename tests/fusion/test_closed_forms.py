@@ -62,8 +62,12 @@ def expected_posterior(rule, cohort):
     for name, like in cohort.previous.mean.items():
         columns = [
             np.stack([np.asarray(tensors[name], dtype=np.float64).reshape(-1) for tensors in each])
-            for each in ([c.mean for c in cohort.clients], [c.variance for c in cohort.clients],
-                         [cohort.previous.mean], [cohort.previous.variance])
+            for each in (
+                [c.mean for c in cohort.clients],
+                [c.variance for c in cohort.clients],
+                [cohort.previous.mean],
+                [cohort.previous.variance],
+            )
         ]
         pairs = [expected(rule, m, v, weights, mo[0], vo[0]) for m, v, mo, vo in zip(*(c.T for c in columns))]
         fused = np.array(pairs, dtype=np.float64).reshape(-1, 2)
@@ -80,8 +84,9 @@ def test_agrees_with_the_table(rule, atoms, data):
     cohort = data.draw(cohorts(dtype=torch.float32, atoms=(atoms,)))
     fused = cohort.fuse(rule)
     assert all(tensor.dtype == torch.float32 for each in (fused.mean, fused.variance) for tensor in each.values())
-    in_double = GaussianPosterior({n: t.double() for n, t in fused.mean.items()},
-                                  {n: t.double() for n, t in fused.variance.items()})
+    in_double = GaussianPosterior(
+        {n: t.double() for n, t in fused.mean.items()}, {n: t.double() for n, t in fused.variance.items()}
+    )
     assert_same(in_double, expected_posterior(rule, cohort), rtol=1e-6, atol=1e-30)
 
 
@@ -105,8 +110,10 @@ def test_alias_is_the_same_rule(rule, alias, cohort):
 def test_dtype_and_shape_are_kept(rule, dtype):
     shapes = {"scalar": (), "vector": (3,), "empty": (0,), "flat": (2, 0), "image": (1, 2, 2)}
     clients = [
-        GaussianPosterior({n: torch.full(s, mean, dtype=dtype) for n, s in shapes.items()},
-                          {n: torch.full(s, 0.5, dtype=dtype) for n, s in shapes.items()})
+        GaussianPosterior(
+            {n: torch.full(s, mean, dtype=dtype) for n, s in shapes.items()},
+            {n: torch.full(s, 0.5, dtype=dtype) for n, s in shapes.items()},
+        )
         for mean in (1.0, 2.0)
     ]
     previous = GaussianPosterior(clients[0].mean, {n: torch.ones(s, dtype=dtype) for n, s in shapes.items()})
@@ -122,8 +129,9 @@ def test_dtype_and_shape_are_kept(rule, dtype):
 @pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_summed_in_double(rule):
     """A thousand clients whose sum of means would leave float16 far behind."""
-    client = GaussianPosterior({"w": torch.tensor([100.0], dtype=torch.float16)},
-                               {"w": torch.tensor([0.5], dtype=torch.float16)})
+    client = GaussianPosterior(
+        {"w": torch.tensor([100.0], dtype=torch.float16)}, {"w": torch.tensor([0.5], dtype=torch.float16)}
+    )
     fused = fuse(rule, [client] * 1000, previous=client)
     assert fused.mean["w"].item() == 100
 
@@ -150,8 +158,9 @@ def test_inputs_and_outputs_share_no_memory(rule, cohort):
 def test_parameters_are_matched_by_name_not_by_order(rule):
     def client(mean, variance, names):
         means, variances = {"a": mean, "b": 10 * mean}, {"a": variance, "b": 3 * variance}
-        return GaussianPosterior({n: torch.tensor([means[n]]) for n in names},
-                                 {n: torch.tensor([variances[n]]) for n in names})
+        return GaussianPosterior(
+            {n: torch.tensor([means[n]]) for n in names}, {n: torch.tensor([variances[n]]) for n in names}
+        )
 
     first, previous = client(1.0, 0.1, "ab"), client(0.0, 9.0, "ab")
     expected = fuse(rule, [first, client(2.0, 0.5, "ab")], previous=previous)

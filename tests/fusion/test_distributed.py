@@ -63,8 +63,12 @@ def several(rule, cohort, state):
 
     def one(rank):
         own = [k for k, process in enumerate(WHERE) if process == rank]
-        part = Cohort([cohort.posteriors[k] for k in own], cohort.weights[own], cohort.previous,
-                      tuple(cohort.clients[k] for k in own))
+        part = Cohort(
+            [cohort.posteriors[k] for k in own],
+            cohort.weights[own],
+            cohort.previous,
+            tuple(cohort.clients[k] for k in own),
+        )
         return fuse_distributed(rule, part, cohort.posteriors[0], state, Threads(rank, inbox, barrier))
 
     with ThreadPoolExecutor(PROCESSES) as pool:

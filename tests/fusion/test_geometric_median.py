@@ -80,8 +80,9 @@ def test_a_client_in_the_middle_is_the_answer():
 @pytest.mark.parametrize("others", [[[1e30, -1e30]], [[3.0, 4.0], [1e30, 0.0], [-7.0, 1e8]]])
 def test_half_of_the_weight_on_one_point_is_the_answer(others):
     rows = [[1.0, 2.0]] * len(others) + others
-    np.testing.assert_allclose(fuse("geometric_median", points(rows[1:] + rows[:1] * 2)).mean["w"], [1.0, 2.0],
-                               atol=1e-12)
+    np.testing.assert_allclose(
+        fuse("geometric_median", points(rows[1:] + rows[:1] * 2)).mean["w"], [1.0, 2.0], atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("bad", [1, 4])

@@ -132,8 +132,9 @@ def test_columns_are_the_rows_side_by_side_in_blocks(monkeypatch):
     blocks = list(columns(maps))
     assert max(block.shape[1] for block in blocks) == 4
     assert torch.equal(torch.cat(blocks, 1), rows.double())
-    torch.testing.assert_close(weighted_sum(maps, torch.tensor([1.0, -2.0, 0.0]).double()),
-                               rows[0].double() - 2 * rows[1].double())
+    torch.testing.assert_close(
+        weighted_sum(maps, torch.tensor([1.0, -2.0, 0.0]).double()), rows[0].double() - 2 * rows[1].double()
+    )
     for most, stride in ((100, 1), (26, 1), (25, 2), (7, 4), (1, 26)):
         assert torch.equal(sample(maps, most), rows[:, ::stride].double())
 

@@ -141,8 +141,13 @@ def test_only_ratios_of_weights_matter(rule, factor, cohort):
 @given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
 @FEW
 def test_variances_are_ordered_as_power_means(cohort):
-    names = ("reverse_kl_barycenter", "log_variance_average", "wasserstein_barycenter", "weighted_average",
-             "linear_pool")
+    names = (
+        "reverse_kl_barycenter",
+        "log_variance_average",
+        "wasserstein_barycenter",
+        "weighted_average",
+        "linear_pool",
+    )
     fused = [cohort.fuse(name) for name in names]
     for smaller, larger in itertools.pairwise(fused):
         assert_at_most(smaller, larger)

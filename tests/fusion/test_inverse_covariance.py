@@ -31,15 +31,18 @@ FOUR_SHARE = [{*range(20), 100 + client} for client in range(4)] + [set(range(40
 TWO_GROUPS = [
     *({*range(20), 100 + client} for client in range(4)),
     *({*range(20, 40), 110 + client} for client in range(2)),
-    set(range(40, 60)), set(range(60, 80)),
+    set(range(40, 60)),
+    set(range(60, 80)),
 ]
 
 
 def some_latent(clients=5, count=2):
     root = 0.3 * normal(clients, count, count, seed=1)
     return Latent(
-        features=normal(clients, count, seed=2), spread=root @ root.mT + 0.1 * torch.eye(count, dtype=torch.float64),
-        feature_variance=torch.tensor(0.8, dtype=torch.float64), noise=normal(clients, seed=3).square() + 0.2,
+        features=normal(clients, count, seed=2),
+        spread=root @ root.mT + 0.1 * torch.eye(count, dtype=torch.float64),
+        feature_variance=torch.tensor(0.8, dtype=torch.float64),
+        noise=normal(clients, seed=3).square() + 0.2,
         signal=torch.tensor(1.5, dtype=torch.float64),
     )
 
@@ -174,15 +177,24 @@ def regression(rule, shared, seed, rounds=8):
 @pytest.mark.parametrize(("shared", "rounds"), [(1, 8), (2, 8), (5, 8), (10, 8), (20, 8), (40, 8), (20, 80), (40, 80)])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
     """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""
-    pairs = [(regression(InverseCovarianceVB(), shared, seed, rounds), regression(None, shared, seed, rounds))
-             for seed in range(3 if rounds == 8 else 1)]
+    pairs = [
+        (regression(InverseCovarianceVB(), shared, seed, rounds), regression(None, shared, seed, rounds))
+        for seed in range(3 if rounds == 8 else 1)
+    ]
     assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
 
 
 @pytest.mark.parametrize("clients", [5, 10])
 @pytest.mark.parametrize(
-    "attack", [lambda u: -u, lambda u: 0 * u, lambda u: 10 * u, lambda u: normal(*u.shape, seed=9),
-               lambda u: 3 * normal(*u.shape, seed=9), lambda u: 1000 * normal(*u.shape, seed=9)],
+    "attack",
+    [
+        lambda u: -u,
+        lambda u: 0 * u,
+        lambda u: 10 * u,
+        lambda u: normal(*u.shape, seed=9),
+        lambda u: 3 * normal(*u.shape, seed=9),
+        lambda u: 1000 * normal(*u.shape, seed=9),
+    ],
 )
 def test_a_few_liars_cost_next_to_nothing(clients, attack):
     """The opposite, nothing, too much, and noise of any length, from one of five or three of ten."""

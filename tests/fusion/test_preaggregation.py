@@ -14,8 +14,17 @@ from lightning_fedbayes.fusion import Cohort, Fused, NearestNeighbourMixing, Nor
 from .strategies import assert_same, posterior
 
 SEEDS = st.integers(0, 2**32 - 1)
-INNER = ("nwa", "rklb", "linear_pool", "gaussian_fit", "coordinate_median", "trimmed_mean", "geometric_median", "krum",
-         "multi_krum")
+INNER = (
+    "nwa",
+    "rklb",
+    "linear_pool",
+    "gaussian_fit",
+    "coordinate_median",
+    "trimmed_mean",
+    "geometric_median",
+    "krum",
+    "multi_krum",
+)
 
 
 def draw(count, seed):
@@ -28,8 +37,10 @@ def draw(count, seed):
 def clients_of(means, variances):
     """Two parameters each, so that their order counts."""
     return [
-        GaussianPosterior({"a": torch.tensor(m[:3]).view(1, 3), "b": torch.tensor(m[3])},
-                          {"a": torch.tensor(v[:3]).view(1, 3), "b": torch.tensor(v[3])})
+        GaussianPosterior(
+            {"a": torch.tensor(m[:3]).view(1, 3), "b": torch.tensor(m[3])},
+            {"a": torch.tensor(v[:3]).view(1, 3), "b": torch.tensor(v[3])},
+        )
         for m, v in zip(means, variances, strict=True)
     ]
 

@@ -82,8 +82,10 @@ def test_negative_variance_makes_no_posterior():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_names_that_differ(rule):
-    other = GaussianPosterior({"body": GOOD.mean["body"], "tail": GOOD.mean["head"]},
-                              {"body": GOOD.variance["body"], "tail": GOOD.variance["head"]})
+    other = GaussianPosterior(
+        {"body": GOOD.mean["body"], "tail": GOOD.mean["head"]},
+        {"body": GOOD.variance["body"], "tail": GOOD.variance["head"]},
+    )
     for clients in ([GOOD, other], [other, GOOD]):
         with pytest.raises(FusionError, match=r"(?s)name different parameters.*(head|tail).*same network"):
             fuse(rule, clients, previous=PREVIOUS)

@@ -106,8 +106,9 @@ def test_dtype_is_kept_and_more_clients_than_parameters_do_no_harm(rule, dtype):
     previous = GaussianPosterior.point_mass({"w": torch.zeros(2, dtype=dtype)})
     own = fuse(rule, clients, previous=previous)
     assert own.mean["w"].dtype == dtype
-    torch.testing.assert_close(own.mean["w"].double(), fused.mean["w"], rtol=2 * torch.finfo(dtype).eps,
-                               atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        own.mean["w"].double(), fused.mean["w"], rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+    )
     assert not own.variance["w"].any()
 
 
@@ -135,8 +136,11 @@ def weighted_medians(values, shares):
     """Per column: no more than half of the weight lies below it, and no more above; the middle of all such values."""
     found = []
     for column in values.T:
-        at = [value for value in column
-              if shares[column < value].sum() <= 0.5 + 1e-12 and shares[column > value].sum() <= 0.5 + 1e-12]
+        at = [
+            value
+            for value in column
+            if shares[column < value].sum() <= 0.5 + 1e-12 and shares[column > value].sum() <= 0.5 + 1e-12
+        ]
         at = [value for value in at if shares[column == value].sum() > 0]
         found.append((min(at) + max(at)) / 2)
     return np.array(found)
@@ -225,8 +229,10 @@ def test_the_average_of_the_least_scores(count, size, seed, data):
     keep = data.draw(st.none() | st.integers(1, count))
     rows, clients = drawn_clients(count, size, seed)
     kept = scores(rows, byzantine).argsort()[: count - byzantine if keep is None else keep]
-    means, variances = (np.stack([np.asarray(each[k]["w"]) for k in kept])
-                        for each in ([c.mean for c in clients], [c.variance for c in clients]))
+    means, variances = (
+        np.stack([np.asarray(each[k]["w"]) for k in kept])
+        for each in ([c.mean for c in clients], [c.variance for c in clients])
+    )
     expected = posterior(means.mean(0), np.median(variances, 0))
     assert_same(fuse(MultiKrum(byzantine=byzantine, keep=keep), clients), expected, rtol=1e-12)
 
@@ -258,9 +264,7 @@ def test_the_reason_has_the_figures():
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     outcome = Krum().apply(Cohort(clients, weights, None, (7, 3, 8, 1, 2)), {})
     assert outcome.reliability == {7: 0.0, 3: 1.0, 8: 0.0, 1: 0.0, 2: 0.0}
-    assert outcome.excluded[1] == (
-        "squared distances to its 2 nearest clients sum to 9411; those kept have at most 5"
-    )
+    assert outcome.excluded[1] == ("squared distances to its 2 nearest clients sum to 9411; those kept have at most 5")
     assert set(outcome.excluded) == {7, 8, 1, 2}
 
 
@@ -302,8 +306,20 @@ def test_limits_are_the_average_and_the_median(count, seed):
 
 @pytest.mark.parametrize(
     ("trim", "count", "dropped"),
-    [(0.1, 1, 0), (0.1, 2, 0), (0.1, 3, 1), (0.1, 10, 1), (0.1, 11, 2), (0.07, 100, 7), (0.29, 100, 29), (0.3, 10, 3),
-     (0.45, 4, 1), (0.0, 9, 0), (2, 5, 2), (0, 5, 0)],
+    [
+        (0.1, 1, 0),
+        (0.1, 2, 0),
+        (0.1, 3, 1),
+        (0.1, 10, 1),
+        (0.1, 11, 2),
+        (0.07, 100, 7),
+        (0.29, 100, 29),
+        (0.3, 10, 3),
+        (0.45, 4, 1),
+        (0.0, 9, 0),
+        (2, 5, 2),
+        (0, 5, 0),
+    ],
 )
 def test_a_fraction_is_rounded_up(trim, count, dropped):
     assert TrimmedMean(trim=trim).dropped(count) == dropped

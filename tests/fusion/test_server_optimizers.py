@@ -68,15 +68,18 @@ def test_a_whole_step_without_momentum_is_the_rule_that_fuses(then):
     assert torch.equal(found.variance["w"], wanted.variance["w"])
 
 
-@pytest.mark.parametrize(("make", "expected"), [
-    (lambda: FedAdam(lr=0.0), "lr=0.0"),
-    (lambda: FedAvgM(momentum=1.0), "momentum=1.0"),
-    (lambda: FedYogi(epsilon=0.0), "epsilon=0.0"),
-    (lambda: FedAdam(then="coordinate_median"), "no plain sum over clients"),
-    (lambda: FedAdam(then=FedAvgM()), "no plain sum over clients"),
-    (lambda: FedAdam(then="sites"), "it is a method of the federation"),
-    (lambda: fuse("fedadam", [posterior(torch.zeros(2))]), "previous"),
-])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: FedAdam(lr=0.0), "lr=0.0"),
+        (lambda: FedAvgM(momentum=1.0), "momentum=1.0"),
+        (lambda: FedYogi(epsilon=0.0), "epsilon=0.0"),
+        (lambda: FedAdam(then="coordinate_median"), "no plain sum over clients"),
+        (lambda: FedAdam(then=FedAvgM()), "no plain sum over clients"),
+        (lambda: FedAdam(then="sites"), "it is a method of the federation"),
+        (lambda: fuse("fedadam", [posterior(torch.zeros(2))]), "previous"),
+    ],
+)
 def test_what_cannot_step_is_refused(make, expected):
     with pytest.raises(FusionError, match=expected):
         make()

@@ -11,8 +11,14 @@ from lightning_fedbayes.core.errors import FedBayesError
 TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
 """``FUZZ_TIMES=6 pytest tests/fuzz`` makes six times as many calls: 20,000 of public callables alone."""
 EXAMPLES = {
-    "arguments": 3600, "posteriors": 800, "data sets": 300, "labels": 200, "wire": 300, "states": 150,
-    "strategies": 200, "YAML": 40,
+    "arguments": 3600,
+    "posteriors": 800,
+    "data sets": 300,
+    "labels": 200,
+    "wire": 300,
+    "states": 150,
+    "strategies": 200,
+    "YAML": 40,
 }
 """Number of examples of each kind."""
 SECONDS = 20
@@ -22,7 +28,10 @@ SECONDS = 20
 def many(kind):
     """Settings of ``EXAMPLES[kind]`` examples, the same in every run."""
     return settings(
-        max_examples=TIMES * EXAMPLES[kind], derandomize=True, deadline=None, database=None,
+        max_examples=TIMES * EXAMPLES[kind],
+        derandomize=True,
+        deadline=None,
+        database=None,
         suppress_health_check=list(HealthCheck),
     )
 
@@ -30,6 +39,7 @@ def many(kind):
 @contextmanager
 def only_own_errors():
     """Let an error of the package pass; anything else, a time-out among it, fails the test."""
+
     def stop(*_):
         raise TimeoutError(f"no answer within {SECONDS} s")
 

@@ -91,9 +91,11 @@ def measure(metric, *arguments, **options):
     """Make a metric, feed it one batch and read it."""
     made = metric(*arguments, **options)
     batch = {
-        metrics.ClientAccuracy: (PROBS, TARGET, TARGET), metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
+        metrics.ClientAccuracy: (PROBS, TARGET, TARGET),
+        metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
-        metrics.PredictiveEntropy: (SAMPLES,), metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
+        metrics.PredictiveEntropy: (SAMPLES,),
+        metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
     }.get(metric, (PROBS, TARGET))
     made.update(*batch)
     made.compute()
@@ -168,24 +170,57 @@ DONE_HEAD = fb.BayesianHead(2, inference="laplace")
 DONE_FIT = DONE_HEAD.fit_clients([(X, HALVES)])
 SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
 CONVOLUTION = {
-    "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
+    "in_channels": 2,
+    "out_channels": 2,
+    "kernel_size": 2,
+    "stride": 1,
+    "padding": 0,
+    "dilation": 1,
+    "groups": 1,
 }
 OF_LAYER = {
-    "prior_mean": 0.0, "prior_variance": None, "posterior_mu_init": 0.0, "posterior_rho_init": None, "bias": True,
-    "prior_std": None, "prior": None, "bayesian_bias": True, "device": None, "dtype": None,
+    "prior_mean": 0.0,
+    "prior_variance": None,
+    "posterior_mu_init": 0.0,
+    "posterior_rho_init": None,
+    "bias": True,
+    "prior_std": None,
+    "prior": None,
+    "bayesian_bias": True,
+    "device": None,
+    "dtype": None,
 }
 OF_MODULE = {
-    "samples": 2, "kl_weight": 1.0, "warmup_rounds": 0, "learning_rate": 1e-3, "optimizer": None,
+    "samples": 2,
+    "kl_weight": 1.0,
+    "warmup_rounds": 0,
+    "learning_rate": 1e-3,
+    "optimizer": None,
     "predictive": "layers",
 }
 OF_HYBRID = {
-    "bayesian_last": 1, "estimator": "flipout", "prior_std": None, "prior": None, "init": "fresh",
-    "posterior_std": None, **OF_MODULE,
+    "bayesian_last": 1,
+    "estimator": "flipout",
+    "prior_std": None,
+    "prior": None,
+    "init": "fresh",
+    "posterior_std": None,
+    **OF_MODULE,
 }
 SETTINGS = {
-    "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
-    "engine": "auto", "keep": (), "buffers": "average", "local_parameters": (), "safeguards": fb.Safeguards(),
-    "adversaries": (), "privacy": None, "seed": 0,
+    "partition": None,
+    "local_epochs": 1,
+    "fraction": 1.0,
+    "fusion": "linear_pool",
+    "weighting": "equal",
+    "engine": "auto",
+    "keep": (),
+    "buffers": "average",
+    "local_parameters": (),
+    "safeguards": fb.Safeguards(),
+    "adversaries": (),
+    "privacy": None,
+    "seed": 0,
 }
 
 
@@ -222,7 +257,9 @@ def given_state(optimizer, then, rounds):
 
 
 SHARED = {
-    "posterior": posterior(), "tensors": {"w": torch.zeros(1, 2), "b": torch.zeros(1)}, "share": 0.5,
+    "posterior": posterior(),
+    "tensors": {"w": torch.zeros(1, 2), "b": torch.zeros(1)},
+    "share": 0.5,
     "is_new": False,
 }
 CLIENT = {"number": 0, "num_examples": 5, "kept": {}, "problem": 0, "steps": 3, "rate": 0.1}
@@ -301,7 +338,8 @@ def mixture(**arguments):
 
 WIDE = nn.Linear(2, 3)
 PREDICTIVE = fb.PosteriorPredictive(
-    WIDE, fb.GaussianPosterior.point_mass({name: value.detach() for name, value in WIDE.named_parameters()}))
+    WIDE, fb.GaussianPosterior.point_mass({name: value.detach() for name, value in WIDE.named_parameters()})
+)
 OWN = ClientDatasets({"north": table(6), "south": table(5)})
 ACROSS = fb.CrossScores(("a", "b", "c"), {"nll": torch.rand(3, 3)})
 SCORES = fb.ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
@@ -311,17 +349,27 @@ DOORS = {
     "FederationSettings": (fb.FederationSettings, SETTINGS),
     "FederatedBayes": (fb.FederatedBayes, SETTINGS),
     "Safeguards": (fb.Safeguards, {"min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
-    "Asynchronous": (fb.Asynchronous, {
-        "concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": fb.FedBuff(), "max_staleness": 5}),
+    "Asynchronous": (
+        fb.Asynchronous,
+        {"concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": fb.FedBuff(), "max_staleness": 5},
+    ),
     "KnownOverlap": (fb.KnownOverlap, {"shared": [[9, 4], [4, 6]]}),
-    "Delays": (fb.Delays, {
-        "typical": 1.0, "spread": 0.5, "slow": {0: 2.0}, "by_size": False, "network": 0.1, "away": ((0, 1.0, 2.0),),
-        "trace": {1: [1.0, 2.0]}}),
+    "Delays": (
+        fb.Delays,
+        {
+            "typical": 1.0,
+            "spread": 0.5,
+            "slow": {0: 2.0},
+            "by_size": False,
+            "network": 0.1,
+            "away": ((0, 1.0, 2.0),),
+            "trace": {1: [1.0, 2.0]},
+        },
+    ),
     "FedBuff": (fb.FedBuff, {"exponent": 0.5}),
     "FedAsync": (fb.FedAsync, {"exponent": 0.5, "mixing": 0.6}),
     "Kept": (fb.Kept, {"what": ("optimizer",), "folder": "clients"}),
-    "UpdatePrivacy": (
-        fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
+    "UpdatePrivacy": (fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
     "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
     "AutoFusion": (fb.AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
     "Averaging": (fb.Averaging, {"rule": "linear_pool", "prior": "global"}),
@@ -329,9 +377,15 @@ DOORS = {
     "FedNova": (fb.FedNova, {"rule": "linear_pool"}),
     "FedProx": (fb.FedProx, {"strength": 0.1, "rule": "linear_pool"}),
     "Scaffold": (fb.Scaffold, {"rule": "linear_pool"}),
-    "Sites": (sited, {
-        "prior_mean": 0.0, "prior_std": {"w": 1.0}, "gradients": {"w": torch.ones(1, 2), "b": torch.ones(1)},
-        "precisions": {"w": torch.ones(1, 2)}}),
+    "Sites": (
+        sited,
+        {
+            "prior_mean": 0.0,
+            "prior_std": {"w": 1.0},
+            "gradients": {"w": torch.ones(1, 2), "b": torch.ones(1)},
+            "precisions": {"w": torch.ones(1, 2)},
+        },
+    ),
     "register_method": (named, {"name": "a_method_of_a_test"}),
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
     "available_fusions": (fb.available_fusions, {"aliases": True}),
@@ -341,18 +395,24 @@ DOORS = {
     "unregister_fusion": (unregistered, {"name": "a_rule_of_a_test"}),
     "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
     "noise_multiplier_for": (
-        fb.noise_multiplier_for, {"epsilon": 8.0, "delta": 1e-5, "rounds": 2}),  # fraction: as that of epsilon_of
+        fb.noise_multiplier_for,
+        {"epsilon": 8.0, "delta": 1e-5, "rounds": 2},
+    ),  # fraction: as that of epsilon_of
     "UpdatePrivacy.figures": (fb.UpdatePrivacy().figures, {"rounds": 2}),
     "UpdatePrivacy.send": (
         fb.UpdatePrivacy().send,
-        {"update": fb.ClientUpdate(0, 5, posterior()), "previous": posterior(), "seed": 0, "round": 0}),
+        {"update": fb.ClientUpdate(0, 5, posterior()), "previous": posterior(), "seed": 0, "round": 0},
+    ),
     # partitions
     "ClassPartition": (partial(split, fb.ClassPartition), {"clients": 3, "classes_per_client": 2, "labels": None}),
     "DirichletPartition": (
         partial(split, fb.DirichletPartition),
-        {"clients": 3, "alpha": 0.5, "per": "label", "min_examples": 1, "balance": True, "labels": None}),
+        {"clients": 3, "alpha": 0.5, "per": "label", "min_examples": 1, "balance": True, "labels": None},
+    ),
     "DirichletPartition per client": (
-        partial(split, fb.DirichletPartition), {"clients": 3, "alpha": 0.5, "per": "client"}),
+        partial(split, fb.DirichletPartition),
+        {"clients": 3, "alpha": 0.5, "per": "client"},
+    ),
     "IIDPartition": (partial(split, fb.IIDPartition), {"clients": 3}),
     "SizesPartition": (partial(split, fb.SizesPartition), {"sizes": (3, 4)}),
     "ClassPartition.split": (fb.ClassPartition(3, 2).split, {"labels": LABELS, "seed": 0, "num_examples": 60}),
@@ -364,70 +424,124 @@ DOORS = {
     "clients_of": (clients_of, {"dataset": table(), "partition": fb.IIDPartition(3), "seed": 0}),
     "labels_of": (labels_of, {"dataset": table(), "source": None}),
     "DigitsDataModule": (
-        fb.DigitsDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False}),
+        fb.DigitsDataModule,
+        {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False},
+    ),
     "DiabetesDataModule": (fb.DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
     "HospitalsDataModule": (
-        fb.HospitalsDataModule, {"directory": "nowhere", "batch_size": 8, "test_fraction": 0.2, "seed": 0}),
-    **{name: (
-        getattr(fb, name),
-        {"directory": "nowhere", "batch_size": 8, "validation_fraction": 0.1, "examples": None, "seed": 0,
-         "download": True},
-    ) for name in ("MNISTDataModule", "FashionMNISTDataModule", "CIFAR10DataModule", "SVHNDataModule")},
+        fb.HospitalsDataModule,
+        {"directory": "nowhere", "batch_size": 8, "test_fraction": 0.2, "seed": 0},
+    ),
+    **{
+        name: (
+            getattr(fb, name),
+            {
+                "directory": "nowhere",
+                "batch_size": 8,
+                "validation_fraction": 0.1,
+                "examples": None,
+                "seed": 0,
+                "download": True,
+            },
+        )
+        for name in ("MNISTDataModule", "FashionMNISTDataModule", "CIFAR10DataModule", "SVHNDataModule")
+    },
     # posteriors and rules
     "GaussianPosterior": (fb.GaussianPosterior, {"mean": posterior().mean, "variance": posterior().variance}),
     "GaussianPosterior.point_mass": (fb.GaussianPosterior.point_mass, {"mean": posterior().mean}),
-    "GaussianPosterior.from_state_dict": (
-        fb.GaussianPosterior.from_state_dict, {"state": posterior().state_dict()}),
+    "GaussianPosterior.from_state_dict": (fb.GaussianPosterior.from_state_dict, {"state": posterior().state_dict()}),
     "GaussianPosterior.kl": (posterior().kl, {"other": posterior(1.0)}),
     "GaussianPosterior.ordered": (posterior().ordered, {"names": ("b", "w")}),
-    "GaussianPosterior.unflatten": (
-        posterior().unflatten, {"mean": torch.zeros(3), "variance": torch.ones(3)}),
+    "GaussianPosterior.unflatten": (posterior().unflatten, {"mean": torch.zeros(3), "variance": torch.ones(3)}),
     "GaussianPosterior.sample": (posterior().sample, {"generator": None}),
     "fuse": (fb.fuse, {"rule": "linear_pool", "posteriors": THREE, "weights": [1.0, 2.0, 1.0], "previous": None}),
     "fuse dwc": (fb.fuse, {"rule": "dwc", "posteriors": THREE, "weights": None, "previous": posterior(variance=1e3)}),
     "FusionAccumulator.add": (accumulate, {"posterior": posterior(), "weight": 1.0}),
     **rules(),
     # the server
-    "Server": (begun, {
-        "posterior": posterior(), "buffers": {"running": torch.zeros(2)}, "fusion": "linear_pool",
-        "weighting": "equal", "safeguards": fb.Safeguards()}),
+    "Server": (
+        begun,
+        {
+            "posterior": posterior(),
+            "buffers": {"running": torch.zeros(2)},
+            "fusion": "linear_pool",
+            "weighting": "equal",
+            "safeguards": fb.Safeguards(),
+        },
+    ),
     "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
     "Server.admit": (lambda update, started: begun().admit(update, started), {"update": update(), "started": 0}),
     "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),
-    "Server.load_state_dict rule": (given_state, {
-        "optimizer": {"momentum": torch.zeros(3), "square": torch.ones(3)}, "then": {}, "rounds": 1}),
+    "Server.load_state_dict rule": (
+        given_state,
+        {"optimizer": {"momentum": torch.zeros(3), "square": torch.ones(3)}, "then": {}, "rounds": 1},
+    ),
     "Shared": (partial(looped, **CLIENT), SHARED),
     "Participant": (partial(looped, **SHARED), CLIENT),
     "Trained": (fb.Trained, {"posterior": posterior(), "gradients": {}, "precisions": {}}),
     "Quadratic": (
         lambda strength, slope, names, values, start: fb.Quadratic(strength, slope, names)(values, start),
-        {"strength": 1.0, "slope": {"w": torch.ones(1, 2)}, "names": frozenset("wb"), "values": posterior(1.0).mean,
-         "start": posterior().mean}),
-    "LocalProblem": (fb.LocalProblem, {
-        "quadratic": fb.Quadratic(), "prior": None, "start": posterior().mean, "measures": False}),
+        {
+            "strength": 1.0,
+            "slope": {"w": torch.ones(1, 2)},
+            "names": frozenset("wb"),
+            "values": posterior(1.0).mean,
+            "start": posterior().mean,
+        },
+    ),
+    "LocalProblem": (
+        fb.LocalProblem,
+        {"quadratic": fb.Quadratic(), "prior": None, "start": posterior().mean, "measures": False},
+    ),
     "Report": (
         lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
-            fb.Report(posterior, kept, sent).update(client, num_examples, buffers)),
-        {"posterior": posterior(), "kept": {}, "sent": {}, "client": 0, "num_examples": 5,
-         "buffers": {"running": torch.ones(2)}}),
+            fb.Report(posterior, kept, sent).update(client, num_examples, buffers)
+        ),
+        {
+            "posterior": posterior(),
+            "kept": {},
+            "sent": {},
+            "client": 0,
+            "num_examples": 5,
+            "buffers": {"running": torch.ones(2)},
+        },
+    ),
     "Method": (fb.Method, {"rule": "linear_pool"}),
     "UncertaintyReport": (fb.UncertaintyReport, {"samples": 2}),
     "ClientParallelStrategy": (fb.ClientParallelStrategy, {"start_method": "spawn"}),
-    "ClientUpdate": (admit, {
-        "client": 0, "num_examples": 5, "posterior": posterior(), "buffers": {"running": torch.ones(2)},
-        "metrics": {"train_loss": 1.0}, "seconds": 0.5}),
+    "ClientUpdate": (
+        admit,
+        {
+            "client": 0,
+            "num_examples": 5,
+            "posterior": posterior(),
+            "buffers": {"running": torch.ones(2)},
+            "metrics": {"train_loss": 1.0},
+            "seconds": 0.5,
+        },
+    ),
     "ClientFailure": (
         lambda **arguments: begun().admit(fb.ClientFailure(**arguments)),
-        {"client": 0, "error": RuntimeError("x"), "num_examples": 3, "seconds": 0.1}),
+        {"client": 0, "error": RuntimeError("x"), "num_examples": 3, "seconds": 0.1},
+    ),
     "RoundPlan": (
         lambda **arguments: begun().begin(fb.RoundPlan(**arguments)),
-        {"round": 0, "cohort": (0, 1), "starts": (0, 2, 3)}),
-    "Aggregation": (aggregate, {
-        "rule": fusion.get_rule("linear_pool"), "weighting": "equal", "previous": posterior(),
-        "buffers": {"running": torch.zeros(2)}, "update": update()}),
+        {"round": 0, "cohort": (0, 1), "starts": (0, 2, 3)},
+    ),
+    "Aggregation": (
+        aggregate,
+        {
+            "rule": fusion.get_rule("linear_pool"),
+            "weighting": "equal",
+            "previous": posterior(),
+            "buffers": {"running": torch.zeros(2)},
+            "update": update(),
+        },
+    ),
     "client_weights": (
         weighting.client_weights,
-        {"weighting": "train_size", "facts": [weighting.ClientFacts.of(update(), posterior())]}),
+        {"weighting": "train_size", "facts": [weighting.ClientFacts.of(update(), posterior())]},
+    ),
     "effective_clients": (weighting.effective_clients, {"weights": [0.5, 0.5]}),
     "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
     # attacks
@@ -443,90 +557,157 @@ DOORS = {
     "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
     # calibration
     "temperature_message": (
-        calibration.temperature_message, {"logits": SAMPLES, "targets": TARGET, "temperature": 1.5}),
+        calibration.temperature_message,
+        {"logits": SAMPLES, "targets": TARGET, "temperature": 1.5},
+    ),
     "TemperatureMessage": (
         lambda **sums: calibration.TemperatureSearch().after([calibration.TemperatureMessage(**sums)]),
-        {"gradient": 1.0, "curvature": 1.0, "num_examples": 2}),
+        {"gradient": 1.0, "curvature": 1.0, "num_examples": 2},
+    ),
     "TemperatureSearch.after": (
-        calibration.TemperatureSearch().after, {"messages": [calibration.TemperatureMessage(1.0, 1.0, 1)]}),
+        calibration.TemperatureSearch().after,
+        {"messages": [calibration.TemperatureMessage(1.0, 1.0, 1)]},
+    ),
     "FederatedTemperature": (
-        lambda **options: fb.FederatedTemperature(**options)(PROBS), {"temperature": 2.0, "max_influence": 2.0}),
+        lambda **options: fb.FederatedTemperature(**options)(PROBS),
+        {"temperature": 2.0, "max_influence": 2.0},
+    ),
     "FederatedTemperature.fit": (
-        partial(quietly, fb.FederatedTemperature().fit), {"clients": {"a": (PROBS.log(), 1 - TARGET)}}),
+        partial(quietly, fb.FederatedTemperature().fit),
+        {"clients": {"a": (PROBS.log(), 1 - TARGET)}},
+    ),
     "FederatedTemperature.fit_from": (
         partial(quietly, fb.FederatedTemperature().fit_from),
-        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "trained_on": table(3), "batch_size": 2, "seed": 0}),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "trained_on": table(3), "batch_size": 2, "seed": 0},
+    ),
     "FederatedTemperature.evaluate": (
         fb.FederatedTemperature(2.0).evaluate,
-        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0},
+    ),
     "FederatedTemperature.__call__": (fb.FederatedTemperature(2.0), {"logits": PROBS}),
-    "class_scores": (
-        calibration.class_scores, {"probs": PROBS, "targets": TARGET, "kind": "aps", "generator": None}),
+    "class_scores": (calibration.class_scores, {"probs": PROBS, "targets": TARGET, "kind": "aps", "generator": None}),
     "all_class_scores": (calibration.all_class_scores, {"probs": PROBS, "kind": "aps", "generator": None}),
     "interval_scores": (
-        calibration.interval_scores, {"mean": torch.zeros(2), "std": torch.ones(2), "targets": torch.ones(2)}),
+        calibration.interval_scores,
+        {"mean": torch.zeros(2), "std": torch.ones(2), "targets": torch.ones(2)},
+    ),
     "ScoreSketch": (
         lambda **arguments: calibration.ScoreSketch(**arguments).threshold(0.9),
-        {"counts": torch.tensor([5, 9]), "grid": "unit"}),
+        {"counts": torch.tensor([5, 9]), "grid": "unit"},
+    ),
     "ScoreSketch.of": (calibration.ScoreSketch.of, {"scores": torch.rand(3), "bins": 8, "grid": "unit"}),
     "ScoreSketch.threshold": (calibration.ScoreSketch.of(torch.rand(20)).threshold, {"level": 0.9}),
     "ScoreSketch.noisy": (calibration.ScoreSketch.of(torch.rand(20)).noisy, {"epsilon": 1.0, "seed": 0}),
     "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
-    "evaluate_clients": (fb.evaluate_clients, {
-        "module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0, "collate_fn": None}),
-    "evaluate_across": (fb.evaluate_across, {
-        "modules": {"north": PREDICTIVE, "south": PREDICTIVE}, "clients": OWN, "figure": "nll", "batch_size": 4,
-        "seed": 0, "collate_fn": None}),
+    "evaluate_clients": (
+        fb.evaluate_clients,
+        {"module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0, "collate_fn": None},
+    ),
+    "evaluate_across": (
+        fb.evaluate_across,
+        {
+            "modules": {"north": PREDICTIVE, "south": PREDICTIVE},
+            "clients": OWN,
+            "figure": "nll",
+            "batch_size": 4,
+            "seed": 0,
+            "collate_fn": None,
+        },
+    ),
     "CrossScores": (fb.CrossScores, {"names": ("a", "b"), "values": {"nll": torch.ones(2, 2)}}),
     "CrossScores.others": (ACROSS.others, {"figure": "nll"}),
     "CrossScores.effects": (ACROSS.effects, {"figure": "nll"}),
     "CrossScores.outlying": (ACROSS.outlying, {"figure": "nll", "rate": 0.05}),
     "CrossScores.table": (ACROSS.table, {"figure": "nll"}),
     "hold_out": (fb.hold_out, {"clients": OWN, "fraction": 0.3, "seed": 0}),
-    "choose_personal_weight": (fb.choose_personal_weight, {
-        "posterior_of": lambda weight: PREDICTIVE.posterior, "module": PREDICTIVE.network, "held_out": table(5),
-        "weights": (0.0, 1.0), "batch_size": 4, "seed": 0}),
-    "ClientScores": (fb.ClientScores, {
-        "names": ("a", "b"), "num_examples": (3, 4), "values": {"nll": torch.ones(2)}}),
+    "choose_personal_weight": (
+        fb.choose_personal_weight,
+        {
+            "posterior_of": lambda weight: PREDICTIVE.posterior,
+            "module": PREDICTIVE.network,
+            "held_out": table(5),
+            "weights": (0.0, 1.0),
+            "batch_size": 4,
+            "seed": 0,
+        },
+    ),
+    "ClientScores": (fb.ClientScores, {"names": ("a", "b"), "num_examples": (3, 4), "values": {"nll": torch.ones(2)}}),
     "ClientScores.mean": (SCORES.mean, {"figure": "nll", "weighting": "clients"}),
     "ClientScores.worst": (SCORES.worst, {"figure": "nll", "fraction": 0.5}),
     "ClientScores.spread": (SCORES.spread, {"figure": "nll"}),
     "FederatedConformal": (
         fb.FederatedConformal,
-        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16, "epsilon": 1.0,
-         "pooling": "sum", "max_influence": 2.0}),
+        {
+            "level": 0.9,
+            "kind": "lac",
+            "per_client": True,
+            "shrinkage": 1.0,
+            "bins": 16,
+            "epsilon": 1.0,
+            "pooling": "sum",
+            "max_influence": 2.0,
+        },
+    ),
     "FederatedConformal.fit": (
-        partial(quietly, fb.FederatedConformal().fit), {"clients": {"a": torch.rand(9), "b": SKETCH}, "seed": 0}),
+        partial(quietly, fb.FederatedConformal().fit),
+        {"clients": {"a": torch.rand(9), "b": SKETCH}, "seed": 0},
+    ),
     "FederatedConformal.fit_from": (
         partial(quietly, fb.FederatedConformal(0.5).fit_from),
-        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "temperature": 2.0, "trained_on": table(3),
-         "batch_size": 2, "seed": 0}),
+        {
+            "predictive": LINEAR,
+            "datasets": {"a": CLASSES},
+            "temperature": 2.0,
+            "trained_on": table(3),
+            "batch_size": 2,
+            "seed": 0,
+        },
+    ),
     "FederatedConformal.evaluate": (
         fb.FederatedConformal().fit({"a": SKETCH}).evaluate,
-        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0},
+    ),
     "FederatedConformal.sets": (
         fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets,
-        {"probs": PROBS, "client": "a", "generator": None}),
+        {"probs": PROBS, "client": "a", "generator": None},
+    ),
     "FederatedConformal.intervals": (
         fb.FederatedConformal(kind="interval", per_client=True).fit({"a": torch.rand(20)}).intervals,
-        {"mean": torch.zeros(2), "std": torch.ones(2), "client": "a"}),
+        {"mean": torch.zeros(2), "std": torch.ones(2), "client": "a"},
+    ),
     "predictions_of": (
-        calibration.predictions_of, {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
+        calibration.predictions_of,
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0},
+    ),
     # layers
     "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
     "mean_network": (fb.mean_network, {"module": bayesian(), "posterior": fb.read_posterior(bayesian())}),
-    "bayesianize": (fb.bayesianize, {
-        "network": network(), "last": 1, "names": None, "types": None, "estimator": "flipout", "prior_std": None,
-        "prior": None, "init": "fresh", "delta": 0.1, "posterior_std": None, "bayesian_bias": True}),
+    "bayesianize": (
+        fb.bayesianize,
+        {
+            "network": network(),
+            "last": 1,
+            "names": None,
+            "types": None,
+            "estimator": "flipout",
+            "prior_std": None,
+            "prior": None,
+            "init": "fresh",
+            "delta": 0.1,
+            "posterior_std": None,
+            "bayesian_bias": True,
+        },
+    ),
     "bayesianize names": (fb.bayesianize, {"network": network(), "names": ["0"], "init": "pretrained", "delta": 0.1}),
     "bayesianize types": (fb.bayesianize, {"network": network(), "types": [nn.Linear], "prior_std": 1.0}),
     "with_mc_dropout": (fb.with_mc_dropout, {"network": network(), "rate": 0.2}),
     "kl_divergence": (fb.kl_divergence, {"module": bayesian()}),
     "read_posterior": (fb.read_posterior, {"module": bayesian(), "exclude": ()}),
     "load_posterior": (
-        fb.load_posterior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
-    "set_prior": (
-        layers.set_prior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
+        fb.load_posterior,
+        {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()},
+    ),
+    "set_prior": (layers.set_prior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
     "gaussian_parameters": (layers.gaussian_parameters, {"module": bayesian()}),
     "mean_only": (partial(entered, layers.mean_only), {"module": bayesian()}),
     "evaluation_mode": (partial(entered, layers.evaluation_mode), {"module": bayesian()}),
@@ -536,155 +717,252 @@ DOORS = {
     "NormalPrior": (layers.NormalPrior, {"mean": 0.0, "std": 1.0}),
     "TiedMeanPrior": (layers.TiedMeanPrior, {"std": 1.0}),
     "ScaleMixturePrior": (mixture, {"weight": 0.5, "std1": 1.0, "std2": 0.1}),
-    "Reparameterized": (partial(layer, layers.Reparameterized), {
-        "module": nn.LSTM(2, 2), "prior_mean": 0.0, "prior_variance": None, "prior_std": None, "prior": None,
-        "posterior_std": None}),
-    **{f"Linear{kind}": (
-        partial(layer, getattr(layers, f"Linear{kind}")), {"in_features": 2, "out_features": 2, **OF_LAYER}
-    ) for kind in ("Reparameterization", "LocalReparameterization", "Flipout")},
-    **{f"Conv{shape}Flipout": (
-        partial(layer, getattr(layers, f"Conv{shape}Flipout")),
-        {**CONVOLUTION, **({"output_padding": 0} if "Transpose" in shape else {}), **OF_LAYER, "padding_mode": "zeros"},
-    ) for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")},
+    "Reparameterized": (
+        partial(layer, layers.Reparameterized),
+        {
+            "module": nn.LSTM(2, 2),
+            "prior_mean": 0.0,
+            "prior_variance": None,
+            "prior_std": None,
+            "prior": None,
+            "posterior_std": None,
+        },
+    ),
+    **{
+        f"Linear{kind}": (
+            partial(layer, getattr(layers, f"Linear{kind}")),
+            {"in_features": 2, "out_features": 2, **OF_LAYER},
+        )
+        for kind in ("Reparameterization", "LocalReparameterization", "Flipout")
+    },
+    **{
+        f"Conv{shape}Flipout": (
+            partial(layer, getattr(layers, f"Conv{shape}Flipout")),
+            {
+                **CONVOLUTION,
+                **({"output_padding": 0} if "Transpose" in shape else {}),
+                **OF_LAYER,
+                "padding_mode": "zeros",
+            },
+        )
+        for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")
+    },
     # modules
     "IVON": (
         lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options),
-        {"lr": 0.1, "num_examples": 10, "prior_std": 1.0, "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1,
-         "temperature": 1.0}),
+        {
+            "lr": 0.1,
+            "num_examples": 10,
+            "prior_std": 1.0,
+            "hessian_init": 1.0,
+            "betas": (0.9, 0.999),
+            "samples": 1,
+            "temperature": 1.0,
+        },
+    ),
     "IVON params": (fb.IVON, {"params": [torch.zeros(2, requires_grad=True)]}),
     "IVON.step": (ivon_step, {"closure": None}),
     "IVON.posterior": (lambda module: fb.IVON(LINEAR.parameters()).posterior(module), {"module": LINEAR}),
-    "Laplace.posterior": (
-        fb.Laplace().posterior, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
+    "Laplace.posterior": (fb.Laplace().posterior, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
     "Laplace.site": (
         lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]),
-        {"inputs": X, "targets": torch.arange(8) % 3}),
+        {"inputs": X, "targets": torch.arange(8) % 3},
+    ),
     "Laplace.fuse": (
-        fb.Laplace().fuse, {"module": LINEAR, "sites": [fb.Laplace().site(LINEAR, [(X, torch.arange(8) % 3)])]}),
-    "KroneckerLaplace.site": (
-        fb.KroneckerLaplace().site, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
+        fb.Laplace().fuse,
+        {"module": LINEAR, "sites": [fb.Laplace().site(LINEAR, [(X, torch.arange(8) % 3)])]},
+    ),
+    "KroneckerLaplace.site": (fb.KroneckerLaplace().site, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
     "KroneckerLaplace.site batch": (
         lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
-        {"inputs": X, "targets": torch.arange(8) % 3}),
+        {"inputs": X, "targets": torch.arange(8) % 3},
+    ),
     "KroneckerLaplace.fuse": (fb.KroneckerLaplace().fuse, {"sites": [SITE]}),
-    **{f"PosteriorPredictive.{name} {task} {predictive}": (
-        partial(step, name, likelihood=task, predictive=predictive),
-        {"batch": [X, torch.arange(8) % 3 if task == "categorical" else torch.zeros(8, 3)]},
-    ) for name in ("predict_step", "validation_step", "test_step") for task in ("categorical", "bernoulli")
-      for predictive in ("draws", "linearised")},
+    **{
+        f"PosteriorPredictive.{name} {task} {predictive}": (
+            partial(step, name, likelihood=task, predictive=predictive),
+            {"batch": [X, torch.arange(8) % 3 if task == "categorical" else torch.zeros(8, 3)]},
+        )
+        for name in ("predict_step", "validation_step", "test_step")
+        for task in ("categorical", "bernoulli")
+        for predictive in ("draws", "linearised")
+    },
     "PosteriorPredictive.sample": (PREDICTIVE.sample, {"inputs": X, "samples": 2}),
-    **{f"CoxRegressor.{name}": (
-        partial(cox, name), {"targets": torch.stack([torch.ones(8), torch.arange(8.0)], 1)}
-    ) for name in ("training_step", "validation_step", "test_step")},
+    **{
+        f"CoxRegressor.{name}": (partial(cox, name), {"targets": torch.stack([torch.ones(8), torch.arange(8.0)], 1)})
+        for name in ("training_step", "validation_step", "test_step")
+    },
     "Categorical": (fb.Categorical, {"ignore_index": -100, "channels": 1}),
     "Gaussian": (fb.Gaussian, {"noise": 0.5}),
     "Categorical.rows": (fb.Categorical().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.arange(8) % 3}),
     "Bernoulli.rows": (fb.Bernoulli().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
     "Gaussian.rows": (fb.Gaussian(1.0).rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
     "Cox.rows": (fb.Cox().rows, {"draws": X.new_zeros(2, 8, 1), "targets": torch.ones(8, 2)}),
-    "Laplace": (fb.Laplace, {"likelihood": "categorical", "curvature": "ggn", "prior_std": 1.0,
-                             "temperature": 1.0, "parameters": ("*",), "unpack": None}),
+    "Laplace": (
+        fb.Laplace,
+        {
+            "likelihood": "categorical",
+            "curvature": "ggn",
+            "prior_std": 1.0,
+            "temperature": 1.0,
+            "parameters": ("*",),
+            "unpack": None,
+        },
+    ),
     "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
     "SWAG": (fb.SWAG, {"start": 0.5, "scale": 1.0, "min_std": 1e-3, "parameters": ("*",)}),
     "PosteriorPredictive": (
-        fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
-                                 "likelihood": "categorical", "predictive": "draws", "unpack": None}),
+        fb.PosteriorPredictive,
+        {
+            "module": network(),
+            "posterior": fb.read_posterior(network()),
+            "samples": 2,
+            "likelihood": "categorical",
+            "predictive": "draws",
+            "unpack": None,
+        },
+    ),
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
-    "HybridBayesianClassifier": (
-        fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),
+    "HybridBayesianClassifier": (fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),
     "HybridBayesianRegressor": (
         fb.HybridBayesianRegressor,
-        {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None, "scaler": True}),
+        {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None, "scaler": True},
+    ),
     "CoxRegressor": (fb.CoxRegressor, {"network": network(), **OF_HYBRID}),
     "BayesianModule.unpack": (Plain(network()).unpack, {"batch": [X, Y]}),
     "cox_loss": (functional.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
         lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
-        {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None, "scaler": True}),
+        {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None, "scaler": True},
+    ),
     "FederatedScaler": (fb.FederatedScaler, {"targets": (0.0, 1.0), "inputs": (torch.zeros(2), torch.ones(2))}),
-    "BayesianLinearRegression": (linear_regression, {
-        "inputs": X, "targets": Y, "prior_std": 1.0, "noise": 0.1, "at": X, "samples": 2}),
+    "BayesianLinearRegression": (
+        linear_regression,
+        {"inputs": X, "targets": Y, "prior_std": 1.0, "noise": 0.1, "at": X, "samples": 2},
+    ),
     "BayesianLinearRegression.conflate": (
-        fb.BayesianLinearRegression.conflate, {"models": [fb.BayesianLinearRegression.fit(X, Y)]}),
-    "HierarchicalLinearRegression": (hierarchical, {
-        "random": (0,), "bias": True, "inputs": X, "targets": Y, "at": X, "client": "a"}),
+        fb.BayesianLinearRegression.conflate,
+        {"models": [fb.BayesianLinearRegression.fit(X, Y)]},
+    ),
+    "HierarchicalLinearRegression": (
+        hierarchical,
+        {"random": (0,), "bias": True, "inputs": X, "targets": Y, "at": X, "client": "a"},
+    ),
     "HierarchicalLinearRegression.fit": (
         fb.HierarchicalLinearRegression().fit,
-        {"clients": {name: fb.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}}),
-    "BayesianHead": (head, {
-        "outputs": 2, "likelihood": "softmax", "prior_std": 1.0, "inference": "laplace", "exchanges": 3, "inputs": X,
-        "targets": HALVES}),
+        {"clients": {name: fb.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}},
+    ),
+    "BayesianHead": (
+        head,
+        {
+            "outputs": 2,
+            "likelihood": "softmax",
+            "prior_std": 1.0,
+            "inference": "laplace",
+            "exchanges": 3,
+            "inputs": X,
+            "targets": HALVES,
+        },
+    ),
     "BayesianHead.fit": (fb.BayesianHead(2).fit, {"sums": [fb.BayesianHead(2).sums(X, HALVES)]}),
-    "BayesianHead.step": (
-        fb.BayesianHead(2).step, {"fit": FIT, "slopes": [fb.BayesianHead(2).slopes(FIT, X, HALVES)]}),
+    "BayesianHead.step": (fb.BayesianHead(2).step, {"fit": FIT, "slopes": [fb.BayesianHead(2).slopes(FIT, X, HALVES)]}),
     "BayesianHead.fit_clients": (fb.BayesianHead(2).fit_clients, {"clients": [(X, HALVES)]}),
-    "BayesianHead.personal": (
-        DONE_HEAD.personal, {"fit": DONE_FIT, "features": X, "targets": HALVES, "weight": 0.5}),
+    "BayesianHead.personal": (DONE_HEAD.personal, {"fit": DONE_FIT, "features": X, "targets": HALVES, "weight": 0.5}),
     "HeadFit.moments": (FIT.moments, {"features": X}),
-    "HeadSlopes": (fb.HeadSlopes, {
-        "loss": torch.ones(()).double(), "slope": torch.ones(2, 3).double(), "spread": torch.eye(2).double(),
-        "curvature": torch.ones(1, 3, 3).double(), "num_examples": 2}),
-    "HeadModule": (fb.HeadModule, {
-        "backbone": nn.Identity(), "head": fb.BayesianHead(2), "features": 2, "samples": 3}),
-    "LinearStatistics": (fb.LinearStatistics, {
-        "gram": torch.eye(2).double(), "moment": torch.ones(2).double(), "square": torch.tensor(3.0).double(),
-        "num_examples": 2}),
+    "HeadSlopes": (
+        fb.HeadSlopes,
+        {
+            "loss": torch.ones(()).double(),
+            "slope": torch.ones(2, 3).double(),
+            "spread": torch.eye(2).double(),
+            "curvature": torch.ones(1, 3, 3).double(),
+            "num_examples": 2,
+        },
+    ),
+    "HeadModule": (fb.HeadModule, {"backbone": nn.Identity(), "head": fb.BayesianHead(2), "features": 2, "samples": 3}),
+    "LinearStatistics": (
+        fb.LinearStatistics,
+        {
+            "gram": torch.eye(2).double(),
+            "moment": torch.ones(2).double(),
+            "square": torch.tensor(3.0).double(),
+            "num_examples": 2,
+        },
+    ),
     "LinearStatistics.of": (fb.LinearStatistics.of, {"inputs": X, "targets": Y, "bias": True}),
     "mlp": (modules.mlp, {"features": 2, "outputs": 2, "hidden": (3,)}),
     "lenet": (modules.lenet, {"channels": 1, "classes": 2, "size": 16}),
     "resnet20": (modules.resnet20, {"channels": 1, "classes": 2}),
-    "draws_from_posterior": (
-        modules.draws_from_posterior, {"posterior": posterior(), "samples": 2, "generator": None}),
+    "draws_from_posterior": (modules.draws_from_posterior, {"posterior": posterior(), "samples": 2, "generator": None}),
     "draws_from_clients": (modules.draws_from_clients, {"clients": THREE}),
     "is_stochastic": (modules.is_stochastic, {"network": bayesian()}),
     "sample_outputs": (
-        lambda **arguments: modules.sample_outputs(inputs=X, **arguments), {"network": bayesian(), "samples": 2}),
+        lambda **arguments: modules.sample_outputs(inputs=X, **arguments),
+        {"network": bayesian(), "samples": 2},
+    ),
     # metrics
     "AccuracyRetained": (partial(measure, metrics.AccuracyRetained), {"resolution": 10}),
-    "AdaptiveCalibrationError": (
-        partial(measure, metrics.AdaptiveCalibrationError), {"bins": 3, "resolution": 10}),
+    "AdaptiveCalibrationError": (partial(measure, metrics.AdaptiveCalibrationError), {"bins": 3, "resolution": 10}),
     "CalibrationDiagram": (partial(measure, metrics.CalibrationDiagram), {"bins": 3}),
     "ClientAccuracy": (partial(measure, metrics.ClientAccuracy), {"clients": 3}),
     "IntervalCoverage": (partial(measure, metrics.IntervalCoverage), {"level": 0.9}),
     "PredictiveEntropy": (partial(measure, metrics.PredictiveEntropy), {"normalize": True}),
     "ClientAccuracy.update": (
         lambda **batch: updated(metrics.ClientAccuracy(2), **batch),
-        {"probs": PROBS, "target": TARGET, "client": TARGET}),
+        {"probs": PROBS, "target": TARGET, "client": TARGET},
+    ),
     "AccuracyRetained.update": (
         lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
-        {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])}),
+        {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])},
+    ),
     "OutOfDistributionFPR": (partial(measure, metrics.OutOfDistributionFPR), {"recall": 0.9}),
     "OutOfDistributionFPR.update": (
         lambda **batch: updated(metrics.OutOfDistributionFPR(), **batch),
-        {"uncertainty": torch.tensor([0.1, 0.2]), "out": TARGET == 1}),
+        {"uncertainty": torch.tensor([0.1, 0.2]), "out": TARGET == 1},
+    ),
     "ConcordanceIndex": (
         lambda **batch: updated(metrics.ConcordanceIndex(), **batch),
-        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET}),
+        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET},
+    ),
     "concordance_index": (
         functional.concordance_index,
-        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET}),
-    "ood_auroc": (
-        functional.ood_auroc, {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2)}),
-    "ood_fpr": (
-        functional.ood_fpr,
-        {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2), "recall": 0.9}),
-    **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET})
-       for name in ("brier_score", "negative_log_likelihood")},
-    **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET, "bins": 3})
-       for name in ("calibration_diagram", "adaptive_calibration_error")},
-    **{name: (getattr(functional, name), {"probs": SAMPLES}) for name in (
-        "aleatoric_covariance", "kwon_aleatoric", "epistemic_covariance", "kwon_epistemic",
-        "mutual_information")},
+        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET},
+    ),
+    "ood_auroc": (functional.ood_auroc, {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2)}),
+    "ood_fpr": (functional.ood_fpr, {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2), "recall": 0.9}),
+    **{
+        name: (getattr(functional, name), {"probs": PROBS, "target": TARGET})
+        for name in ("brier_score", "negative_log_likelihood")
+    },
+    **{
+        name: (getattr(functional, name), {"probs": PROBS, "target": TARGET, "bins": 3})
+        for name in ("calibration_diagram", "adaptive_calibration_error")
+    },
+    **{
+        name: (getattr(functional, name), {"probs": SAMPLES})
+        for name in (
+            "aleatoric_covariance",
+            "kwon_aleatoric",
+            "epistemic_covariance",
+            "kwon_epistemic",
+            "mutual_information",
+        )
+    },
     "predictive_entropy": (functional.predictive_entropy, {"probs": SAMPLES, "normalize": True}),
-    **{name: (getattr(functional, name), {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2)})
-       for name in ("gaussian_crps", "gaussian_nll")},
+    **{
+        name: (getattr(functional, name), {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2)})
+        for name in ("gaussian_crps", "gaussian_nll")
+    },
     "interval_coverage": (
         functional.interval_coverage,
-        {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2), "level": 0.9}),
+        {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2), "level": 0.9},
+    ),
     "ensemble_crps": (functional.ensemble_crps, {"samples": SAMPLES[:, :, 0], "target": torch.zeros(2)}),
     "determinant_sharpness": (functional.determinant_sharpness, {"covariance": torch.eye(2)}),
-    **{name: (getattr(functional, name), {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])})
-       for name in ("accuracy_retained_area", "accuracy_retained_curve")},
+    **{
+        name: (getattr(functional, name), {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])})
+        for name in ("accuracy_retained_area", "accuracy_retained_curve")
+    },
     "weighted_accuracy": (functional.weighted_accuracy, {"accuracies": [0.5, 1.0], "weights": [1, 2]}),
     "worst_fraction_accuracy": (functional.worst_fraction_accuracy, {"accuracies": [0.5, 1.0], "fraction": 0.5}),
 }
@@ -692,25 +970,112 @@ DOORS = {
 
 
 VALUES = SimpleNamespace(
-    numbers=[None, True, False, 0, -1, 1, 2, 3, 7, 0.0, 0.5, 1.0, 2.5, -1.5, float("nan"), float("inf"),
-             -float("inf"), 5e-324, 1e-30, 1e308, 2**70, -(2**70), 10**400, 1j, np.float64(0.5), np.float32(0.5),
-             np.int64(2)],
+    numbers=[
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        7,
+        0.0,
+        0.5,
+        1.0,
+        2.5,
+        -1.5,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        5e-324,
+        1e-30,
+        1e308,
+        2**70,
+        -(2**70),
+        10**400,
+        1j,
+        np.float64(0.5),
+        np.float32(0.5),
+        np.int64(2),
+    ],
     words=["", "x", "mean", "all", "é\ud800", "a" * 300, b"x", "../..", "\0"],
-    lists=[[], [1], [0.5, 0.5], ["x"], [None], [[1, [2]]], [float("nan"), 1.0], [True, False], (), (1, 2), (0,),
-           [10**400], {}, {"a": 1}, {1: 2}, {"w": None}, set(), {1, 2}, range(3)],
+    lists=[
+        [],
+        [1],
+        [0.5, 0.5],
+        ["x"],
+        [None],
+        [[1, [2]]],
+        [float("nan"), 1.0],
+        [True, False],
+        (),
+        (1, 2),
+        (0,),
+        [10**400],
+        {},
+        {"a": 1},
+        {1: 2},
+        {"w": None},
+        set(),
+        {1, 2},
+        range(3),
+    ],
     objects=[object(), int, len, SimpleNamespace(shape=3), Exception("x")],
-    arrays=[np.array(2), np.array([1.0, 2.0]), np.array(["a"]), np.array([None]), np.zeros((0, 3)),
-            np.zeros((2, 2, 2)), np.array([1, 2], dtype=np.uint8)],
-    tensors=[torch.tensor(2), torch.tensor(0.5), torch.tensor([1.0, 2.0]), torch.tensor([[float("nan")]]),
-             torch.empty(0), torch.zeros(2, device="meta"), torch.eye(2).to_sparse(),
-             torch.ones(2, dtype=torch.complex64),
-             torch.ones(2, requires_grad=True), torch.tensor([1, 2]), torch.tensor([True, False]),
-             torch.zeros(2, 3), torch.zeros(2, 2, 2), torch.ones(2, dtype=torch.bfloat16)],
-    values=[posterior(), update(), network(), bayesian(), nn.ReLU(), table(4), fb.IIDPartition(2), fb.SignFlip([0]),
-            fusion.LinearPool(), fb.AutoFusion(), fb.RoundPlan(0, (0,)), layers.NormalPrior()],
+    arrays=[
+        np.array(2),
+        np.array([1.0, 2.0]),
+        np.array(["a"]),
+        np.array([None]),
+        np.zeros((0, 3)),
+        np.zeros((2, 2, 2)),
+        np.array([1, 2], dtype=np.uint8),
+    ],
+    tensors=[
+        torch.tensor(2),
+        torch.tensor(0.5),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([[float("nan")]]),
+        torch.empty(0),
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, requires_grad=True),
+        torch.tensor([1, 2]),
+        torch.tensor([True, False]),
+        torch.zeros(2, 3),
+        torch.zeros(2, 2, 2),
+        torch.ones(2, dtype=torch.bfloat16),
+    ],
+    values=[
+        posterior(),
+        update(),
+        network(),
+        bayesian(),
+        nn.ReLU(),
+        table(4),
+        fb.IIDPartition(2),
+        fb.SignFlip([0]),
+        fusion.LinearPool(),
+        fb.AutoFusion(),
+        fb.RoundPlan(0, (0,)),
+        layers.NormalPrior(),
+    ],
 )
 """Values by kind."""
-FUNCTIONS = {"closure", "rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior",
-             "unpack", "collate_fn"}
+FUNCTIONS = {
+    "closure",
+    "rule",
+    "then",
+    "weighting",
+    "score",
+    "optimizer",
+    "source",
+    "labels",
+    "fusion",
+    "prior",
+    "unpack",
+    "collate_fn",
+}
 """Arguments that take a function of the user, which may raise what it likes."""
 POOL = [value for kind in vars(VALUES).values() for value in kind]

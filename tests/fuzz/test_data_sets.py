@@ -16,15 +16,27 @@ from tests.fuzz.doors import POOL
 
 COUNTS = st.integers(0, 30)
 PARTITIONS = st.one_of(
-    st.builds(fb.IIDPartition, st.integers(1, 5)), st.builds(fb.ClassPartition, st.integers(1, 5), st.integers(1, 3)),
-    st.builds(fb.DirichletPartition, st.integers(1, 4), st.sampled_from([1e-3, 0.5, 1e9]),
-              st.sampled_from(["label", "client"])),
-    st.just(fb.SizesPartition((1, 2))), st.just(fb.SizesPartition((0.5, 0.25))), st.none(),
+    st.builds(fb.IIDPartition, st.integers(1, 5)),
+    st.builds(fb.ClassPartition, st.integers(1, 5), st.integers(1, 3)),
+    st.builds(
+        fb.DirichletPartition,
+        st.integers(1, 4),
+        st.sampled_from([1e-3, 0.5, 1e9]),
+        st.sampled_from(["label", "client"]),
+    ),
+    st.just(fb.SizesPartition((1, 2))),
+    st.just(fb.SizesPartition((0.5, 0.25))),
+    st.none(),
 )
 LABELS = st.one_of(
-    st.lists(st.integers(-3, 4), max_size=12), st.lists(st.floats(), max_size=12), st.lists(st.text(max_size=2)),
-    st.lists(st.lists(st.integers(0, 2), max_size=2), max_size=12), st.none(), st.sampled_from(POOL),
-    st.lists(st.integers(0, 2), max_size=12).map(np.array), st.lists(st.booleans(), max_size=12).map(torch.tensor),
+    st.lists(st.integers(-3, 4), max_size=12),
+    st.lists(st.floats(), max_size=12),
+    st.lists(st.text(max_size=2)),
+    st.lists(st.lists(st.integers(0, 2), max_size=2), max_size=12),
+    st.none(),
+    st.sampled_from(POOL),
+    st.lists(st.integers(0, 2), max_size=12).map(np.array),
+    st.lists(st.booleans(), max_size=12).map(torch.tensor),
 )
 
 
@@ -47,12 +59,21 @@ def data_sets(draw):
     """Tensors, dicts, graphs, sequences, parts of them and things that are no data set."""
     count = draw(COUNTS)
     label = draw(st.sampled_from([0, 1.5, "a", None, torch.tensor([1]), torch.tensor([1, 2]), [3], np.int64(2)]))
-    plain = draw(st.sampled_from([
-        TensorDataset(torch.zeros(count, 2), torch.arange(count) % 3), TensorDataset(torch.zeros(count, 2)),
-        Examples([{"x": 1.0, "label": label}] * count), Examples([SimpleNamespace(x=1.0, label=label)] * count),
-        Examples([(1.0, label)] * count), Examples([1.0] * count, targets=[label] * count),
-        Examples([1.0] * count, label=draw(LABELS)), [1, 2, 3], *POOL,
-    ]))
+    plain = draw(
+        st.sampled_from(
+            [
+                TensorDataset(torch.zeros(count, 2), torch.arange(count) % 3),
+                TensorDataset(torch.zeros(count, 2)),
+                Examples([{"x": 1.0, "label": label}] * count),
+                Examples([SimpleNamespace(x=1.0, label=label)] * count),
+                Examples([(1.0, label)] * count),
+                Examples([1.0] * count, targets=[label] * count),
+                Examples([1.0] * count, label=draw(LABELS)),
+                [1, 2, 3],
+                *POOL,
+            ]
+        )
+    )
     wrap = draw(st.sampled_from(["plain", "plain", "subset", "parts", "clients"]))
     if wrap == "subset" and count and isinstance(plain, Examples | TensorDataset):
         return Subset(plain, list(range(0, count, 2)))

@@ -81,7 +81,8 @@ def privatise(q):
 
 def attacked(q):
     knowledge = adversaries.Knowledge(
-        posterior().flatten()[0], torch.Generator(), adversaries.HonestMoments(torch.zeros(3)), 3, 1)
+        posterior().flatten()[0], torch.Generator(), adversaries.HonestMoments(torch.zeros(3)), 3, 1
+    )
     if isinstance(q, fb.GaussianPosterior):
         fb.SignFlip([0]).send(fb.GaussianPosterior(q.mean, q.variance), knowledge)
 
@@ -92,15 +93,20 @@ def restored(q):
 
 
 PLACES = {
-    **{f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)], previous=posterior()))
-       for rule in fb.available_fusions() if rule != "icov_vb"},
+    **{
+        f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)], previous=posterior()))
+        for rule in fb.available_fusions()
+        if rule != "icov_vb"
+    },
     "previous": lambda q: fb.fuse("dwc", [posterior(), posterior()], previous=q),
     "Server": lambda q: begun(posterior=q),
     "admit": lambda q: admit(0, 5, q, {"running": torch.ones(2)}, {}, 0.5),
     "Aggregation": lambda q: aggregate(
-        fusion.get_rule("conflation"), "train_size", posterior(), None, fb.ClientUpdate(0, 5, q)),
+        fusion.get_rule("conflation"), "train_size", posterior(), None, fb.ClientUpdate(0, 5, q)
+    ),
     "weights": lambda q: aggregate(
-        fusion.get_rule("linear_pool"), "max_discrepancy", posterior(), None, fb.ClientUpdate(0, 5, q)),
+        fusion.get_rule("linear_pool"), "max_discrepancy", posterior(), None, fb.ClientUpdate(0, 5, q)
+    ),
     "kl": lambda q: posterior().kl(q),
     "from_state_dict": restored,
     "UpdatePrivacy": privatise,

@@ -46,7 +46,10 @@ def test_bias_variants(kind, estimator, bias, bayesian_bias):
     layer = make(kind, estimator, bias=bias, bayesian_bias=bayesian_bias)
     names = [name for name, _ in layer.named_parameters()]
     assert ("mu_bias" in names, "rho_bias" in names, "bias" in names) == (
-        bias and bayesian_bias, bias and bayesian_bias, bias and not bayesian_bias)
+        bias and bayesian_bias,
+        bias and bayesian_bias,
+        bias and not bayesian_bias,
+    )
     layer(example(kind)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
@@ -224,10 +227,17 @@ def test_prior_arguments_mean_what_they_say():
     assert LinearReparameterization(2, 2, 0.5, 4.0).priors["bias"].mean == 0.5
 
 
-@pytest.mark.parametrize("arguments", [
-    {"prior_variance": 1.0, "prior_std": 1.0}, {"prior": NormalPrior(), "prior_std": 1.0},
-    {"prior": NormalPrior(), "prior_mean": 1.0}, {"prior_variance": 0.0}, {"prior_std": -1.0},
-    {"prior_std": math.inf}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prior_variance": 1.0, "prior_std": 1.0},
+        {"prior": NormalPrior(), "prior_std": 1.0},
+        {"prior": NormalPrior(), "prior_mean": 1.0},
+        {"prior_variance": 0.0},
+        {"prior_std": -1.0},
+        {"prior_std": math.inf},
+    ],
+)
 def test_contradictory_or_improper_priors_are_refused(arguments):
     with pytest.raises(ConversionError, match="prior"):
         LinearReparameterization(2, 2, **arguments)
@@ -288,6 +298,7 @@ BT = {
 @pytest.mark.parametrize("bias", [True, False])
 def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_kind, suffix, bias):
     from lightning_fedbayes import layers
+
     positional, keywords, shape = BT[bt_kind]
     theirs = getattr(bt, bt_kind + suffix)(*positional, **keywords, posterior_rho_init=0.0, bias=bias)
     ours = getattr(layers, bt_kind + suffix)(*positional, **keywords, bias=bias)
@@ -303,6 +314,7 @@ def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_
 
 def test_flipout_signs_are_never_zero_and_balanced():
     from lightning_fedbayes.layers.base import random_signs
+
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         signs = random_signs((100_000,), torch.zeros((), dtype=dtype))
         assert signs.dtype == dtype

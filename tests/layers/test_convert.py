@@ -75,10 +75,14 @@ def test_fresh_keeps_nothing_and_takes_the_std():
         assert (each.prior.mean, each.prior.std) == (0.0, 3.0)
 
 
-@pytest.mark.parametrize(("last", "expected"), [
-    (0, ["Conv2d", "Linear", "Linear"]),
-    (1, ["Conv2d", "Linear", "LinearLocalReparameterization"]),
-    (3, ["Conv2dLocalReparameterization", "LinearLocalReparameterization", "LinearLocalReparameterization"])])
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (0, ["Conv2d", "Linear", "Linear"]),
+        (1, ["Conv2d", "Linear", "LinearLocalReparameterization"]),
+        (3, ["Conv2dLocalReparameterization", "LinearLocalReparameterization", "LinearLocalReparameterization"]),
+    ],
+)
 def test_last_counts_from_the_end_and_leaves_the_network_alone(last, expected):
     network = LeNet()
     state = copy.deepcopy(network.state_dict())
@@ -90,6 +94,7 @@ def test_last_counts_from_the_end_and_leaves_the_network_alone(last, expected):
     if last == 0:
         assert kl_divergence(bayesian) == 0
         assert all(torch.equal(state[name], value) for name, value in bayesian.state_dict().items())
+
 
 class Wrapped(nn.Module):
     """A trainable copy of a layer beside its frozen original, which nobody calls, as peft keeps a classifier."""
@@ -110,7 +115,9 @@ def test_last_does_not_count_a_frozen_original_beside_its_active_copy(original_l
         head.original = head._modules.pop("original")  # now behind the copy
     bayesian = bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=2)
     assert {name: type(each) for name, each in bayesian.named_modules() if isinstance(each, BayesianLayer)} == {
-        "0": LinearLocalReparameterization, "2.copies.default": LinearLocalReparameterization}
+        "0": LinearLocalReparameterization,
+        "2.copies.default": LinearLocalReparameterization,
+    }
     assert type(bayesian[2].original) is nn.Linear
     assert all(p.requires_grad for name, p in bayesian.named_parameters() if "rho" in name)
     with pytest.raises(ConversionError, match=r"last=3, but only 2 .* 0, 2\.copies\.default; frozen.*: 2\.original"):
@@ -136,8 +143,15 @@ def test_names_and_types():
 
 
 def test_other_modules_become_reparameterized():
-    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "lstm": nn.LSTM(4, 4), "norm": nn.LayerNorm(4),
-                             "attention": nn.MultiheadAttention(4, 2), "out": nn.Linear(4, 5)})
+    network = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(5, 4),
+            "lstm": nn.LSTM(4, 4),
+            "norm": nn.LayerNorm(4),
+            "attention": nn.MultiheadAttention(4, 2),
+            "out": nn.Linear(4, 5),
+        }
+    )
     for init in ("fresh", "pretrained"):
         bayesian = bayesianize(network, names=["embed", "lstm", "norm", "attention"], init=init)
         for name in ("embed", "lstm", "norm", "attention"):
@@ -201,35 +215,38 @@ class Block(Wall):
         self.inner = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(("network", "arguments", "message"), [
-    (LeNet(), {}, "exactly one"),
-    (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
-    (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
-    (LeNet(), {"last": -1}, "at least 0"),
-    (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
-    (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
-    (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
-    (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
-    (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
-    (LeNet(), {"types": ["Linear"]}, "must be classes"),
-    (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
-    (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
-    (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
-    (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
-    (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
-    (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
-    (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
-    (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
-    (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
-    (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
-    (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
-    (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
-    (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
-    (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
-    (hooked(), {"last": 1}, "hooks"),
-    (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
-    (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
-])
+@pytest.mark.parametrize(
+    ("network", "arguments", "message"),
+    [
+        (LeNet(), {}, "exactly one"),
+        (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
+        (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
+        (LeNet(), {"last": -1}, "at least 0"),
+        (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
+        (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
+        (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
+        (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
+        (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
+        (LeNet(), {"types": ["Linear"]}, "must be classes"),
+        (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
+        (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
+        (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
+        (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
+        (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
+        (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
+        (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
+        (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
+        (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
+        (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
+        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
+        (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
+        (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
+        (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
+        (hooked(), {"last": 1}, "hooks"),
+        (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
+        (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
+    ],
+)
 def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
     with pytest.raises(ConversionError, match=message):
         bayesianize(network, **arguments)

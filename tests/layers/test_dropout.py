@@ -92,13 +92,16 @@ def test_a_layer_used_twice_is_masked_once_a_call_and_attention_is_left_alone():
 TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("network", "rate", "message"), [
-    (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),
-    (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
-    (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
-    (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
-    (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
-])
+@pytest.mark.parametrize(
+    ("network", "rate", "message"),
+    [
+        (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),
+        (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
+        (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
+        (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
+        (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
+    ],
+)
 def test_what_cannot_be_converted_is_refused(network, rate, message):
     with pytest.raises(ConversionError, match=message):
         with_mc_dropout(network, rate)

@@ -31,8 +31,10 @@ def sampled_weight_covariance(layer, x):
     means = {each.mean_name: each.mean.detach() for each in layer.gaussian_parameters()}
     with mean_only(layer):
         jacobian = jacrev(lambda means: functional_call(layer, means, (x,)).flatten())(means)
-    return sum(j.flatten(1).double() @ torch.diag(each.variance.detach().flatten().double())
-               @ j.flatten(1).double().T for j, each in zip(jacobian.values(), layer.gaussian_parameters()))
+    return sum(
+        j.flatten(1).double() @ torch.diag(each.variance.detach().flatten().double()) @ j.flatten(1).double().T
+        for j, each in zip(jacobian.values(), layer.gaussian_parameters())
+    )
 
 
 def test_mean_and_full_covariance_match_theory(kind, estimator):
@@ -134,8 +136,9 @@ def test_gradient_estimators_agree_in_expectation_with_the_closed_form():
 
 def test_gradient_variance_falls_with_the_batch_under_flipout_only():
     def ratio(cls):
-        variances = [gradients(cls(3, 2, posterior_rho_init=0.0), torch.ones(batch, 3), 2000).var(0).mean()
-                     for batch in (1, 64)]
+        variances = [
+            gradients(cls(3, 2, posterior_rho_init=0.0), torch.ones(batch, 3), 2000).var(0).mean() for batch in (1, 64)
+        ]
         return float(variances[0] / variances[1])
 
     assert ratio(LinearReparameterization) < 2

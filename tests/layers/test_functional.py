@@ -63,8 +63,12 @@ def test_zero_becomes_the_smallest_std(dtype):
     std = softplus_std(inverse_softplus_std(torch.zeros(1, dtype=dtype)))
     assert std >= smallest_std(dtype)
     assert std < 1.01 * smallest_std(dtype)
-    torch.testing.assert_close(softplus_std(torch.full((1,), -1e4, dtype=dtype)).double(),
-                               torch.tensor([smallest_std(dtype)], dtype=torch.float64), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        softplus_std(torch.full((1,), -1e4, dtype=dtype)).double(),
+        torch.tensor([smallest_std(dtype)], dtype=torch.float64),
+        rtol=1e-2,
+        atol=0,
+    )
 
 
 def test_gradient_is_finite_where_the_output_variance_is_zero():
@@ -141,9 +145,9 @@ def test_signs_of_groups_meet_their_own_channels():
     drawn = FlipoutNoise(noise, None, s, r)
     whole = layer.flipout(layer.op, x, kernel, None, drawn)
     for n in range(3):
-        signs = torch.stack([r[n, o] * s[n, 8 * (o // 3):8 * (o // 3) + 8] for o in range(6)])
-        alone = layer.op(x[n:n + 1], kernel.mean + noise * signs.view(6, 8, 1, 1), None)
-        torch.testing.assert_close(whole[n:n + 1], alone, rtol=1e-4, atol=1e-4)
+        signs = torch.stack([r[n, o] * s[n, 8 * (o // 3) : 8 * (o // 3) + 8] for o in range(6)])
+        alone = layer.op(x[n : n + 1], kernel.mean + noise * signs.view(6, 8, 1, 1), None)
+        torch.testing.assert_close(whole[n : n + 1], alone, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole, flipout(layer.op, x, kernel, None, drawn), rtol=1e-4, atol=1e-4)
 
 
@@ -154,14 +158,17 @@ def test_a_training_step_compiles_to_one_graph():
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize(("x", "kernel", "stride", "cheaper"), [
-    ((32, 16, 16, 16), (32, 16, 3, 3), (1, 1), True),
-    ((32, 16, 12, 8), (32, 16, 3, 3), (1, 1), True),  # 144 weights an output channel, 96 positions
-    ((32, 16, 19, 5), (32, 16, 3, 3), (1, 1), False),
-    ((32, 16, 16, 16), (32, 16, 3, 3), (2, 2), False),
-    ((32, 7, 16, 16), (32, 7, 3, 3), (1, 1), False),  # part of a block of channels
-    ((16, 16, 16), (32, 16, 3, 3), (1, 1), False),  # one example without a batch dimension
-])
+@pytest.mark.parametrize(
+    ("x", "kernel", "stride", "cheaper"),
+    [
+        ((32, 16, 16, 16), (32, 16, 3, 3), (1, 1), True),
+        ((32, 16, 12, 8), (32, 16, 3, 3), (1, 1), True),  # 144 weights an output channel, 96 positions
+        ((32, 16, 19, 5), (32, 16, 3, 3), (1, 1), False),
+        ((32, 16, 16, 16), (32, 16, 3, 3), (2, 2), False),
+        ((32, 7, 16, 16), (32, 7, 3, 3), (1, 1), False),  # part of a block of channels
+        ((16, 16, 16), (32, 16, 3, 3), (1, 1), False),  # one example without a batch dimension
+    ],
+)
 def test_the_rule_compares_kernels_with_maps(x, kernel, stride, cheaper):
     assert one_convolution_is_cheaper(torch.zeros(x), torch.zeros(kernel), stride) is cheaper
 

@@ -85,8 +85,11 @@ def test_derivatives_are_those_of_the_docstring():
 
 
 BATCHED = {
-    "all": (0, 0, 0, 0), "mean only": (0, None, None, None), "std only": (None, 0, None, None),
-    "last dimension": (2, 1, None, 0), "prior only": (None, None, 0, None),
+    "all": (0, 0, 0, 0),
+    "mean only": (0, None, None, None),
+    "std only": (None, 0, None, None),
+    "last dimension": (2, 1, None, 0),
+    "prior only": (None, None, 0, None),
 }
 
 
@@ -105,8 +108,9 @@ def test_vmap_is_a_loop_with_the_backward_pass_outside(path, dims):
     found = [v.grad for v in values]
     for v in values:
         v.grad = None
-    loop = torch.stack([gaussian_kl_sum(*(v if d is None else v.select(d, k) for v, d in zip(values, dims)))
-                        for k in range(5)])
+    loop = torch.stack(
+        [gaussian_kl_sum(*(v if d is None else v.select(d, k) for v, d in zip(values, dims))) for k in range(5)]
+    )
     (weights * loop).sum().backward()
     torch.testing.assert_close(together, loop)
     for v, gradient in zip(values, found):
@@ -123,8 +127,7 @@ def test_nested_vmap_is_a_double_loop(path):
     means, stds, prior_means = torch.randn(2, 4, 3), positive(5, 4, 3).float(), torch.randn(5, 4, 3)
     inner = vmap(lambda m, s, p: gaussian_kl_sum(m, s, p, 2.0), in_dims=(0, None, None))
     found = vmap(inner, in_dims=(None, 0, 0))(means, stds, prior_means)
-    loop = torch.stack([torch.stack([gaussian_kl_sum(m, s, p, 2.0) for m in means])
-                        for s, p in zip(stds, prior_means)])
+    loop = torch.stack([torch.stack([gaussian_kl_sum(m, s, p, 2.0) for m in means]) for s, p in zip(stds, prior_means)])
     torch.testing.assert_close(found, loop)
 
 
@@ -136,10 +139,19 @@ def test_functional_derivatives_under_vmap(path):
     torch.testing.assert_close(vmap(second)(means), (means - 0.5) / 8)
 
 
-@pytest.mark.parametrize(("rho", "dtype", "gradient"), [
-    (-1e4, torch.float32, 0.0), (-200.0, torch.float32, 0.0), (-30.0, torch.float32, -1.0),
-    (30.0, torch.float32, 30.0), (1e4, torch.float32, 1e4),
-    (-1e4, torch.float64, 0.0), (-200.0, torch.float64, -1.0), (1e4, torch.float64, 1e4)])
+@pytest.mark.parametrize(
+    ("rho", "dtype", "gradient"),
+    [
+        (-1e4, torch.float32, 0.0),
+        (-200.0, torch.float32, 0.0),
+        (-30.0, torch.float32, -1.0),
+        (30.0, torch.float32, 30.0),
+        (1e4, torch.float32, 1e4),
+        (-1e4, torch.float64, 0.0),
+        (-200.0, torch.float64, -1.0),
+        (1e4, torch.float64, 1e4),
+    ],
+)
 def test_extreme_spreads_have_the_limits_of_the_gradient(path, rho, dtype, gradient):
     """dKL/dρ = (σ − 1/σ) sigmoid(ρ): −1 for small σ, σ for large ones, 0 where σ is at its bound."""
     rho, mean = (torch.full((3,), value, dtype=dtype, requires_grad=True) for value in (rho, 0.5))
@@ -198,8 +210,11 @@ def test_kl_is_the_sum_of_torchs(mean, log_std, prior_mean, log_prior_std):
     expected = torch_kl(TorchNormal(means, stds), TorchNormal(prior_mean, prior_std)).sum()
     torch.testing.assert_close(gaussian_kl_sum(means, stds, prior_mean, prior_std), expected)
     torch.testing.assert_close(
-        gaussian_kl_sum(means.float(), stds.float(), prior_mean, float(prior_std)), expected.float(),
-        rtol=1e-5, atol=1e-5)
+        gaussian_kl_sum(means.float(), stds.float(), prior_mean, float(prior_std)),
+        expected.float(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_kl_of_half_precision_is_computed_in_float32():
@@ -227,8 +242,10 @@ def by_hand(prior, parameters):
     """The same draws and divergences out of torch's own operations."""
     torch.manual_seed(0)
     count = len(parameters) // 2
-    mean, rho = (torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1)
-                 for half in (parameters[:count], parameters[count:]))
+    mean, rho = (
+        torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1)
+        for half in (parameters[:count], parameters[count:])
+    )
     std = softplus_std(rho)
     drawn = mean + std * torch.randn_like(mean)
     sizes = [p[0].numel() for p in parameters[:count]]

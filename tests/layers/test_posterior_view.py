@@ -20,27 +20,61 @@ from lightning_fedbayes.layers.functional import smallest_std
 
 
 def hybrid():
-    return nn.Sequential(nn.Conv2d(1, 2, 3), Conv2dFlipout(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(),
-                         Reparameterized(nn.Linear(8, 3)), LinearReparameterization(3, 2, bayesian_bias=False))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        Conv2dFlipout(2, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.Flatten(),
+        Reparameterized(nn.Linear(8, 3)),
+        LinearReparameterization(3, 2, bayesian_bias=False),
+    )
 
 
 def dnn_to_bnn_network():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
-    dnn_to_bnn(network, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
-                         "type": "Flipout", "moped_enable": False, "moped_delta": 0.5})
+    dnn_to_bnn(
+        network,
+        {
+            "prior_mu": 0.0,
+            "prior_sigma": 1.0,
+            "posterior_mu_init": 0.0,
+            "posterior_rho_init": -3.0,
+            "type": "Flipout",
+            "moped_enable": False,
+            "moped_delta": 0.5,
+        },
+    )
     return network
 
 
 def test_names_order_and_kinds():
     posterior = read_posterior(hybrid())
-    assert posterior.names == ("0.weight", "0.bias", "1.kernel", "1.bias", "2.weight", "2.bias",
-                               "4.module.weight", "4.module.bias", "5.weight", "5.bias")
+    assert posterior.names == (
+        "0.weight",
+        "0.bias",
+        "1.kernel",
+        "1.bias",
+        "2.weight",
+        "2.bias",
+        "4.module.weight",
+        "4.module.bias",
+        "5.weight",
+        "5.bias",
+    )
     point_masses = {name for name, variance in posterior.variance.items() if is_zero(variance)}
     assert point_masses == {"0.weight", "0.bias", "2.weight", "2.bias", "5.bias"}
 
 
-@pytest.mark.parametrize("build", [hybrid, dnn_to_bnn_network, lambda: bt.LSTMReparameterization(3, 2),
-                                   lambda: nn.Linear(2, 2).double(), lambda: LinearReparameterization(2, 2).bfloat16()])
+@pytest.mark.parametrize(
+    "build",
+    [
+        hybrid,
+        dnn_to_bnn_network,
+        lambda: bt.LSTMReparameterization(3, 2),
+        lambda: nn.Linear(2, 2).double(),
+        lambda: LinearReparameterization(2, 2).bfloat16(),
+    ],
+)
 def test_loading_what_was_read_changes_no_bit(build):
     network = build()
     with torch.no_grad():
@@ -54,8 +88,10 @@ def test_loading_what_was_read_changes_no_bit(build):
 def test_what_is_loaded_is_read_and_the_dtype_stays():
     network = hybrid()
     read = read_posterior(network)
-    target = GaussianPosterior({n: torch.randn_like(m).double() for n, m in read.mean.items()},
-                               {n: torch.rand_like(m).double() + 1e-4 for n, m in read.mean.items()})
+    target = GaussianPosterior(
+        {n: torch.randn_like(m).double() for n, m in read.mean.items()},
+        {n: torch.rand_like(m).double() + 1e-4 for n, m in read.mean.items()},
+    )
     load_posterior(network, target)
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     again = read_posterior(network)

@@ -42,8 +42,10 @@ def test_scale_mixture_matches_numerical_integration():
     mean, std, prior = 0.7, 0.4, ScaleMixturePrior(0.3, 1.5, 0.1)
     grid = torch.linspace(-6, 8, 200_001, dtype=torch.float64)
     q = TorchNormal(mean, std).log_prob(grid)
-    p = torch.logaddexp(TorchNormal(0.0, 1.5).log_prob(grid) + torch.tensor(0.3).log(),
-                        TorchNormal(0.0, 0.1).log_prob(grid) + torch.tensor(0.7).log())
+    p = torch.logaddexp(
+        TorchNormal(0.0, 1.5).log_prob(grid) + torch.tensor(0.3).log(),
+        TorchNormal(0.0, 0.1).log_prob(grid) + torch.tensor(0.7).log(),
+    )
     exact = torch.trapezoid(q.exp() * (q - p), grid)
     values = torch.stack([prior.kl_at(torch.tensor([mean]), torch.tensor([std]), torch.randn(1)) for _ in range(4000)])
     assert abs(values.mean() - exact) < 5 * values.std() / 4000**0.5
@@ -65,8 +67,15 @@ def test_tensors_are_mapped_and_scalars_left():
     assert map_tensors(scalar, lambda tensor: tensor.double()) is scalar
 
 
-@pytest.mark.parametrize("build", [lambda: NormalPrior(0.0, 0.0), lambda: TiedMeanPrior(-1.0),
-                                   lambda: ScaleMixturePrior(0.5, 1.0, 0.0), lambda: ScaleMixturePrior(1.5, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: NormalPrior(0.0, 0.0),
+        lambda: TiedMeanPrior(-1.0),
+        lambda: ScaleMixturePrior(0.5, 1.0, 0.0),
+        lambda: ScaleMixturePrior(1.5, 1.0, 1.0),
+    ],
+)
 def test_improper_priors_are_refused(build):
     with pytest.raises(ConversionError):
         build()

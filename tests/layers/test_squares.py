@@ -47,8 +47,11 @@ def test_squares_of_single_examples(make, shape, estimator):
         return list(torch.autograd.grad((layer(x) * which).sum(), [each.mean for each in parameters]))
 
     count = 1 if len(shape) == 1 else len(x)
-    alone = [slopes] if count == 1 else [slopes * (torch.arange(count) == i).view(-1, *[1] * (slopes.dim() - 1))
-                                         for i in range(count)]
+    alone = (
+        [slopes]
+        if count == 1
+        else [slopes * (torch.arange(count) == i).view(-1, *[1] * (slopes.dim() - 1)) for i in range(count)]
+    )
     wanted = [sum(each.square() for each in column) for column in zip(*map(gradients, alone))]
     torch.manual_seed(1)
     output = layer(x)

@@ -37,7 +37,12 @@ class Conjugate:
 
     @classmethod
     def drawn(
-        cls, examples: Iterable[int], size: int = 4, point: int = 0, unlike: float = 1.0, seed: int = 0,
+        cls,
+        examples: Iterable[int],
+        size: int = 4,
+        point: int = 0,
+        unlike: float = 1.0,
+        seed: int = 0,
         effort: float = 1.0,
     ) -> Conjugate:
         """Return clients about a common truth, whose curvature is roughly one for each example."""
@@ -78,11 +83,12 @@ class Conjugate:
         strength[: self.size] = problem.prior.strength[GAUSSIAN]
         slope[: self.size] = problem.prior.slope[GAUSSIAN]
         if problem.quadratic is not None:  # of the mean loss
-            slope[self.size:] = count * problem.quadratic.slope[POINT]
+            slope[self.size :] = count * problem.quadratic.slope[POINT]
         mean = start + self.effort * (curvature * (optimum - start) + slope) / (curvature + strength)
         gradients = self.posterior(curvature * ((start + mean) / 2 - optimum)).mean
-        trained = fb.Trained(self.posterior(mean, shared.posterior.variance[GAUSSIAN]), gradients,
-                             {GAUSSIAN: curvature[: self.size]})
+        trained = fb.Trained(
+            self.posterior(mean, shared.posterior.variance[GAUSSIAN]), gradients, {GAUSSIAN: curvature[: self.size]}
+        )
         return method.report(shared, participant, trained)
 
     def round(self, server: fb.Server, cohort: Iterable[int] | None = None, lies=None) -> dict[str, float]:

@@ -54,13 +54,15 @@ def by_hand(name: str, fraction: float):
                 return sum(((control[n] - own[n]) * p).sum() for n, p in parameters.items())
 
             after, lengths[client] = trained(
-                globally, client, round, slope if name == "scaffold" else lambda _: torch.zeros(()))
+                globally, client, round, slope if name == "scaffold" else lambda _: torch.zeros(())
+            )
             moves[client] = {n: after[n] - globally[n] for n in globally}
             if name == "scaffold":
                 new = {n: own[n] - control[n] - moves[client][n] / (lengths[client] * RATE) for n in own}
                 changes[client] = {n: new[n] - own[n] for n in own}
                 controls[client] = new
             if name == "ditto":
+
                 def pull(parameters, centre=globally):
                     return 0.25 * sum((p - centre[n]).square().sum() for n, p in parameters.items())
 
@@ -68,21 +70,30 @@ def by_hand(name: str, fraction: float):
         shares = {client: SIZES[client] / total for client in cohort}
         if name == "fednova":
             mean_length = sum(shares[client] * lengths[client] for client in cohort)
-            globally = {n: globally[n] + mean_length * sum(
-                shares[client] * moves[client][n] / lengths[client] for client in cohort) for n in globally}
+            globally = {
+                n: globally[n]
+                + mean_length * sum(shares[client] * moves[client][n] / lengths[client] for client in cohort)
+                for n in globally
+            }
         else:
             globally = {n: globally[n] + sum(shares[c] * moves[c][n] for c in cohort) for n in globally}
         if name == "scaffold":
-            control = {n: control[n] + len(cohort) / CLIENTS * sum(shares[c] * changes[c][n] for c in cohort)
-                       for n in control}
+            control = {
+                n: control[n] + len(cohort) / CLIENTS * sum(shares[c] * changes[c][n] for c in cohort) for n in control
+            }
     return globally, personal
 
 
 def ours(name: str, engine: str, fraction: float, **options):
     module = Plain(lr=RATE)
     made = fb.FederatedBayes(
-        fb.SizesPartition(SIZES), fusion=METHODS[name], local_epochs=EPOCHS, engine=engine, seed=SEED,
-        fraction=fraction, safeguards=fb.Safeguards(max_influence=None),
+        fb.SizesPartition(SIZES),
+        fusion=METHODS[name],
+        local_epochs=EPOCHS,
+        engine=engine,
+        seed=SEED,
+        fraction=fraction,
+        safeguards=fb.Safeguards(max_influence=None),
     )
     federate(module, made, options.pop("rounds", ROUNDS), loader(), **options)
     return module, made
@@ -108,8 +119,14 @@ def test_each_is_the_loop_of_its_paper(name, engine, fraction):
 def test_the_global_model_of_ditto_is_that_of_averaging(engine):
     one, _ = ours("ditto", "sequential", 1.0)
     other = Plain(lr=RATE)
-    made = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="weighted_average", local_epochs=EPOCHS,
-                             engine="sequential", seed=SEED, safeguards=fb.Safeguards(max_influence=None))
+    made = fb.FederatedBayes(
+        fb.SizesPartition(SIZES),
+        fusion="weighted_average",
+        local_epochs=EPOCHS,
+        engine="sequential",
+        seed=SEED,
+        safeguards=fb.Safeguards(max_influence=None),
+    )
     federate(other, made, ROUNDS, loader())
     for first, second in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(first, second)
@@ -120,8 +137,7 @@ def test_the_global_model_of_ditto_is_that_of_averaging(engine):
 @pytest.mark.parametrize("name", METHODS)
 def test_each_resumes_bit_by_bit(name, engine, tmp_path):
     whole, made = ours(name, engine, 0.67)
-    ours(name, engine, 0.67, rounds=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
-         enable_checkpointing=True)
+    ours(name, engine, 0.67, rounds=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
     again, resumed = ours(name, engine, 0.67, ckpt_path=tmp_path / "last.ckpt")
     for first, second in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(first, second)

@@ -90,13 +90,18 @@ def test_a_server_refuses_messages_about_rounds_that_nobody_waits_for():
 
 def run(schedule, turns, safeguards=None):
     made = Conjugate.drawn([10] * 6, unlike=0.2, effort=0.5)
-    server = fb.Server(made.posterior(), fusion="sites", late=schedule.late,
-                       safeguards=fb.Safeguards() if safeguards is None else safeguards)
+    server = fb.Server(
+        made.posterior(),
+        fusion="sites",
+        late=schedule.late,
+        safeguards=fb.Safeguards() if safeguards is None else safeguards,
+    )
     timeline, under_way = Timeline(schedule, [10] * 6, 0), {}
     for round in range(turns):
         turn = timeline.turn(round)
-        shared = server.begin(fb.RoundPlan(round, tuple(sorted(each.client for each in turn.arrivals)), clients=6,
-                                           turn=turn))
+        shared = server.begin(
+            fb.RoundPlan(round, tuple(sorted(each.client for each in turn.arrivals)), clients=6, turn=turn)
+        )
         under_way |= {client: made.train(server.method, shared, client) for client in turn.starts}
         for each in turn.arrivals:
             report = under_way.pop(each.client)
@@ -111,12 +116,15 @@ def run(schedule, turns, safeguards=None):
     return server, made
 
 
-@pytest.mark.parametrize(("delays", "missing"), [
-    (fb.Delays(), ()),
-    (fb.Delays(slow={0: 20.0}), ()),
-    (fb.Delays(away=((1, 1.5, 12.0),)), ()),
-    (fb.Delays(away=((2, 0.01, math.inf),)), (2,)),
-])
+@pytest.mark.parametrize(
+    ("delays", "missing"),
+    [
+        (fb.Delays(), ()),
+        (fb.Delays(slow={0: 20.0}), ()),
+        (fb.Delays(away=((1, 1.5, 12.0),)), ()),
+        (fb.Delays(away=((2, 0.01, math.inf),)), (2,)),
+    ],
+)
 @pytest.mark.parametrize("buffer", [1, 3])
 def test_late_sites_end_at_the_posterior_of_all_that_were_heard(delays, missing, buffer):
     """One that is never heard counts as the mean of those that are."""
@@ -124,8 +132,9 @@ def test_late_sites_end_at_the_posterior_of_all_that_were_heard(delays, missing,
     others = [client for client in range(6) if client not in missing]
     assert sorted(server.accepted) == others
     for client in others:
-        torch.testing.assert_close(made.kept[client]["precision"], made.curvatures[client],
-                                   rtol=1e-6 if not delays.slow else 0.3, atol=0)
+        torch.testing.assert_close(
+            made.kept[client]["precision"], made.curvatures[client], rtol=1e-6 if not delays.slow else 0.3, atol=0
+        )
     if not delays.slow:
         made.curvatures = made.curvatures * (6 / len(others))
         for found, true in zip(server.posterior.flatten(), made.pooled(clients=others).flatten()):

@@ -33,8 +33,13 @@ def trained(make, rounds=3, engine="sequential", fraction=1.0, **options):
     module = make()
     privacy = options.pop("privacy", None)
     made = fb.FederatedBayes(
-        fb.DirichletPartition(4, alpha=0.5), fusion="my_feddyn", engine=engine, local_epochs=2, fraction=fraction,
-        seed=3, privacy=privacy,
+        fb.DirichletPartition(4, alpha=0.5),
+        fusion="my_feddyn",
+        engine=engine,
+        local_epochs=2,
+        fraction=fraction,
+        seed=3,
+        privacy=privacy,
     )
     federate(module, made, rounds, loader(), **options)
     return made
@@ -53,8 +58,9 @@ def test_both_engines_and_a_killed_run_end_alike(make, fraction, tmp_path):
     whole = trained(make, fraction=fraction)
     if make is Plain:  # the other draws
         same(whole, trained(make, engine="vectorized", fraction=fraction), 1e-5)
-    trained(make, 2, fraction=fraction, callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
-            enable_checkpointing=True)
+    trained(
+        make, 2, fraction=fraction, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True
+    )
     again = trained(make, fraction=fraction, ckpt_path=tmp_path / "last.ckpt")
     same(whole, again)
 
@@ -104,16 +110,24 @@ def overwrites(self, shared, client, trained):
     return fb.Report(trained.posterior)
 
 
-@pytest.mark.parametrize(("hooks", "says"), [
-    ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an fb.LocalProblem"),
-    ({"report": lambda self, shared, client, trained: trained.posterior}, "return an fb.Report"),
-    ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {"a": 1})}, "kept"),
-    ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {}, {"a": torch.ones(1)})},
-     "sends a beside its posterior; say sends = True"),
-    ({"sends": True, "init": lambda self, posterior: {"b": torch.ones(1)}},
-     "sends nothing .* send the names of init, b"),
-    ({"report": overwrites}, "has written into the posterior"),
-], ids=["problem", "report", "kept", "sent", "not sent", "written"])
+@pytest.mark.parametrize(
+    ("hooks", "says"),
+    [
+        ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an fb.LocalProblem"),
+        ({"report": lambda self, shared, client, trained: trained.posterior}, "return an fb.Report"),
+        ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {"a": 1})}, "kept"),
+        (
+            {"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {}, {"a": torch.ones(1)})},
+            "sends a beside its posterior; say sends = True",
+        ),
+        (
+            {"sends": True, "init": lambda self, posterior: {"b": torch.ones(1)}},
+            "sends nothing .* send the names of init, b",
+        ),
+        ({"report": overwrites}, "has written into the posterior"),
+    ],
+    ids=["problem", "report", "kept", "sent", "not sent", "written"],
+)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_hooks_that_return_the_wrong_thing_are_told_so(hooks, says, engine):
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=wrong(**hooks), engine=engine)
@@ -135,7 +149,8 @@ def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argumen
     with pytest.raises(fb.FusionError, match="give rule a default"):
         fb.register_method("bare")(fb.Method)
     assert fb.FederationSettings(fusion=fb.FedProx(0.3)).described()["fusion"] == (
-        "fedprox(reverse_kl_barycenter, strength=0.3)")
+        "fedprox(reverse_kl_barycenter, strength=0.3)"
+    )
 
 
 @pytest.mark.parametrize("method", [fb.Averaging, fb.FedProx, fb.Ditto, fb.Scaffold])
@@ -149,5 +164,7 @@ def test_sites_are_no_rule_of_another_method(method):
 
 def test_both_ends_of_a_method_with_a_half_at_the_server_must_have_it(written):
     assert (written(0.2).agreement(), fb.FedNova().agreement()) == (
-        "my_feddyn(weighted_average, strength=0.2)", "fednova(weighted_average)")
+        "my_feddyn(weighted_average, strength=0.2)",
+        "fednova(weighted_average)",
+    )
     assert [each.agreement() for each in (fb.FedProx(), fb.Ditto(), fb.Population(), fb.Averaging("rklb"))] == [""] * 4

@@ -24,7 +24,8 @@ from tests.methods.conjugate import GAUSSIAN, POINT, Conjugate, distance
 PRIOR = (0.5, 2.0)
 SIZES = (30, 20, 10, 3, 100)
 COHORTS = {
-    "all": (80, lambda number: range(5)), "the other way round": (80, lambda number: range(4, -1, -1)),
+    "all": (80, lambda number: range(5)),
+    "the other way round": (80, lambda number: range(4, -1, -1)),
     "some": (250, lambda number: [number % 5, (number + 1 + number % 3) % 5]),
     "one by one": (400, lambda number: [number % 5]),
 }
@@ -42,10 +43,13 @@ def by_hand(clients: Conjugate, method: fb.Method, cohorts, rounds: int) -> fb.S
         reports = {client: clients.train(method, shared, client) for client in cohorts(number)}
         clients.kept |= {client: dict(report.kept) for client, report in reports.items()}
         weights = {client: clients.examples[client] for client in reports}
-        fused = fb.GaussianPosterior.point_mass({
-            name: sum(weights[client] * report.posterior.mean[name] for client, report in reports.items())
-            / sum(weights.values()) for name in posterior.mean
-        })
+        fused = fb.GaussianPosterior.point_mass(
+            {
+                name: sum(weights[client] * report.posterior.mean[name] for client, report in reports.items())
+                / sum(weights.values())
+                for name in posterior.mean
+            }
+        )
         sums = {name: sum(report.sent[name].double() for report in reports.values()) for name in method.sent}
         posterior, tensors = method.fuse(shared, fused, sums, len(reports) * shared.share)
         shared = fb.Shared(posterior, tensors, shared.share, is_new=False)
@@ -83,8 +87,9 @@ def test_nothing_moves_at_the_pooled_posterior():
     for client, count in enumerate(SIZES):
         clients.kept[client] = {
             "gradient": clients.curvatures[client] * (mean - clients.optima[client]),
-            "precision": clients.curvatures[client, :clients.size],
-            "examples": torch.tensor(float(count)).double(), "clients": torch.ones(()).double(),
+            "precision": clients.curvatures[client, : clients.size],
+            "examples": torch.tensor(float(count)).double(),
+            "clients": torch.ones(()).double(),
         }
     shared = fb.Shared(posterior, {**method.init(posterior), **clients.totals()}, 1 / len(SIZES), is_new=False)
     slope, moved = torch.zeros_like(mean[: clients.size]), []
@@ -93,8 +98,11 @@ def test_nothing_moves_at_the_pooled_posterior():
         problem = method.problem(shared, participant)
         slope += clients.kept[client]["gradient"][: clients.size] - problem.prior.slope[GAUSSIAN]
         report = clients.train(method, shared, client)
-        assert_close(fb.GaussianPosterior.point_mass(report.posterior.mean),
-                     fb.GaussianPosterior.point_mass(posterior.mean), 1e-6)  # the sums travel in single precision
+        assert_close(
+            fb.GaussianPosterior.point_mass(report.posterior.mean),
+            fb.GaussianPosterior.point_mass(posterior.mean),
+            1e-6,
+        )  # the sums travel in single precision
         moved += [value.abs().max() for value in report.sent.values()]
     scale = (clients.curvatures[:, : clients.size] * (mean - clients.optima)[:, : clients.size]).abs().sum(0)
     assert bool((slope.abs() < 1e-6 * scale).all())
@@ -139,8 +147,9 @@ def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
     server, outlying = served(clients), 0.0
 
     def lie(factor):
-        return lambda report, shared: fb.Report(report.posterior, report.kept,
-                                                {**report.sent, "gradient": factor * report.sent["gradient"]})
+        return lambda report, shared: fb.Report(
+            report.posterior, report.kept, {**report.sent, "gradient": factor * report.sent["gradient"]}
+        )
 
     for number in range(8):
         cohort = None if number % 3 else [1, 2, 3, 4, 5, 7, 8]
@@ -209,11 +218,16 @@ def test_a_client_in_two_halves_is_the_same():
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"prior_std": 0.0}, "prior_std=0.0"), ({"prior_std": {"w": -1.0}}, "prior_std=-1.0"),
-    ({"prior_mean": float("nan")}, "prior_mean=nan"), ({"prior_std": float("inf")}, "prior_std=inf"),
-    ({"prior_std": True}, "prior_std=True"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prior_std": 0.0}, "prior_std=0.0"),
+        ({"prior_std": {"w": -1.0}}, "prior_std=-1.0"),
+        ({"prior_mean": float("nan")}, "prior_mean=nan"),
+        ({"prior_std": float("inf")}, "prior_std=inf"),
+        ({"prior_std": True}, "prior_std=True"),
+    ],
+)
 def test_a_prior_that_is_none_is_refused(options, says):
     with pytest.raises(fb.FusionError, match=says):
         fb.Sites(**options)
@@ -235,10 +249,15 @@ def test_sites_are_a_method_and_no_rule():
         fb.fusion.get_rule("sites")
 
 
-@pytest.mark.parametrize(("weighting", "private", "says"), [
-    ("train_size", True, "privacy="), ("max_discrepancy", False, "weighting='max_discrepancy'"),
-    ("train_size", False, None), ("equal", False, None),
-])
+@pytest.mark.parametrize(
+    ("weighting", "private", "says"),
+    [
+        ("train_size", True, "privacy="),
+        ("max_discrepancy", False, "weighting='max_discrepancy'"),
+        ("train_size", False, None),
+        ("equal", False, None),
+    ],
+)
 def test_settings_that_it_does_not_go_with(weighting, private, says):
     found = fb.Sites().conflict(weighting, private)
     assert (None if found is None else found[0]) == says
@@ -250,8 +269,11 @@ def test_a_network_without_a_posterior_has_no_prior_and_no_figures():
     server = fb.Server(posterior, fusion="sites")
     server.begin(fb.RoundPlan(0, (0,)))
     counts = {"examples": torch.tensor(10.0), "clients": torch.ones(())}
-    report = fb.Report(fb.GaussianPosterior.point_mass({POINT: torch.ones(3)}), {},
-                       {"gradient": torch.ones(3), "precision": torch.zeros(0), **counts})
+    report = fb.Report(
+        fb.GaussianPosterior.point_mass({POINT: torch.ones(3)}),
+        {},
+        {"gradient": torch.ones(3), "precision": torch.zeros(0), **counts},
+    )
     assert server.admit(report.update(0, 10)).error is None
     result = server.finish()
     assert not [name for name in result.figures if name.startswith("sites/")]
@@ -313,8 +335,10 @@ def fit(module: L.LightningModule, method, data: DataLoader, rounds: int = 1, tr
     return federation
 
 
-LAYERS = {"linear": (lambda: LinearReparameterization(3, 2), (3,)),
-          "conv": (lambda: Conv1dReparameterization(2, 1, 3), (2, 5))}
+LAYERS = {
+    "linear": (lambda: LinearReparameterization(3, 2), (3,)),
+    "conv": (lambda: Conv1dReparameterization(2, 1, 3), (2, 5)),
+}
 
 
 def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
@@ -342,15 +366,23 @@ def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, sha
     fb.load_posterior(layer, with_variance(fb.read_posterior(layer), 0.3**2))
     with torch.no_grad():
         outputs = layer.double()(x).flatten(1)
-    y = (outputs + torch.randn_like(outputs).sign()).sign().clamp_min(0) if is_logistic else (
-        outputs + 1.5 * torch.randn_like(outputs))
+    y = (
+        (outputs + torch.randn_like(outputs).sign()).sign().clamp_min(0)
+        if is_logistic
+        else (outputs + 1.5 * torch.randn_like(outputs))
+    )
     method, module = Remembers(), Net(layer, is_logistic)
     expected = expected_trace(layer, x, is_logistic)
     fit(module, method, copies_of(TensorDataset(x, y), 12), engine=engine, local_epochs=12, seed=3)
     assert len(method.seen) == 12
     variance = method.seen[0][0].posterior.variance
-    traces = torch.tensor([sum(float((value * variance[name]).sum()) for name, value in trained.precisions.items())
-                           for _, _, trained in method.seen], dtype=torch.float64)
+    traces = torch.tensor(
+        [
+            sum(float((value * variance[name]).sum()) for name, value in trained.precisions.items())
+            for _, _, trained in method.seen
+        ],
+        dtype=torch.float64,
+    )
     error = float(traces.std()) / 12**0.5
     assert abs(float(traces.mean()) - expected) < 4 * error
     assert error < 0.1 * expected
@@ -427,8 +459,10 @@ def test_engines_measure_the_same_without_noise(kind, trainer):
     assert bool(seen[0][0][2].precisions) == (kind != "deterministic")
 
 
-WAYS = [("sequential", {"accumulate_grad_batches": 2}),
-        *((engine, each) for engine in ("sequential", "vectorized") for each in ({}, {"gradient_clip_val": 1e-3}))]
+WAYS = [
+    ("sequential", {"accumulate_grad_batches": 2}),
+    *((engine, each) for engine in ("sequential", "vectorized") for each in ({}, {"gradient_clip_val": 1e-3})),
+]
 
 
 @pytest.mark.usefixtures("squares_alone")
@@ -499,8 +533,9 @@ def test_widths_stay_bit_by_bit_while_clients_train(optimizer, engine, trainer):
 # -- in networks: where it ends ----------------------------------------------------------------------------------------
 
 
-LBFGS = partial(torch.optim.LBFGS, max_iter=100, tolerance_grad=1e-12, tolerance_change=1e-15,
-                line_search_fn="strong_wolfe")
+LBFGS = partial(
+    torch.optim.LBFGS, max_iter=100, tolerance_grad=1e-12, tolerance_change=1e-15, line_search_fn="strong_wolfe"
+)
 
 
 class Exact(Net):
@@ -570,8 +605,10 @@ def test_every_tensor_s_own_prior_counts_once(fusion):
     assert (method.prior_mean, method.prior_std) == PRIORS
     precision = strengths.diag() + x.T @ x
     posterior = fb.read_posterior(module)
-    mean, variance = (torch.cat([part[f"{name}.weight"] for name in ("first", "second")], 1)[0]
-                      for part in (posterior.mean, posterior.variance))
+    mean, variance = (
+        torch.cat([part[f"{name}.weight"] for name in ("first", "second")], 1)[0]
+        for part in (posterior.mean, posterior.variance)
+    )
     for rows in (slice(0, 2), slice(2, 3)):  # a factor each
         trace = ((precision.diagonal() - strengths) * variance)[rows].sum()
         torch.testing.assert_close((1 - strengths * variance)[rows].sum(), trace, rtol=1e-5, atol=0)
@@ -579,11 +616,15 @@ def test_every_tensor_s_own_prior_counts_once(fusion):
     torch.testing.assert_close(mean, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "says"), [
-    (fb.Sites(), "'first.weight' has the prior NormalPrior"),
-    (fb.Sites(PRIORS[0], {**PRIORS[1], "second.weight": 1.0}), "'second.weight' has the prior NormalPrior"),
-    (fb.Sites({"first.weight": 1.0}, PRIORS[1]), "no prior of 'second.weight'"),
-], ids=["common", "other", "missing"])
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (fb.Sites(), "'first.weight' has the prior NormalPrior"),
+        (fb.Sites(PRIORS[0], {**PRIORS[1], "second.weight": 1.0}), "'second.weight' has the prior NormalPrior"),
+        (fb.Sites({"first.weight": 1.0}, PRIORS[1]), "no prior of 'second.weight'"),
+    ],
+    ids=["common", "other", "missing"],
+)
 def test_priors_that_are_not_the_network_s_are_refused(method, says):
     with pytest.raises(fb.FederationError, match=says):
         fit(Two(), method, clients_of(logistic_data()))
@@ -617,8 +658,15 @@ def test_without_a_posterior_it_ends_at_the_optimum_of_the_pooled_data(engine, f
     optimum = torch.linalg.lstsq(torch.cat([x, torch.ones(len(x), 1)], 1), y).solution
     for method in ("sites", "scaffold", "weighted_average"):
         module = squares()
-        fit(module, method, whole(clients_of(unlike(), (20, 20, 20))), rounds, engine=engine, fraction=fraction,
-            local_epochs=5)
+        fit(
+            module,
+            method,
+            whole(clients_of(unlike(), (20, 20, 20))),
+            rounds,
+            engine=engine,
+            fraction=fraction,
+            local_epochs=5,
+        )
         found = torch.cat([module.layer.weight, module.layer.bias[:, None]], 1).detach().T
         errors[method] = float((found - optimum).abs().max())
     assert errors["sites"] < 1e-4
@@ -636,5 +684,6 @@ def test_the_gradients_of_a_deterministic_network_are_scaffold_s_second_option()
         for name, mean in shared.posterior.mean.items():
             slope = quadratic.slope[name] if quadratic is not None else torch.zeros_like(mean)
             steps = (mean - trained.posterior.mean[name]) / 5 / 0.05
-            torch.testing.assert_close(trained.gradients[name], client.num_examples * (steps + slope),
-                                       rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(
+                trained.gradients[name], client.num_examples * (steps + slope), rtol=1e-8, atol=1e-10
+            )

@@ -46,33 +46,48 @@ def retained(correct, uncertainty):
 
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
-    "entropy_in_nats": (lambda: M.PredictiveEntropy(normalize=False), (PROBS,),
-                        lambda *a: F.predictive_entropy(*a, normalize=False).mean()),
+    "entropy_in_nats": (
+        lambda: M.PredictiveEntropy(normalize=False),
+        (PROBS,),
+        lambda *a: F.predictive_entropy(*a, normalize=False).mean(),
+    ),
     "aleatoric": (M.KwonAleatoric, (PROBS,), lambda *a: F.kwon_aleatoric(*a).mean()),
     "epistemic": (M.KwonEpistemic, (PROBS,), lambda *a: F.kwon_epistemic(*a).mean()),
     "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),
     "brier": (M.BrierScore, (MEAN_PROBS, TARGET), lambda *a: F.brier_score(*a).mean()),
     "nll": (M.NegativeLogLikelihood, (MEAN_PROBS, TARGET), lambda *a: F.negative_log_likelihood(*a).mean()),
-    "adaptive": (lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000), (MEAN_PROBS, TARGET),
-                 lambda *a: F.adaptive_calibration_error(*a, bins=10)),
+    "adaptive": (
+        lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000),
+        (MEAN_PROBS, TARGET),
+        lambda *a: F.adaptive_calibration_error(*a, bins=10),
+    ),
     "gaussian_nll": (M.GaussianNLL, (MU, VARIANCE, Y), lambda *a: F.gaussian_nll(*a).mean()),
     "gaussian_crps": (M.GaussianCRPS, (MU, VARIANCE, Y), lambda *a: F.gaussian_crps(*a).mean()),
     "ensemble_crps": (M.EnsembleCRPS, (DRAWS, Y), lambda *a: F.ensemble_crps(*a).mean()),
     "sharpness": (M.DeterminantSharpness, (COVARIANCE,), lambda *a: F.determinant_sharpness(*a).mean()),
-    "coverage": (lambda: M.IntervalCoverage(0.5), (MU, VARIANCE, Y),
-                 lambda *a: F.interval_coverage(*a, level=0.5).mean()),
+    "coverage": (
+        lambda: M.IntervalCoverage(0.5),
+        (MU, VARIANCE, Y),
+        lambda *a: F.interval_coverage(*a, level=0.5).mean(),
+    ),
     "clients": (lambda: M.ClientAccuracy(3), (MEAN_PROBS, TARGET, CLIENT), client_accuracies),
-    "calibration": (lambda: M.CalibrationDiagram(10), (MEAN_PROBS, TARGET),
-                    lambda *a: F.calibration_diagram(*a, bins=10)),
+    "calibration": (
+        lambda: M.CalibrationDiagram(10),
+        (MEAN_PROBS, TARGET),
+        lambda *a: F.calibration_diagram(*a, bins=10),
+    ),
     "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
 }
 every_metric = pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
 
 
 def assert_equal(value, expected):
-    torch.testing.assert_close(tuple(value) if isinstance(value, tuple) else value,
-                               tuple(expected) if isinstance(expected, tuple) else expected,
-                               equal_nan=True, check_dtype=False)
+    torch.testing.assert_close(
+        tuple(value) if isinstance(value, tuple) else value,
+        tuple(expected) if isinstance(expected, tuple) else expected,
+        equal_nan=True,
+        check_dtype=False,
+    )
 
 
 @every_metric
@@ -101,7 +116,8 @@ def test_processes_merge_by_summing_their_states(build, inputs, function):
     first.update(*example_slices(inputs, slice(0, 60)))
     second.update(*example_slices(inputs, slice(60, BATCH)))
     assert set(first._reductions.values()) == {torch.sum} or all(
-        getattr(f, "__name__", "") == "dim_zero_sum" for f in first._reductions.values())
+        getattr(f, "__name__", "") == "dim_zero_sum" for f in first._reductions.values()
+    )
     first.merge_state(second)
     assert_equal(first.compute(), function(*inputs))
 
@@ -126,8 +142,7 @@ def test_no_graph_is_kept(build, inputs, function):
 
 def test_a_collection_does_not_take_one_metric_for_another():
     """All four are 0 on the first batch, where the samples agree; they differ on the second."""
-    collection = MetricCollection([M.KwonEpistemic(), M.MutualInformation(), M.KwonAleatoric(),
-                                   M.PredictiveEntropy()])
+    collection = MetricCollection([M.KwonEpistemic(), M.MutualInformation(), M.KwonAleatoric(), M.PredictiveEntropy()])
     certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     torn = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     collection.update(certain)
@@ -230,7 +245,11 @@ def test_a_module_may_be_validated_between_two_fits():
     module, data = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), fb.DigitsDataModule()
     for _ in range(2):
         trainer = L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
             enable_model_summary=False,
         )
         trainer.fit(module, datamodule=data)

@@ -66,14 +66,22 @@ def test_no_graph_is_kept(build, inputs, function):
 
 
 def test_one_side_at_a_time_and_in_one_collection():
-    collection = MetricCollection({"auroc": M.OutOfDistributionAUROC(), "fpr": M.OutOfDistributionFPR(),
-                                   "fpr_half": M.OutOfDistributionFPR(recall=0.5)})
+    collection = MetricCollection(
+        {
+            "auroc": M.OutOfDistributionAUROC(),
+            "fpr": M.OutOfDistributionFPR(),
+            "fpr_half": M.OutOfDistributionFPR(recall=0.5),
+        }
+    )
     inside, outside = sides(UNCERTAINTY, OUT)
     collection.update(inside, False)
     assert all(value.isnan() for value in collection.compute().values())
     collection.update(outside, True)
-    assert collection.compute() == {"auroc": F.ood_auroc(inside, outside), "fpr": F.ood_fpr(inside, outside),
-                                    "fpr_half": F.ood_fpr(inside, outside, 0.5)}
+    assert collection.compute() == {
+        "auroc": F.ood_auroc(inside, outside),
+        "fpr": F.ood_fpr(inside, outside),
+        "fpr_half": F.ood_fpr(inside, outside, 0.5),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")

@@ -8,8 +8,12 @@ from lightning_fedbayes.layers import BayesianLayer
 
 
 def trainer(**options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-             "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return L.Trainer(accelerator="cpu", **{**quiet, **options})
 
 

@@ -34,9 +34,7 @@ class Spied(HybridBayesianClassifier):
     def training_step(self, batch, batch_idx):
         kl = summed_kl(self.network, PRIOR_STD)
         loss = super().training_step(batch, batch_idx)
-        self.steps.append(
-            Step(self.current_epoch, self.num_examples, self.nll.item(), kl, loss.item(), len(batch[1]))
-        )
+        self.steps.append(Step(self.current_epoch, self.num_examples, self.nll.item(), kl, loss.item(), len(batch[1])))
         return loss
 
 
@@ -224,9 +222,14 @@ def predictions(model):
 
 @pytest.mark.parametrize("federated", [False, True])
 @pytest.mark.parametrize("kind", [HybridBayesianClassifier, HybridBayesianRegressor])
-@pytest.mark.parametrize("options", [{"bayesian_last": 1, "estimator": "flipout", "samples": 3},
-                                     {"bayesian_last": 2, "prior_std": 0.5, "posterior_std": 0.3, "warmup_rounds": 2},
-                                     {"bayesian_last": None}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bayesian_last": 1, "estimator": "flipout", "samples": 3},
+        {"bayesian_last": 2, "prior_std": 0.5, "posterior_std": 0.3, "warmup_rounds": 2},
+        {"bayesian_last": None},
+    ],
+)
 def test_predictions_survive(kind, options, federated, tmp_path):
     data = labelled(20)
     if kind is HybridBayesianRegressor:

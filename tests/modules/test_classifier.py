@@ -196,8 +196,9 @@ def test_its_gradient_is_that_of_the_cross_entropy_times_a_power_of_the_probabil
 
 @pytest.mark.parametrize("robustness", [0.0, 0.8])
 def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(robustness):
-    model = HybridBayesianClassifier(mlp(6, 3, (5,)), bayesian_last=0, robustness=robustness,
-                                     optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    model = HybridBayesianClassifier(
+        mlp(6, 3, (5,)), bayesian_last=0, robustness=robustness, optimizer=functools.partial(torch.optim.SGD, lr=1.0)
+    )
     x, y = labelled(20).tensors
     before = [each.detach().clone() for each in model.parameters()]
     nll = nn.functional.cross_entropy(model(x), y).item()
@@ -236,9 +237,11 @@ def test_a_hybrid_classifier_is_hybrid_unless_it_is_told_otherwise():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"estimator": "flipout"}, "estimator='flipout' without bayesian_last: the network is taken as it is"),
-     ({"estimator": "flipot"}, "estimator='flipot': did you mean 'flipout'"),
-     ({"prior_std": 2.0}, "prior_std=2.0 without bayesian_last")],
+    [
+        ({"estimator": "flipout"}, "estimator='flipout' without bayesian_last: the network is taken as it is"),
+        ({"estimator": "flipot"}, "estimator='flipot': did you mean 'flipout'"),
+        ({"prior_std": 2.0}, "prior_std=2.0 without bayesian_last"),
+    ],
 )
 def test_an_argument_of_a_conversion_that_is_not_made_is_refused(options, message):
     with pytest.raises(ConversionError, match=message):

@@ -16,8 +16,14 @@ from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
 from tests.federations import trainer
 
 FEATURES, MEMBERS = 3, 5
-BARYCENTERS = ("weighted_average", "linear_pool", "reverse_kl_barycenter", "wasserstein_barycenter",
-               "log_variance_average", "hellinger_barycenter")
+BARYCENTERS = (
+    "weighted_average",
+    "linear_pool",
+    "reverse_kl_barycenter",
+    "wasserstein_barycenter",
+    "log_variance_average",
+    "hellinger_barycenter",
+)
 
 
 def networks(targets=1, members=MEMBERS):
@@ -106,8 +112,9 @@ def test_engines_agree(optimizer):
 def test_one_client_of_all_data_is_no_federation():
     """With an optimizer that has no state, a federation of one client is plain training."""
     members, data = networks(), examples()
-    plain, federated = (DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: torch.optim.SGD(p, 0.01))
-                        for _ in range(2))
+    plain, federated = (
+        DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: torch.optim.SGD(p, 0.01)) for _ in range(2)
+    )
     trainer(2).fit(plain, DataLoader(data, len(data)))
     trainer(2, [fb.FederatedBayes(fb.IIDPartition(1))]).fit(federated, DataLoader(data, len(data)))
     x = torch.randn(5, FEATURES)
@@ -131,9 +138,7 @@ def test_a_checkpoint_predicts_the_same(tmp_path):
     model = DeepEnsembleRegressor(networks())
     run, _ = federate(model)
     run.save_checkpoint(tmp_path / "last.ckpt")
-    loaded = DeepEnsembleRegressor.load_from_checkpoint(
-        tmp_path / "last.ckpt", networks=networks(), weights_only=False
-    )
+    loaded = DeepEnsembleRegressor.load_from_checkpoint(tmp_path / "last.ckpt", networks=networks(), weights_only=False)
     x = torch.randn(4, FEATURES)
     torch.testing.assert_close(loaded.eval().predict_step(x).samples, model.eval().predict_step(x).samples)
 

@@ -144,8 +144,10 @@ class Sampled(nn.Module):
 
 
 DRAWING = {
-    **{name: MADE[name][0].network for name in ESTIMATORS}, "dropout": MADE["dropout"][0].network,
-    "wrapped": MADE["recurrent"][0].network, "draws": Sampled(MADE["flipout"][0].network),
+    **{name: MADE[name][0].network for name in ESTIMATORS},
+    "dropout": MADE["dropout"][0].network,
+    "wrapped": MADE["recurrent"][0].network,
+    "draws": Sampled(MADE["flipout"][0].network),
 }
 INPUTS = {"wrapped": MADE["recurrent"][1]}
 

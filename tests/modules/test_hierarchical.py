@@ -57,7 +57,8 @@ def restricted_likelihood(data, random, covariance, noise):
     marginal = z @ torch.block_diag(*[covariance] * len(data)) @ z.T + noise * torch.eye(len(y)).double()
     complement = torch.linalg.qr(x, mode="complete").Q[:, x.shape[1] :]
     free = torch.distributions.MultivariateNormal(
-        torch.zeros(complement.shape[1]).double(), complement.T @ marginal @ complement)
+        torch.zeros(complement.shape[1]).double(), complement.T @ marginal @ complement
+    )
     return free.log_prob(complement.T @ y) - torch.linalg.slogdet(x.T @ x).logabsdet / 2
 
 
@@ -73,10 +74,16 @@ def assert_same(one, other, rtol=1e-6, atol=1e-8):
 
 MIXED_LM = {
     (0,): (
-        [1.1980653, 2.0507889, -0.4438521], [[0.4969683]], 0.3151487, -155.545878,
+        [1.1980653, 2.0507889, -0.4438521],
+        [[0.4969683]],
+        0.3151487,
+        -155.545878,
     ),
     (0, 1): (
-        [1.1310455, 2.2314752, -0.5567263], [[0.3402588, 0.1426555], [0.1426555, 0.1578943]], 0.2587325, -123.694380,
+        [1.1310455, 2.2314752, -0.5567263],
+        [[0.3402588, 0.1426555], [0.1426555, 0.1578943]],
+        0.2587325,
+        -123.694380,
     ),
 }
 """Fixed effects, Ψ, σ² and log-likelihood of statsmodels 0.15.0 on ``federation(random)``:
@@ -285,8 +292,10 @@ def test_intervals_of_new_examples_and_of_new_clients_cover():
 
 def test_columns_of_ones_may_be_the_users():
     data, fit = fitted((0,))
-    own = {name: LinearStatistics.of(torch.cat([x, torch.ones(len(x), 1).double()], 1), y, bias=False)
-           for name, (x, y) in data.items()}
+    own = {
+        name: LinearStatistics.of(torch.cat([x, torch.ones(len(x), 1).double()], 1), y, bias=False)
+        for name, (x, y) in data.items()
+    }
     other = HierarchicalLinearRegression((2,), bias=False).fit(own)
     torch.testing.assert_close(other.fixed[[2, 0, 1]], fit.fixed, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(other.random_covariance, fit.random_covariance, rtol=1e-5, atol=1e-8)
@@ -334,8 +343,11 @@ def only_in_one(k, x, y):
         ((0, 1), changed(lambda k, x, y: (x[:2], y[:2])), "12 examples determine 12 coefficients"),
         ((0,), changed(lambda k, x, y: (x, 3 * x[:, 0] + 1)), "one model fits the targets"),
         ((0,), changed(lambda k, x, y: (x, 0 * y)), "one model fits the targets"),
-        ((0,), {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
-         "client 'b' has 2 columns, others 3"),
+        (
+            (0,),
+            {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
+            "client 'b' has 2 columns, others 3",
+        ),
         ((0,), {"a": LinearStatistics.of(torch.zeros(4, 2), torch.ones(4), bias=False)}, "not a column of ones"),
     ],
 )

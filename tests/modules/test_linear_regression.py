@@ -51,8 +51,11 @@ def test_prediction_is_the_conditional_of_the_joint_gaussian(count):
     new, s, variance = torch.randn(6, FEATURES, dtype=torch.float64), 1.3, 0.25
     prediction = BayesianLinearRegression.fit(x, y, prior_std=s, noise=variance).predict(new)
     old_design, new_design = with_bias(x), with_bias(new)
-    gain = s**2 * new_design @ old_design.T @ torch.linalg.inv(
-        s**2 * old_design @ old_design.T + variance * torch.eye(len(x), dtype=x.dtype)
+    gain = (
+        s**2
+        * new_design
+        @ old_design.T
+        @ torch.linalg.inv(s**2 * old_design @ old_design.T + variance * torch.eye(len(x), dtype=x.dtype))
     )
     torch.testing.assert_close(prediction.mean, gain @ y)
     covariance = s**2 * (new_design @ new_design.T - gain @ old_design @ new_design.T)
@@ -121,8 +124,11 @@ def test_noise_of_the_target_is_its_variance():
 
 
 @settings(deadline=None, max_examples=30)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), noise=st.sampled_from([0.2, "target", "evidence"]),
-       seed=st.integers(0, 99))
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    noise=st.sampled_from([0.2, "target", "evidence"]),
+    seed=st.integers(0, 99),
+)
 def test_federated_is_pooled(sizes, noise, seed):
     """Clients of a single row too, and so of a Gram matrix without full rank."""
     x, y = examples(sum(sizes) + 30, seed=seed)
@@ -149,8 +155,9 @@ def test_without_covariance_it_is_distributed_weight_consolidation():
     order = torch.arange(len(x)).view(2, -1)
     parts = [torch.cat([half[k::3] for half in order]) for k in range(3)]
     clients = [BayesianLinearRegression.fit(x[part], y[part], noise=0.5) for part in parts]
-    fields = [GaussianPosterior({"w": client.mean}, {"w": client.covariance.diagonal().unsqueeze(1)})
-              for client in clients]
+    fields = [
+        GaussianPosterior({"w": client.mean}, {"w": client.covariance.diagonal().unsqueeze(1)}) for client in clients
+    ]
     prior = GaussianPosterior({"w": torch.zeros_like(fields[0].mean["w"])}, {"w": torch.ones_like(fields[0].mean["w"])})
     expected = fuse("dwc", fields, previous=prior)
     fused = BayesianLinearRegression.conflate(clients)
@@ -217,8 +224,11 @@ def test_other_columns_are_refused():
 
 @pytest.mark.parametrize(
     ("other", "match"),
-    [({"prior_std": 2.0}, "prior_std is 1.0 in model 0 and 2.0"), ({"noise": 0.1}, "noise is 'evidence'"),
-     ({"features": 3}, "same columns")],
+    [
+        ({"prior_std": 2.0}, "prior_std is 1.0 in model 0 and 2.0"),
+        ({"noise": 0.1}, "noise is 'evidence'"),
+        ({"features": 3}, "same columns"),
+    ],
 )
 def test_clients_that_differ_are_refused(other, match):
     second = BayesianLinearRegression.fit(*examples(features=other.pop("features", FEATURES)), **other)

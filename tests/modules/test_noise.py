@@ -64,10 +64,12 @@ def test_every_client_is_covered_by_its_own_noise(seed):
 
     def data(count):
         inputs = {name: torch.randn(count, 4) for name in stds}
-        return fb.ClientDatasets({
-            name: TensorDataset(x, x[:, :1] - x[:, 1:2] + stds[name] * torch.randn(count, 1))
-            for name, x in inputs.items()
-        })
+        return fb.ClientDatasets(
+            {
+                name: TensorDataset(x, x[:, :1] - x[:, 1:2] + stds[name] * torch.randn(count, 1))
+                for name, x in inputs.items()
+            }
+        )
 
     model = HybridBayesianRegressor(mlp(4, 1, [16]), noise="per_client", learning_rate=0.01)
     federation = fb.FederatedBayes(seed=seed)

@@ -264,16 +264,29 @@ def test_a_linearised_classifier_of_two_classes_has_the_integral_of_the_logistic
 def test_what_comes_from_laplace_is_linearised_and_nothing_else():
     module, data = network(), [blobs().tensors]
     laplace = fb.Laplace().posterior(module, data)
-    for posterior in (laplace, laplace.clone(), laplace.to("cpu"), laplace.ordered(laplace.names[::-1]),
-                      fb.GaussianPosterior.from_state_dict(laplace.state_dict()), laplace.unflatten(*laplace.flatten()),
-                      fb.fuse("conflation", [laplace, laplace]), fb.fuse("geometric_median", iter([laplace] * 3)),
-                      kronecker(module), kronecker(module).diagonal()):
+    for posterior in (
+        laplace,
+        laplace.clone(),
+        laplace.to("cpu"),
+        laplace.ordered(laplace.names[::-1]),
+        fb.GaussianPosterior.from_state_dict(laplace.state_dict()),
+        laplace.unflatten(*laplace.flatten()),
+        fb.fuse("conflation", [laplace, laplace]),
+        fb.fuse("geometric_median", iter([laplace] * 3)),
+        kronecker(module),
+        kronecker(module).diagonal(),
+    ):
         assert fb.PosteriorPredictive(module, posterior).is_linearised
         assert not fb.PosteriorPredictive(module, posterior, predictive="draws").is_linearised
     assert "linearised" in repr(laplace)
     drawn = posterior_of(module)
-    for posterior in (drawn, fb.GaussianPosterior.from_state_dict(drawn.state_dict()), fb.read_posterior(module),
-                      fb.fuse("conflation", [drawn, laplace]), laplace.marked(False)):
+    for posterior in (
+        drawn,
+        fb.GaussianPosterior.from_state_dict(drawn.state_dict()),
+        fb.read_posterior(module),
+        fb.fuse("conflation", [drawn, laplace]),
+        laplace.marked(False),
+    ):
         assert not fb.PosteriorPredictive(module, posterior).is_linearised
         assert fb.PosteriorPredictive(module, posterior, predictive="linearised").is_linearised
     assert "linearised" not in repr(drawn)
@@ -286,7 +299,8 @@ def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engin
     if isinstance(source, fb.SWAG) and fusion == "sites":
         pytest.skip("a SWAG has no prior")
     federation = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"])
+        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"]
+    )
     module = Plain()
     made = federate(module, federation, 2, loader())
     is_linearised = isinstance(source, fb.Laplace)
@@ -299,10 +313,12 @@ def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engin
     loaded = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Plain(), weights_only=False)
     assert loaded.is_linearised == is_linearised
     x = blobs(7).tensors[0]
-    assert torch.allclose(loaded.sample(x, 512).mean(0), fb.PosteriorPredictive(
-        module, federation.posterior).sample(x, 512).mean(0), atol=0.05 if is_linearised else 0.5)
-    again = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"])
+    assert torch.allclose(
+        loaded.sample(x, 512).mean(0),
+        fb.PosteriorPredictive(module, federation.posterior).sample(x, 512).mean(0),
+        atol=0.05 if is_linearised else 0.5,
+    )
+    again = fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"])
     federate(Plain(), again, 3, loader(), ckpt_path=tmp_path / "a.ckpt")
     assert again.posterior.linearised == is_linearised
 
@@ -317,7 +333,8 @@ def test_its_own_checkpoint_has_the_posterior_of_either_kind(kind, tmp_path):
     made.validate(predictive, loader(shuffle=False), verbose=False)
     made.save_checkpoint(tmp_path / "a.ckpt")
     loaded = fb.PosteriorPredictive.load_from_checkpoint(
-        tmp_path / "a.ckpt", module=network(seed=1, batch_norm=True), weights_only=False)
+        tmp_path / "a.ckpt", module=network(seed=1, batch_norm=True), weights_only=False
+    )
     assert loaded.is_linearised
     x = blobs(7).tensors[0]
     for ours, wanted in zip(loaded._linearised(x), predictive._linearised(x)):

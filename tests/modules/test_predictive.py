@@ -26,7 +26,12 @@ def examples(count=60, seed=0):
 def federated(network=None, rounds=2, engine="auto", clients=4, seed=0, **options):
     torch.manual_seed(seed)
     options = {
-        "predictive": "bootstrap", "noise": "none", "samples": 200, "learning_rate": 0.05, "scaler": False, **options,
+        "predictive": "bootstrap",
+        "noise": "none",
+        "samples": 200,
+        "learning_rate": 0.05,
+        "scaler": False,
+        **options,
     }
     model = HybridBayesianRegressor(nn.Linear(FEATURES, 1) if network is None else network, **options)
     federation = fb.FederatedBayes(
@@ -111,7 +116,8 @@ def test_a_resumed_run_ends_with_the_same_predictions(tmp_path):
     run.save_checkpoint(tmp_path / "half.ckpt")
     torch.manual_seed(5)
     resumed = HybridBayesianRegressor(
-        nn.Linear(FEATURES, 1), predictive="bootstrap", noise="none", learning_rate=0.05, scaler=False)
+        nn.Linear(FEATURES, 1), predictive="bootstrap", noise="none", learning_rate=0.05, scaler=False
+    )
     federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_epochs=3)
     trainer(4, [federation]).fit(
         resumed, DataLoader(examples(), 5, shuffle=True), ckpt_path=tmp_path / "half.ckpt", weights_only=False
@@ -203,8 +209,12 @@ def test_closed_form_is_for_linear_models(network):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "match"), [({"predictive": "bootstrop"}, "bootstrap"), ({"noise": "learned"}, "learnt"),
-                         ({"noise": "none", "bayesian_last": 1}, "likelihood")],
+    ("wrong", "match"),
+    [
+        ({"predictive": "bootstrop"}, "bootstrap"),
+        ({"noise": "learned"}, "learnt"),
+        ({"noise": "none", "bayesian_last": 1}, "likelihood"),
+    ],
 )
 def test_wrong_arguments(wrong, match):
     with pytest.raises(FedBayesError, match=match):

@@ -38,8 +38,9 @@ class Flat(nn.Module):
 # -- prediction --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "targets"), [(bayesian(), 1), (bayesian(3), 3),
-                                                (HybridBayesianRegressor(Flat(), bayesian_last=1), 1)])
+@pytest.mark.parametrize(
+    ("model", "targets"), [(bayesian(), 1), (bayesian(3), 3), (HybridBayesianRegressor(Flat(), bayesian_last=1), 1)]
+)
 def test_fields_of_a_prediction(model, targets):
     prediction = model.predict_step(torch.randn(8, 6))
     assert all(field.shape == (8, targets) for field in prediction[:4])
@@ -114,6 +115,7 @@ def looked_up(draws):
 
 def crps(mean, std, y):
     r""":math:`\int (\Phi((x - \mu)/\sigma) - [x \ge y])^2 dx`, numerically."""
+
     def integrand(x):
         return (stats.norm.cdf(x, mean, std) - (x >= y)) ** 2
 
@@ -135,8 +137,13 @@ def expected_scores(draws, y):
 @pytest.mark.parametrize("stage", ["val", "test"])
 @pytest.mark.parametrize(
     ("targets", "output_shape", "target_shape"),
-    [(1, (EXAMPLES,), (EXAMPLES,)), (1, (EXAMPLES,), (EXAMPLES, 1)), (1, (EXAMPLES, 1), (EXAMPLES,)),
-     (1, (EXAMPLES, 1), (EXAMPLES, 1)), (2, (EXAMPLES, 2), (EXAMPLES, 2))],
+    [
+        (1, (EXAMPLES,), (EXAMPLES,)),
+        (1, (EXAMPLES,), (EXAMPLES, 1)),
+        (1, (EXAMPLES, 1), (EXAMPLES,)),
+        (1, (EXAMPLES, 1), (EXAMPLES, 1)),
+        (2, (EXAMPLES, 2), (EXAMPLES, 2)),
+    ],
 )
 def test_logged_scores_are_those_of_all_predictions(stage, targets, output_shape, target_shape):
     draws, y = table(targets)
@@ -169,8 +176,10 @@ def test_noise_has_a_positive_standard_deviation(noise_std):
         HybridBayesianRegressor(mlp(6, 1), noise_std=noise_std)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"bayesian_last": 2}, "only 1 layers can be converted"),
-                                                  ({"bayesian_last": 1, "estimator": "flip"}, "flipout")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"bayesian_last": 2}, "only 1 layers can be converted"), ({"bayesian_last": 1, "estimator": "flip"}, "flipout")],
+)
 def test_arguments_of_the_conversion(options, message):
     with pytest.raises(ConversionError, match=message):
         HybridBayesianRegressor(mlp(6, 1, ()), **options)
@@ -218,8 +227,14 @@ def data():
 
 
 def trained(x, y, **options):
-    model = Averaged(nn.Linear(3, 1), bayesian_last=1, prior_std=PRIOR_STD, noise_std=LINE_NOISE_STD,
-                     optimizer=functools.partial(torch.optim.Adam, lr=0.03), **options)
+    model = Averaged(
+        nn.Linear(3, 1),
+        bayesian_last=1,
+        prior_std=PRIOR_STD,
+        noise_std=LINE_NOISE_STD,
+        optimizer=functools.partial(torch.optim.Adam, lr=0.03),
+        **options,
+    )
     model.num_examples = N
     trainer(max_epochs=1).fit(model, torch.utils.data.DataLoader(FullBatches(x, y), batch_size=None))
     return model
@@ -232,8 +247,9 @@ def fitted(model):
     return tuple(torch.cat([part[name].flatten() for name in names]) for part in (posterior.mean, posterior.variance))
 
 
-@pytest.mark.parametrize(("estimator", "kl_weight"), [*((estimator, 1.0) for estimator in ESTIMATORS),
-                                                       ("local_reparameterization", 0.2)])
+@pytest.mark.parametrize(
+    ("estimator", "kl_weight"), [*((estimator, 1.0) for estimator in ESTIMATORS), ("local_reparameterization", 0.2)]
+)
 def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
     x, y = data()
     mean, variance = fitted(trained(x, y, estimator=estimator, noise="fixed", kl_weight=kl_weight))

@@ -36,13 +36,27 @@ class LastStep(nn.Module):
 
 def bayesian_torch():
     network = mlp(6, 3, (5,))
-    dnn_to_bnn(network, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -1.0,
-                         "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5})
+    dnn_to_bnn(
+        network,
+        {
+            "prior_mu": 0.0,
+            "prior_sigma": 1.0,
+            "posterior_mu_init": 0.0,
+            "posterior_rho_init": -1.0,
+            "type": "Reparameterization",
+            "moped_enable": False,
+            "moped_delta": 0.5,
+        },
+    )
     return network
 
 
-STOCHASTIC = {**{name: lambda name=name: bayesian(name) for name in ESTIMATORS}, "dropout": dropout,
-              "lstm": LastStep, "bayesian_torch": bayesian_torch}
+STOCHASTIC = {
+    **{name: lambda name=name: bayesian(name) for name in ESTIMATORS},
+    "dropout": dropout,
+    "lstm": LastStep,
+    "bayesian_torch": bayesian_torch,
+}
 LOOPED = ("lstm", "bayesian_torch")
 
 
@@ -104,8 +118,9 @@ def test_the_network_runs_once_and_its_deterministic_beginning_for_one_sample_on
     network = bayesianize(mlp(6, 3, (5, 5)), last=1)
     batched = []
     for layer in network:
-        layer.register_forward_hook(lambda layer, inputs, output: batched.append(
-            torch._C._functorch.is_batchedtensor(output)))
+        layer.register_forward_hook(
+            lambda layer, inputs, output: batched.append(torch._C._functorch.is_batchedtensor(output))
+        )
     sample_outputs(network, X, 7)
     assert batched == [False, False, False, False, True]
 
@@ -228,12 +243,15 @@ def test_attention_and_recurrent_cells_are_sampled_without_advice():
         assert draws.flatten(1)[:, 0].unique().numel() == 4
 
 
-@pytest.mark.parametrize(("make", "expected"), [
-    (lambda: bayesianize(lenet(), last=2), False),
-    (lambda: bayesianize(lenet(), last=5), True),
-    (lambda: with_mc_dropout(lenet()), True),
-    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), MCDropout(0.2), nn.Flatten(), nn.Linear(1352, 2)), False),
-])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: bayesianize(lenet(), last=2), False),
+        (lambda: bayesianize(lenet(), last=5), True),
+        (lambda: with_mc_dropout(lenet()), True),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), MCDropout(0.2), nn.Flatten(), nn.Linear(1352, 2)), False),
+    ],
+)
 def test_large_batches_through_noisy_convolutions_go_one_by_one(make, expected):
     network = make().eval()
     assert convolves_noise(network, torch.zeros(200, 1, 28, 28)) == expected
@@ -260,8 +278,11 @@ class Deep(nn.Module):
     def __init__(self, body="plain"):
         super().__init__()
         self.kind = body
-        self.body = nn.LSTM(4, 6, batch_first=True) if body == "lstm" else nn.Sequential(
-            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
+        self.body = (
+            nn.LSTM(4, 6, batch_first=True)
+            if body == "lstm"
+            else nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
+        )
         self.head = nn.Linear(6, 3)
 
     def forward(self, x):
@@ -271,9 +292,9 @@ class Deep(nn.Module):
 
 def random_from(network, start, std=0.3, zero=torch.zeros_like):
     mean = {name: p.detach().clone() for name, p in network.named_parameters()}
-    return GaussianPosterior(mean, {
-        name: torch.full_like(p, std**2) if name.startswith(start) else zero(p) for name, p in mean.items()
-    })
+    return GaussianPosterior(
+        mean, {name: torch.full_like(p, std**2) if name.startswith(start) else zero(p) for name, p in mean.items()}
+    )
 
 
 def counted(*layers):

@@ -42,8 +42,11 @@ def assert_pooled(found, whole, rtol=1e-10):
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(5, 40) | st.just(0), min_size=1, max_size=8).filter(any), st.sampled_from([0.0, 1e4]),
-       st.booleans())
+@given(
+    st.lists(st.integers(5, 40) | st.just(0), min_size=1, max_size=8).filter(any),
+    st.sampled_from([0.0, 1e4]),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=50)
 def test_sums_of_any_split_are_those_of_the_pooled_data(sizes, mean, ordered):
     whole = torch.randn(sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(sizes))) + mean
@@ -115,8 +118,17 @@ def test_examples_of_another_shape_do_not_count():
         pooled({})
 
 
-@pytest.mark.parametrize("wrong", [(3.0, 1.0, 1.0), (-1.0, 1.0, 1.0), (1.0, 1.0, -1.0), (1.0, math.nan, 1.0),
-                                   (1.0, 1e200, 1.0), (1.0, 1.0, math.inf)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (3.0, 1.0, 1.0),
+        (-1.0, 1.0, 1.0),
+        (1.0, 1.0, -1.0),
+        (1.0, math.nan, 1.0),
+        (1.0, 1e200, 1.0),
+        (1.0, 1.0, math.inf),
+    ],
+)
 def test_sums_that_no_examples_have_are_refused(wrong):
     ScaleSums(2, {"targets": torch.ones(3, 1).double()})
     with pytest.raises(FedBayesError, match="targets"):
@@ -161,7 +173,8 @@ def test_a_column_that_a_client_lacks_is_missing_and_no_shift():
         assert [math.isnan(found[client][name]) for client in ("all", "whole", "lacking")] == [False, False, True]
     mean, std = torch.cat([x[:, 0], lacking[1:, 0]]).double().mean(), torch.cat([x[:, 0], lacking[1:, 0]]).double()
     assert found["lacking"]["inputs shift"] == pytest.approx(
-        float((lacking[1:, 0].double().mean() - mean).abs() / std.std(correction=0)))
+        float((lacking[1:, 0].double().mean() - mean).abs() / std.std(correction=0))
+    )
     assert math.isnan(found["nothing"]["targets shift"])
 
 
@@ -352,7 +365,8 @@ def test_privacy_of_examples_refuses_too():
     def fit(**options):
         privacy = fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)
         trainer(1, [fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg"), privacy]).fit(
-            regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True))
+            regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True)
+        )
 
     with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\)"):
         fit()

@@ -17,8 +17,10 @@ from tests.modules.helpers import loader, summed_kl, trainer
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
-INPUTS = torch.tensor([[1.5, 0.3, 0.3, -0.2, 2.0, 0.9, -1.0, -0.4, 0.3, 1.5, 1.1, -1.0],
-                       [0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0]], dtype=torch.float64).T
+INPUTS = torch.tensor(
+    [[1.5, 0.3, 0.3, -0.2, 2.0, 0.9, -1.0, -0.4, 0.3, 1.5, 1.1, -1.0], [0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0]],
+    dtype=torch.float64,
+).T
 COEFFICIENTS, LOG_LIKELIHOOD = (3.061336073574191, 0.755994535166687), -6.942530541956061
 """lifelines 0.30.3: ``CoxPHFitter().fit`` of these 12 examples, whose times are all different."""
 rows = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 4), st.booleans()), min_size=1, max_size=15)
@@ -56,8 +58,11 @@ def test_what_does_not_matter(examples, constant):
     """A constant added to all log risks, a monotone map of time, and the order of examples, ties among them."""
     log_risk, time, event = columns(examples)
     loss = cox_loss(log_risk, time, event)
-    for same in (cox_loss(log_risk + constant, time, event), cox_loss(log_risk, time.double().exp(), event),
-                 cox_loss(log_risk.flip(0), time.flip(0), event.flip(0).float())):
+    for same in (
+        cox_loss(log_risk + constant, time, event),
+        cox_loss(log_risk, time.double().exp(), event),
+        cox_loss(log_risk.flip(0), time.flip(0), event.flip(0).float()),
+    ):
         torch.testing.assert_close(same, loss, atol=1e-9, rtol=1e-9)
     assert loss >= 0
     assert gradient(cox_loss, log_risk, time, event).sum().abs() < 1e-9
@@ -184,8 +189,10 @@ def test_logged_scores_take_all_batches_together(stage):
         (logged,) = evaluate(model, loader(data, batch_size), verbose=False)
         event, time = targets.T
         nll = by_definition(draws.mean(0), time, event) * event.mean()
-        assert logged == pytest.approx({f"{stage}/c_index": concordance_index(draws.mean(0), time, event).item(),
-                                        f"{stage}/nll": nll.item()}, rel=1e-5)
+        assert logged == pytest.approx(
+            {f"{stage}/c_index": concordance_index(draws.mean(0), time, event).item(), f"{stage}/nll": nll.item()},
+            rel=1e-5,
+        )
 
 
 def test_training_finds_the_hazard():

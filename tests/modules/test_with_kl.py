@@ -87,10 +87,15 @@ class Nothing(L.LightningModule):
 
 @pytest.mark.parametrize(
     ("use", "message"),
-    [(lambda: fb.with_kl(Plain(), -1.0), "kl_weight=-1.0: give a finite number of at least 0"),
-     (lambda: fb.with_kl(fb.with_kl(Plain())), "PlainWithKL has the KL divergence in its loss already"),
-     (lambda: fb.with_kl(Nothing()).training_step(1, 0), "returns dict without a loss"),
-     (lambda: fb.with_kl(Plain()).training_step(next(iter(loader())), 0), "does not know the number of training exam")],
+    [
+        (lambda: fb.with_kl(Plain(), -1.0), "kl_weight=-1.0: give a finite number of at least 0"),
+        (lambda: fb.with_kl(fb.with_kl(Plain())), "PlainWithKL has the KL divergence in its loss already"),
+        (lambda: fb.with_kl(Nothing()).training_step(1, 0), "returns dict without a loss"),
+        (
+            lambda: fb.with_kl(Plain()).training_step(next(iter(loader())), 0),
+            "does not know the number of training exam",
+        ),
+    ],
 )
 def test_what_cannot_be_added_is_refused(use, message):
     with pytest.raises(fb.FedBayesError, match=message):
@@ -100,8 +105,12 @@ def test_what_cannot_be_added_is_refused(use, message):
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
     ("module", "lines"),
-    [(lambda: fb.bayesianize(Plain(), last=1), 1), (lambda: fb.with_kl(fb.bayesianize(Plain(), last=1)), 0),
-     (lambda: ByHand(Mean()), 0), (Plain, 0)],
+    [
+        (lambda: fb.bayesianize(Plain(), last=1), 1),
+        (lambda: fb.with_kl(fb.bayesianize(Plain(), last=1)), 0),
+        (lambda: ByHand(Mean()), 0),
+        (Plain, 0),
+    ],
     ids=["bayesianize", "with_kl", "by hand", "deterministic"],
 )
 def test_a_loss_without_the_kl_of_its_layers_is_told_once(module, lines, engine, caplog):

@@ -32,8 +32,14 @@ def clients(
 
 
 def prepared(
-    answering: Iterable[Any], fusion: Any = "reverse_kl_barycenter", *, make: Any = hybrid, rounds: int = 3,
-    change: dict[int, Change] | None = None, sent: list[FLModel] | None = None, **options: Any,
+    answering: Iterable[Any],
+    fusion: Any = "reverse_kl_barycenter",
+    *,
+    make: Any = hybrid,
+    rounds: int = 3,
+    change: dict[int, Change] | None = None,
+    sent: list[FLModel] | None = None,
+    **options: Any,
 ) -> FusionController:
     """Return the controller of a federation.
 
@@ -43,9 +49,11 @@ def prepared(
         change: client → what becomes of what it sends; None loses it.
         sent: takes what clients send.
     """
-    sites = dict(answering) if isinstance(answering, dict) else {
-        f"site-{number + 1}": client for number, client in enumerate(answering)
-    }
+    sites = (
+        dict(answering)
+        if isinstance(answering, dict)
+        else {f"site-{number + 1}": client for number, client in enumerate(answering)}
+    )
     controller = FusionController(make(), fusion, num_rounds=rounds, **{"wait_for": len(sites), **options})
     on_the_way: list[Callable[[], None]] = []
 
@@ -87,6 +95,7 @@ def run(answering: Iterable[Any], fusion: Any = "reverse_kl_barycenter", **optio
 def same(ours: fb.GaussianPosterior, theirs: fb.GaussianPosterior) -> bool:
     """Return whether two posteriors are the same bit by bit."""
     return ours.names == theirs.names and all(
-        part[name].equal(other[name]) for name in ours.names
+        part[name].equal(other[name])
+        for name in ours.names
         for part, other in ((ours.mean, theirs.mean), (ours.variance, theirs.variance))
     )

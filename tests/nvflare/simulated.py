@@ -45,7 +45,11 @@ class Simulated(FusionController):
     def __init__(self) -> None:
         kind = type(self)
         super().__init__(
-            kind.make(), kind.fusion, "equal", num_rounds=kind.rounds, seed=kind.seed,
+            kind.make(),
+            kind.fusion,
+            "equal",
+            num_rounds=kind.rounds,
+            seed=kind.seed,
             checkpoint=FOLDER / f"{kind.seed}.pt",
         )
 
@@ -54,7 +58,11 @@ class Simulated(FusionController):
         """Return the client of a site."""
         data = OnceBroken if cls is Broken and site == "site-2" else BlobData
         return FusionClient(
-            cls.make(), data(), partition=PARTITION, fusion=cls.fusion, trainer={"accelerator": "cpu"},
+            cls.make(),
+            data(),
+            partition=PARTITION,
+            fusion=cls.fusion,
+            trainer={"accelerator": "cpu"},
             state_folder=FOLDER / str(cls.seed),
         )
 
@@ -141,13 +149,20 @@ def started(folder: Path, *names: str, alone: bool = False) -> subprocess.Popen:
     more = f"from tests.nvflare.simulated import add; add(recipe, {names}); "
     files["job.py"] = changed(files["job.py"], execute, more + execute)
     if alone:
-        files["job.py"] = changed(files["job.py"], "Digits()", f"simulated.{names[0]}()").replace(
-            "from digits import Digits", "from tests.nvflare import simulated").replace(f"{names}", f"{names[1:]}")
+        files["job.py"] = (
+            changed(files["job.py"], "Digits()", f"simulated.{names[0]}()")
+            .replace("from digits import Digits", "from tests.nvflare import simulated")
+            .replace(f"{names}", f"{names[1:]}")
+        )
     for name, text in files.items():
         (code / name).write_text(text)
     environment = {
-        **os.environ, "HOME": str(folder), "FLARE_FEDERATIONS": str(folder), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(PAGE.parents[1]), "NVFLARE_SIMULATOR_WORKSPACE_ROOT": str(folder / "workspace"),
+        **os.environ,
+        "HOME": str(folder),
+        "FLARE_FEDERATIONS": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(PAGE.parents[1]),
+        "NVFLARE_SIMULATOR_WORKSPACE_ROOT": str(folder / "workspace"),
     }
     with (folder / "log").open("a") as log:
         return subprocess.Popen(

@@ -25,8 +25,16 @@ SECRET = "patient 4711"
 
 
 OPTIONS = {
-    "module": hybrid(), "num_rounds": 1, "timeout": 1.0, "checkpoint": None, "calibration": (), "buffers": "average",
-    "local_parameters": (), "posterior": None, "wait_for": 2, "evaluate": False,
+    "module": hybrid(),
+    "num_rounds": 1,
+    "timeout": 1.0,
+    "checkpoint": None,
+    "calibration": (),
+    "buffers": "average",
+    "local_parameters": (),
+    "posterior": None,
+    "wait_for": 2,
+    "evaluate": False,
 }
 
 
@@ -192,8 +200,11 @@ def test_arguments_are_refused_with_errors_of_the_package():
 
 def test_what_is_sent_arrives_exactly():
     tensors = {
-        "a": torch.tensor(3), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.zeros(0, 4),
-        "d": torch.rand(3, 2, dtype=torch.float64).T, "e": torch.tensor([True]),
+        "a": torch.tensor(3),
+        "b": torch.ones(2, dtype=torch.bfloat16),
+        "c": torch.zeros(0, 4),
+        "d": torch.rand(3, 2, dtype=torch.float64).T,
+        "e": torch.tensor([True]),
     }
     sent = fb.core.messages.Message("curvature", 4, 2, 9, tensors, {"epsilon": 0.5})
     came = message_in(carried(answer_of(sent)), 4, "curvature", 2)

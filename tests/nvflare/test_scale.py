@@ -25,13 +25,18 @@ def test_a_federation_over_flare_is_that_of_one_process():
     federation = fb.FederatedBayes(PARTITION, fusion="weighted_average", engine="sequential", seed=3)
     federate(alone, federation, 2, own().train_dataloader())
     assert torch.equal(controller.server.buffers["scale/target_units"], alone.scaler.target_units)
-    assert all(torch.equal(mean, federation.posterior.mean[name])
-               for name, mean in controller.server.posterior.mean.items())
+    assert all(
+        torch.equal(mean, federation.posterior.mean[name]) for name, mean in controller.server.posterior.mean.items()
+    )
     assert [each.meta["kind"] for each in sent] == ["scale"] * 4 + ["update"] * 8
 
 
 def test_private_clients_send_none(tmp_path):
     private = {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0), "state_folder": tmp_path}
     with pytest.raises(FederationError, match="no client's answer can be used"):
-        run(clients(make=fixed, data=own, partition=PARTITION, fusion="weighted_average", **private),
-            "weighted_average", make=fixed, rounds=1)
+        run(
+            clients(make=fixed, data=own, partition=PARTITION, fusion="weighted_average", **private),
+            "weighted_average",
+            make=fixed,
+            rounds=1,
+        )

@@ -14,12 +14,14 @@ from lightning_fedbayes.server.aggregation import Aggregation
 from lightning_fedbayes.server.weighting import PER_CLIENT, PER_COHORT, ClientFacts, client_weights
 
 RULES = [  # those that report no shares of their own
-    name for name in available_fusions()
+    name
+    for name in available_fusions()
     if name != "first_client" and not isinstance(get_rule(name), ReliabilityRule | Preaggregation)
 ]
 SHAPES = {"body": (3,), "head": (2, 2)}
-PREVIOUS = GaussianPosterior({n: torch.zeros(s) for n, s in SHAPES.items()},
-                             {n: torch.full(s, 50.0) for n, s in SHAPES.items()})
+PREVIOUS = GaussianPosterior(
+    {n: torch.zeros(s) for n, s in SHAPES.items()}, {n: torch.full(s, 50.0) for n, s in SHAPES.items()}
+)
 
 
 def update(client, num_examples=10, mean=None, buffers=None, **metrics):
@@ -62,8 +64,11 @@ def assert_same(first, second, **tolerance):
         assert first.metrics[name] == pytest.approx(second.metrics[name])
     assert {"effective_clients", "disagreement"} <= first.metrics.keys() & second.metrics.keys()
     assert first.buffers.keys() == second.buffers.keys()
-    pairs = [(first.buffers, second.buffers), (first.posterior.mean, second.posterior.mean),
-             (first.posterior.variance, second.posterior.variance)]
+    pairs = [
+        (first.buffers, second.buffers),
+        (first.posterior.mean, second.posterior.mean),
+        (first.posterior.variance, second.posterior.variance),
+    ]
     for a, b in pairs:
         for name in a:
             torch.testing.assert_close(a[name], b[name], **tolerance)
@@ -183,8 +188,18 @@ def spoiled(kind):
     return ClientUpdate(7, 10, GaussianPosterior(mean, variance), buffers), rf"client 7.*{words}|{words}.*client 7"
 
 
-SPOILED = ("nan mean", "infinite variance", "missing name", "more names", "wrong shape", "nan buffer",
-           "buffer of another shape", "buffer that would broadcast", "missing buffer", "more buffers")
+SPOILED = (
+    "nan mean",
+    "infinite variance",
+    "missing name",
+    "more names",
+    "wrong shape",
+    "nan buffer",
+    "buffer of another shape",
+    "buffer that would broadcast",
+    "missing buffer",
+    "more buffers",
+)
 
 
 @pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
@@ -253,7 +268,8 @@ class TestDiagnostics:
 
 
 def test_bytes_of_an_update():
-    posterior = GaussianPosterior({"a": torch.zeros(3), "b": torch.zeros(5)},
-                                  {"a": torch.ones(3), "b": torch.zeros(()).expand(5)})
+    posterior = GaussianPosterior(
+        {"a": torch.zeros(3), "b": torch.zeros(5)}, {"a": torch.ones(3), "b": torch.zeros(()).expand(5)}
+    )
     sent = ClientUpdate(0, 1, posterior, {"n": torch.tensor(1), "m": torch.zeros(2)})
     assert sent.num_bytes == (3 + 5 + 3) * 4 + 8 + 2 * 4

@@ -12,11 +12,20 @@ from lightning_fedbayes.core.errors import FederationError
 
 SHAPES = {"body": (40,), "head": (20,)}
 SIZE = 400
-START = GaussianPosterior({n: torch.zeros(s) for n, s in SHAPES.items()},
-                          {"body": torch.full((40,), 0.01), "head": torch.zeros(20)})
+START = GaussianPosterior(
+    {n: torch.zeros(s) for n, s in SHAPES.items()}, {"body": torch.full((40,), 0.01), "head": torch.zeros(20)}
+)
 DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
-SUMS = ("reverse_kl_barycenter", "conflation", "weighted_conflation", "weighted_average", "weighted_sum", "linear_pool",
-        "wasserstein_barycenter", "log_variance_average")
+SUMS = (
+    "reverse_kl_barycenter",
+    "conflation",
+    "weighted_conflation",
+    "weighted_average",
+    "weighted_sum",
+    "linear_pool",
+    "wasserstein_barycenter",
+    "log_variance_average",
+)
 
 
 def honest(client, examples=10):
@@ -30,8 +39,11 @@ def honest(client, examples=10):
 def lie(client, mean=1.0, variance=1.0, examples=10):
     """An honest update with means and variances multiplied."""
     q = honest(client).posterior
-    return ClientUpdate(client, examples, GaussianPosterior({n: m * mean for n, m in q.mean.items()},
-                                                            {n: v * variance for n, v in q.variance.items()}))
+    return ClientUpdate(
+        client,
+        examples,
+        GaussianPosterior({n: m * mean for n, m in q.mean.items()}, {n: v * variance for n, v in q.variance.items()}),
+    )
 
 
 def fuse(rule, updates, start=START, **options):
@@ -162,8 +174,10 @@ def test_a_light_client_is_clipped_to_a_larger_size_than_a_heavy_one():
     start = GaussianPosterior.point_mass({"w": torch.zeros(10_000, dtype=torch.float64)})
     step = torch.ones(10_000, dtype=torch.float64)
     sent = [(1, 10)] * 8 + [(100, 5), (100, 10)]
-    updates = [ClientUpdate(k, examples, GaussianPosterior.point_mass({"w": step * size}))
-               for k, (size, examples) in enumerate(sent)]
+    updates = [
+        ClientUpdate(k, examples, GaussianPosterior.point_mass({"w": step * size}))
+        for k, (size, examples) in enumerate(sent)
+    ]
     fused, _ = fuse("weighted_average", updates, start)
     allowed = 2 * (1 + 2 / math.sqrt(10_000))
     torch.testing.assert_close(fused.mean["w"], step * (80 + 5 * 1.9 * allowed + 10 * allowed) / 95)

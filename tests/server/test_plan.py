@@ -36,8 +36,19 @@ def batchings(draw):
 
 @pytest.mark.parametrize(
     ("clients", "fraction", "size"),
-    [(10, 1.0, 10), (10, 0.5, 5), (10, 0.25, 3), (10, 0.24, 2), (10, 0.05, 1), (10, 0.01, 1), (10, 0.99, 10),
-     (3, 0.5, 2), (1, 0.1, 1), (100, 0.1, 10), (7, 0.3, 2)],
+    [
+        (10, 1.0, 10),
+        (10, 0.5, 5),
+        (10, 0.25, 3),
+        (10, 0.24, 2),
+        (10, 0.05, 1),
+        (10, 0.01, 1),
+        (10, 0.99, 10),
+        (3, 0.5, 2),
+        (1, 0.1, 1),
+        (100, 0.1, 10),
+        (7, 0.3, 2),
+    ],
 )
 def test_cohort_has_the_rounded_size(clients, fraction, size):
     """max(⌊C·K + ½⌋, 1)."""
@@ -89,8 +100,8 @@ def test_planning_leaves_the_global_generator_alone():
 
 
 @pytest.mark.parametrize(
-    ("size", "drop_last", "count"), [(10, False, 3), (10, True, 2), (8, False, 2), (8, True, 2), (3, False, 1),
-                                     (3, True, 0)]
+    ("size", "drop_last", "count"),
+    [(10, False, 3), (10, True, 2), (8, False, 2), (8, True, 2), (3, False, 1), (3, True, 0)],
 )
 def test_last_batch_may_be_short(size, drop_last, count):
     assert batches_per_epoch(size, Batching(batch_size=4, drop_last=drop_last)) == count
@@ -111,7 +122,9 @@ def test_every_local_epoch_is_a_permutation(round, client, size, batching):
 def test_orders_of_rounds_clients_epochs_and_seeds_all_differ():
     orders = [
         tuple(order.tolist())
-        for seed in range(3) for round in range(3) for client in range(3)
+        for seed in range(3)
+        for round in range(3)
+        for client in range(3)
         for order in client_order(round, client, 50, Batching(batch_size=4, local_epochs=3, seed=seed))
     ]
     assert len(set(orders)) == len(orders) == 81

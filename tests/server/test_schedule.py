@@ -17,12 +17,16 @@ def timelines(draw):
     clients = draw(st.integers(1, 8))
     concurrency = draw(st.integers(1, clients))
     delays = fb.Delays(
-        typical=draw(st.sampled_from([0.0, 1.0])), spread=draw(st.sampled_from([0.0, 0.5])),
-        slow={0: draw(st.sampled_from([1.0, 20.0]))}, network=draw(st.sampled_from([0.0, 0.3])),
+        typical=draw(st.sampled_from([0.0, 1.0])),
+        spread=draw(st.sampled_from([0.0, 0.5])),
+        slow={0: draw(st.sampled_from([1.0, 20.0]))},
+        network=draw(st.sampled_from([0.0, 0.3])),
         away=draw(st.sampled_from([(), ((0, 0.5, 3.0),)])),
     )
     schedule = fb.Asynchronous(
-        concurrency, draw(st.integers(1, concurrency)), delays,
+        concurrency,
+        draw(st.integers(1, concurrency)),
+        delays,
         max_staleness=draw(st.sampled_from([None, 2])) if delays.typical else None,
     )
     return Timeline(schedule, [10] * clients, draw(st.integers(0, 3)))
@@ -47,8 +51,9 @@ def test_every_turn_fuses_a_buffer_of_messages_of_clients_that_had_started(timel
             assert (each.client in turn.refused) == too_late
         before = turn.time
         assert {each.client for each in turn.waiting} == started.keys()
-        waited_for = [each for each in turn.waiting
-                      if timeline.schedule.max_staleness is None or round - each.started <= 2]
+        waited_for = [
+            each for each in turn.waiting if timeline.schedule.max_staleness is None or round - each.started <= 2
+        ]
         assert len(waited_for) <= timeline.concurrency
         figures = turn.figures(round)
         assert figures["schedule/staleness"] == sum(round - each.started for each in counting) / timeline.buffer
@@ -100,8 +105,9 @@ def test_who_is_away_neither_starts_nor_sends():
     delays = fb.Delays(1.0, 0.0, away=((0, 0.5, 4.2), (0, 4.0, 6.2), (1, 0.0, 3.1)))
     timeline = Timeline(fb.Asynchronous(buffer=1, delays=delays), [5] * 3, 0)
     turns = [timeline.turn(round) for round in range(12)]
-    arrivals = {client: [each.time for turn in turns for each in turn.arrivals if each.client == client]
-                for client in range(3)}
+    arrivals = {
+        client: [each.time for turn in turns for each in turn.arrivals if each.client == client] for client in range(3)
+    }
     assert arrivals[0][0] == 6.2
     assert arrivals[1][0] == 5.0  # it is back at 3.1, and starts when the server fuses next
     assert arrivals[2][:5] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -116,29 +122,30 @@ def test_a_federation_that_nobody_answers_says_so():
 
 def test_one_that_never_answers_holds_a_place_until_it_is_given_up():
     delays = fb.Delays(1.0, 0.0, away=((0, 0.5, math.inf),))
-    held, given_up = (
-        Timeline(fb.Asynchronous(2, 1, delays, max_staleness=most), [5] * 4, 2) for most in (None, 3)
-    )
+    held, given_up = (Timeline(fb.Asynchronous(2, 1, delays, max_staleness=most), [5] * 4, 2) for most in (None, 3))
     assert math.inf in [each.time for each in held.turn(0).waiting]
     assert [len(timeline.turn(20).waiting) for timeline in (held, given_up)] == [1, 2]
     assert all(0 not in held.turn(round).starts for round in range(40))
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    (lambda: fb.Delays(typical=-1.0), "typical=-1"),
-    (lambda: fb.Delays(slow={0: 0.0}), r"slow\[0\]=0"),
-    (lambda: fb.Delays(trace={0: []}), r"trace\[0\]=\[\]: give times"),
-    (lambda: fb.Delays(away=((0, 3.0, 1.0),)), r"away: \(0, 3\.0, 1\.0\): give \(client, from, until\)"),
-    (lambda: fb.Asynchronous(buffer=0), "buffer=0"),
-    (lambda: fb.Asynchronous(2, 3), "buffer=3 with concurrency=2: no more messages can arrive"),
-    (lambda: fb.Asynchronous(delays=3.0), r"give fb\.Delays"),
-    (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.FedBuff"),
-    (lambda: fb.Asynchronous(max_staleness=-1), "max_staleness=-1"),
-    (lambda: Timeline(fb.Asynchronous(5), [1] * 4, 0), "concurrency=5, but there are 4 clients"),
-    (lambda: Timeline(fb.Asynchronous(buffer=5), [1] * 4, 0), "buffer=5, but there are 4 clients"),
-    (lambda: Timeline(fb.Asynchronous(delays=fb.Delays(slow={4: 2.0})), [1] * 4, 0), "names client 4"),
-    (lambda: Timeline(fb.Asynchronous(buffer=1), [1] * 4, 0, min_clients=2), "min_clients=2 with a buffer of 1"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: fb.Delays(typical=-1.0), "typical=-1"),
+        (lambda: fb.Delays(slow={0: 0.0}), r"slow\[0\]=0"),
+        (lambda: fb.Delays(trace={0: []}), r"trace\[0\]=\[\]: give times"),
+        (lambda: fb.Delays(away=((0, 3.0, 1.0),)), r"away: \(0, 3\.0, 1\.0\): give \(client, from, until\)"),
+        (lambda: fb.Asynchronous(buffer=0), "buffer=0"),
+        (lambda: fb.Asynchronous(2, 3), "buffer=3 with concurrency=2: no more messages can arrive"),
+        (lambda: fb.Asynchronous(delays=3.0), r"give fb\.Delays"),
+        (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.FedBuff"),
+        (lambda: fb.Asynchronous(max_staleness=-1), "max_staleness=-1"),
+        (lambda: Timeline(fb.Asynchronous(5), [1] * 4, 0), "concurrency=5, but there are 4 clients"),
+        (lambda: Timeline(fb.Asynchronous(buffer=5), [1] * 4, 0), "buffer=5, but there are 4 clients"),
+        (lambda: Timeline(fb.Asynchronous(delays=fb.Delays(slow={4: 2.0})), [1] * 4, 0), "names client 4"),
+        (lambda: Timeline(fb.Asynchronous(buffer=1), [1] * 4, 0, min_clients=2), "min_clients=2 with a buffer of 1"),
+    ],
+)
 def test_impossible_schedules_are_refused(wrong, message):
     with pytest.raises(fb.FederationError, match=message):
         wrong()

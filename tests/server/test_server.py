@@ -47,7 +47,8 @@ UNUSABLE = {
     "failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
     "not finite": (lambda: update(2, value=math.nan), "mean of 'w' is not finite"),
     "of another network": (
-        lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})), "different parameters"
+        lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})),
+        "different parameters",
     ),
     "of a stranger": (lambda: update(7), "client 7 is not in the cohort"),
     "a second one": (lambda: update(1, value=9.0), "client 1 has been heard"),
@@ -149,7 +150,9 @@ def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
 def test_figures_of_a_round():
     server = Server(START, fusion="weighted_average")
     result, _ = round_of(
-        server, update(0, metrics={"train_loss": 1.0}), update(1, examples=30, metrics={"train_loss": 2.0}),
+        server,
+        update(0, metrics={"train_loss": 1.0}),
+        update(1, examples=30, metrics={"train_loss": 2.0}),
         ClientFailure(2, RuntimeError("gone")),
     )
     figures = result.figures
@@ -172,8 +175,10 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
     values = torch.randn(clients, generator=random).tolist()
 
     def message(server, client):
-        sent = {f"method/{name}": torch.full_like(server.buffers[f"method/{name}"], abs(values[client])).float()
-                for name in server.method.sent}
+        sent = {
+            f"method/{name}": torch.full_like(server.buffers[f"method/{name}"], abs(values[client])).float()
+            for name in server.method.sent
+        }
         if sent:
             sent |= {"method/examples": torch.tensor(10.0), "method/clients": torch.tensor(1.0)}
         return update(client, values[client], 0.0 if sent else 0.5, buffers=sent)
@@ -195,13 +200,22 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
 
 
 WITH_STATE = {
-    "fedavgm": "optimizer momentum", "fedadam": "optimizer square", "fedyogi": "optimizer momentum",
-    "ivar_vb": "counts", "icov_mle": "along", "ivar_mle": "clients", "icov_vb": "rounds",
+    "fedavgm": "optimizer momentum",
+    "fedadam": "optimizer square",
+    "fedyogi": "optimizer momentum",
+    "ivar_vb": "counts",
+    "icov_mle": "along",
+    "ivar_mle": "clients",
+    "icov_vb": "rounds",
 }
 """Rule → a part of its state."""
 DAMAGE = {
-    "missing": None, "a word": "x", "empty": torch.zeros(0), "another shape": torch.zeros(7, 7, 7),
-    "not finite": torch.tensor(math.nan), "a list of lists": [[]],
+    "missing": None,
+    "a word": "x",
+    "empty": torch.zeros(0),
+    "another shape": torch.zeros(7, 7, 7),
+    "not finite": torch.tensor(math.nan),
+    "a list of lists": [[]],
 }
 
 
@@ -213,10 +227,15 @@ def trained(rule, rounds=2):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize(("make", "rule"), [
-    *((fb.fusion.get_rule, rule) for rule in WITH_STATE), (fb.Reliability, "ivar_vb"), (fb.Reliability, "icov_mle"),
-    (lambda rule: fb.fusion.NearestNeighbourMixing(rule, byzantine=1), "ivar_vb"),
-])
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        *((fb.fusion.get_rule, rule) for rule in WITH_STATE),
+        (fb.Reliability, "ivar_vb"),
+        (fb.Reliability, "icov_mle"),
+        (lambda rule: fb.fusion.NearestNeighbourMixing(rule, byzantine=1), "ivar_vb"),
+    ],
+)
 def test_a_damaged_state_of_a_rule_is_refused_when_it_is_given(make, rule, damage):
     whole = make(rule)
     server = trained(whole)

@@ -38,10 +38,15 @@ def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
     """Return what multiplies parts of a message."""
 
     def told(report: fb.Report, shared: fb.Shared) -> fb.Report:
-        mean = {name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])
-                for name, value in report.posterior.mean.items()}
-        sent = {**report.sent, "gradient": gradient * report.sent["gradient"],
-                "precision": precision * report.sent["precision"]}
+        mean = {
+            name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])
+            for name, value in report.posterior.mean.items()
+        }
+        sent = {
+            **report.sent,
+            "gradient": gradient * report.sent["gradient"],
+            "precision": precision * report.sent["precision"],
+        }
         return fb.Report(fb.GaussianPosterior.point_mass(mean), report.kept, sent)
 
     return told
@@ -72,8 +77,14 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent(examples, point):
         assert torch.equal(ours, theirs)
 
 
-LIES = {"gradient": lie(gradient=10), "precision": lie(precision=30), "move": lie(move=30), "flipped": lie(-10, 1, -10),
-        "all": lie(30, 30, 30), "all, flipped": lie(-1e3, -1e3, -1e3)}
+LIES = {
+    "gradient": lie(gradient=10),
+    "precision": lie(precision=30),
+    "move": lie(move=30),
+    "flipped": lie(-10, 1, -10),
+    "all": lie(30, 30, 30),
+    "all, flipped": lie(-1e3, -1e3, -1e3),
+}
 
 
 @pytest.mark.parametrize("told", LIES.values(), ids=LIES)
@@ -172,8 +183,14 @@ def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
     clients = clients_of()
     server = served(clients)
     for _ in range(3):
-        figures = clients.round(server, lies={0: lambda report, shared: fb.Report(
-            report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)})})
+        figures = clients.round(
+            server,
+            lies={
+                0: lambda report, shared: fb.Report(
+                    report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)}
+                )
+            },
+        )
         assert figures["valid_clients"] == COUNT - 1
     tensors = split(server.buffers)[1]
     assert float(tensors["clients"]) == COUNT - 1
@@ -301,8 +318,11 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path, lies):
     """The sums of what clients keep are the server's, whatever they have sent."""
     found = {}
-    for name, engine, keep in (("memory", "sequential", ()), ("disk", "sequential", fb.Kept(folder=tmp_path / "s")),
-                               ("stack", "vectorized", fb.Kept(folder=tmp_path / "v"))):
+    for name, engine, keep in (
+        ("memory", "sequential", ()),
+        ("disk", "sequential", fb.Kept(folder=tmp_path / "s")),
+        ("stack", "vectorized", fb.Kept(folder=tmp_path / "v")),
+    ):
         made = fb.FederatedBayes(fb.IIDPartition(9), fusion="sites", adversaries=lies, engine=engine, keep=keep)
         federate(bayesian(), made, 4)
         if name == "memory":

@@ -140,8 +140,10 @@ def test_weights_sum_to_one_and_follow_the_clients(name, data, count):
 
 
 def test_function_of_all_facts():
-    facts = [ClientFacts(k, n, normal([0.0]), normal([0.0]), {"loss": loss})
-             for k, (n, loss) in enumerate([(10, 2.0), (20, 0.5)])]
+    facts = [
+        ClientFacts(k, n, normal([0.0]), normal([0.0]), {"loss": loss})
+        for k, (n, loss) in enumerate([(10, 2.0), (20, 0.5)])
+    ]
 
     def by_loss(cohort):
         return [each.num_examples / each.metrics["loss"] for each in cohort]
@@ -229,9 +231,13 @@ def test_clients_with_the_same_data_share_the_weight_of_one():
 @pytest.mark.parametrize(
     ("shared", "words"),
     [
-        ("many", "give a square matrix"), ([1.0, 2.0], "no square matrix"), ([[1.0, 0.0]], "no square matrix"),
-        ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"), ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
-        ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"), ([[2.0, -1.0], [-1.0, 2.0]], "at least 0"),
+        ("many", "give a square matrix"),
+        ([1.0, 2.0], "no square matrix"),
+        ([[1.0, 0.0]], "no square matrix"),
+        ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"),
+        ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
+        ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"),
+        ([[2.0, -1.0], [-1.0, 2.0]], "at least 0"),
     ],
     ids=str,
 )
@@ -249,8 +255,9 @@ def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():
         client_weights(KnownOverlap(shared), facts)
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"),
-                                              ("max_discrepency", "max_discrepancy")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"), ("max_discrepency", "max_discrepancy")]
+)
 def test_unknown_name_gets_the_nearest(wrong, right):
     with pytest.raises(FusionError, match=rf"weighting='{wrong}': did you mean '{right}'\?.*distance_l2"):
         client_weights(wrong, facts_of([normal([0.0])]))

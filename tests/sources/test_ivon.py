@@ -54,8 +54,11 @@ def test_a_quadratic_loss_gives_the_exact_posterior(kind):
     The groups of one optimizer have nothing in common but its steps.
     """
     torch.manual_seed(0)
-    options = [{"prior_std": 0.5, "temperature": 1.0}, {"prior_std": 2.0, "temperature": 0.5},
-               {"prior_std": math.inf, "temperature": 1.0}]
+    options = [
+        {"prior_std": 0.5, "temperature": 1.0},
+        {"prior_std": 2.0, "temperature": 0.5},
+        {"prior_std": math.inf, "temperature": 1.0},
+    ]
     groups = [{"params": [nn.Parameter(torch.zeros(3))], **each} for each in options]
     optimizer = fb.IVON(groups, num_examples=200, curvature=kind)
     found = minimise(optimizer, lambda p: (CURVATURE * (p - CENTRE) ** 2).sum() / 2, 24_000)
@@ -80,8 +83,9 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
         solver.zero_grad()
         variance = (2 * log_std).exp()
         logits = (x @ mean)[:, None] + (x**2 @ variance).sqrt()[:, None] * nodes
-        expected = (F.binary_cross_entropy_with_logits(logits, y[:, None].expand_as(logits), reduction="none")
-                    @ weights).sum()
+        expected = (
+            F.binary_cross_entropy_with_logits(logits, y[:, None].expand_as(logits), reduction="none") @ weights
+        ).sum()
         value = expected + ((variance + mean**2) / 2 - log_std).sum()
         value.backward()
         return value
@@ -91,7 +95,8 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
     optimizer = fb.IVON([parameter], num_examples=150, hessian_init=0.3, curvature=kind)
     ((found, precision),) = minimise(optimizer, lambda p: F.binary_cross_entropy_with_logits(x @ p, y), 15_000)
     distance = fb.GaussianPosterior({"w": found}, {"w": 1 / precision}).kl(
-        fb.GaussianPosterior({"w": mean.detach()}, {"w": (2 * log_std.detach()).exp()}))
+        fb.GaussianPosterior({"w": mean.detach()}, {"w": (2 * log_std.detach()).exp()})
+    )
     assert distance / 5 < 0.02
 
 
@@ -138,9 +143,13 @@ def test_the_authors_package_gives_the_same_on_digits():
 
 @settings(deadline=None)
 @given(
-    gradients=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), second=st.floats(0.0, 0.999),
-    prior_std=st.floats(0.1, 100.0), hessian_init=st.floats(1e-3, 1e3), seed=st.integers(0, 1000),
-    kind=st.sampled_from(KINDS), improper=st.booleans(),
+    gradients=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20),
+    second=st.floats(0.0, 0.999),
+    prior_std=st.floats(0.1, 100.0),
+    hessian_init=st.floats(1e-3, 1e3),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(KINDS),
+    improper=st.booleans(),
 )
 def test_a_precision_stays_positive_whatever_the_gradients(
     gradients, second, prior_std, hessian_init, seed, kind, improper
@@ -149,7 +158,12 @@ def test_a_precision_stays_positive_whatever_the_gradients(
     torch.manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = fb.IVON(
-        [parameter], 0.0, num_examples=10, prior_std=prior_std, hessian_init=hessian_init, betas=(0.9, second),
+        [parameter],
+        0.0,
+        num_examples=10,
+        prior_std=prior_std,
+        hessian_init=hessian_init,
+        betas=(0.9, second),
         curvature=kind,
     )
     if improper and kind == "squares":
@@ -318,9 +332,12 @@ def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
                 states = [each.state[one] for each, one in zip(alone, own)]
                 by_row = [1] * (p.dim() - 1)
                 together.state[p] = {
-                    key: torch.stack([state[key] for state in states]).view(2, *by_row) if key in fb.IVON.sums
-                    else value.clone() if key in fb.IVON.counts
-                    else torch.stack([state[key] for state in states]) for key, value in states[0].items()
+                    key: torch.stack([state[key] for state in states]).view(2, *by_row)
+                    if key in fb.IVON.sums
+                    else value.clone()
+                    if key in fb.IVON.counts
+                    else torch.stack([state[key] for state in states])
+                    for key, value in states[0].items()
                 }
         for optimizer in (together, *alone):
             with optimizer.sampled():
@@ -384,8 +401,13 @@ def data():
 
 def trainer(folder, epochs, **options):
     return L.Trainer(
-        max_epochs=epochs, default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu", **options,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        **options,
     )
 
 
@@ -440,9 +462,7 @@ def test_a_group_without_a_posterior_takes_adam_s_steps():
     torch.manual_seed(0)
     points, drawn = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
     other = nn.Parameter(points.detach().clone())
-    optimizer = fb.IVON(
-        [{"params": [drawn]}, {"params": [points], "posterior": False, "lr": 0.01}], num_examples=10
-    )
+    optimizer = fb.IVON([{"params": [drawn]}, {"params": [points], "posterior": False, "lr": 0.01}], num_examples=10)
     adam = torch.optim.Adam([other], lr=0.01, betas=(0.9, 0.999))
 
     def closure():

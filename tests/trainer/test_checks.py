@@ -247,8 +247,12 @@ class TestData:
         self.refuse([loader(), loader()], "training loader is a list.*ClientDatasets")
 
     def test_more_clients_needed_than_come(self):
-        self.refuse(loader(), "min_clients=3, but a round has only 1 of 3", safeguards=fb.Safeguards(min_clients=3),
-                    fraction=0.3)
+        self.refuse(
+            loader(),
+            "min_clients=3, but a round has only 1 of 3",
+            safeguards=fb.Safeguards(min_clients=3),
+            fraction=0.3,
+        )
 
     def test_local_parameters_that_match_nothing(self):
         self.refuse(loader(), r"pattern 'head\.\*' matches no parameter", local_parameters=["head.*"])
@@ -276,9 +280,15 @@ class TestData:
 
 def test_options_that_work_as_they_do_without_a_federation():
     options = {
-        "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": 0.5,
-        "limit_val_batches": 1, "num_sanity_val_steps": 1, "profiler": "simple", "min_epochs": 2,
+        "check_val_every_n_epoch": 2,
+        "reload_dataloaders_every_n_epochs": 1,
+        "gradient_clip_val": 0.5,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 1,
+        "profiler": "simple",
+        "min_epochs": 2,
     }
+
     class Seen(Plain):
         def train_dataloader(self):
             reloaded.append(self.trainer.current_epoch)

@@ -60,10 +60,19 @@ def run(folder, callbacks, **options):
     module, seen = Logging(), Seen()
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=4, save_top_k=-1)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", logger=CSVLogger(folder, "log", 0), log_every_n_steps=3,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), saving, LearningRateMonitor(), seen,
-                   *callbacks],
+        max_epochs=3,
+        accelerator="cpu",
+        logger=CSVLogger(folder, "log", 0),
+        log_every_n_steps=3,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"),
+            saving,
+            LearningRateMonitor(),
+            seen,
+            *callbacks,
+        ],
         **options,
     )
     trainer.fit(module, loader(), loader(shuffle=False))
@@ -76,7 +85,8 @@ def run(folder, callbacks, **options):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
-    ("stop", "options"), [(False, {}), (True, {}), (True, {"min_steps": 20}), (True, {"min_epochs": 3})],
+    ("stop", "options"),
+    [(False, {}), (True, {}), (True, {"min_steps": 20}), (True, {"min_epochs": 3})],
     ids=["whole rounds", "stopped", "stopped but min_steps", "stopped but min_epochs"],
 )
 def test_the_short_loop_is_seen_as_the_trainers_own(tmp_path, stop, options):

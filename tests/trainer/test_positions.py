@@ -68,8 +68,15 @@ def test_a_trainer_is_what_it_was_after_an_error():
     class Mine(L.Trainer):
         pass
 
-    made = Mine(max_epochs=1, callbacks=[fb.FederatedBayes(fb.IIDPartition(3))], logger=False, accelerator="cpu",
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    made = Mine(
+        max_epochs=1,
+        callbacks=[fb.FederatedBayes(fb.IIDPartition(3))],
+        logger=False,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     with pytest.raises(RuntimeError, match="no"):
         made.fit(Fails(), loader())
     assert type(made) is Mine

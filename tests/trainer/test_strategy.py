@@ -22,12 +22,24 @@ from .scenarios import SCENARIOS, SIZES, incomes, run
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 OF_TWO = {
-    "ivon_stacked", "laplace", "laplace_stacked", "swag_stacked", "scaffold_stacked", "ditto_stacked", "own_method",
-    "on_disk", "on_disk_stacked", "bounded",
+    "ivon_stacked",
+    "laplace",
+    "laplace_stacked",
+    "swag_stacked",
+    "scaffold_stacked",
+    "ditto_stacked",
+    "own_method",
+    "on_disk",
+    "on_disk_stacked",
+    "bounded",
 }
 """Scenarios that differ from another one in what each process does by itself, not in what it exchanges."""
-CASES = [(devices, name) for devices in (2, 3) for name in SCENARIOS
-         if name not in ("split", "stopped") and (devices == 2 or name not in OF_TWO)]
+CASES = [
+    (devices, name)
+    for devices in (2, 3)
+    for name in SCENARIOS
+    if name not in ("split", "stopped") and (devices == 2 or name not in OF_TWO)
+]
 OF_ONE_PROCESS = ("seconds", "megabytes_between_processes")
 """Figures that differ between processes, or that one process does not have."""
 
@@ -241,14 +253,20 @@ def alive(group):
     ("trainer", "message"),
     [
         ({"strategy": "fedbayes", "devices": 2, "max_time": {"hours": 1}}, "interval='epoch'"),
-        ({"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
-         "use every_n_epochs="),
+        (
+            {"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
+            "use every_n_epochs=",
+        ),
     ],
 )
 def test_options_that_several_processes_cannot_use_are_refused_before_training(trainer, message):
     callbacks = [fb.FederatedBayes(fb.IIDPartition(4)), *trainer.pop("callbacks", [])]
     made = L.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=callbacks, logger=False, **trainer,
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=False,
+        **trainer,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
     )
     with pytest.raises(fb.FederationError, match=message):

@@ -132,12 +132,23 @@ def loader(case: Case, dataset: Dataset) -> DataLoader:
     return DataLoader(dataset, **{"batch_size": 4, "shuffle": False, "generator": own, **case.loading})
 
 
-def fit(case: Case, module: L.LightningModule, dataset: Dataset, callbacks: Sequence[L.Callback], rounds: int,
-        first: int = 0) -> L.Trainer:
+def fit(
+    case: Case,
+    module: L.LightningModule,
+    dataset: Dataset,
+    callbacks: Sequence[L.Callback],
+    rounds: int,
+    first: int = 0,
+) -> L.Trainer:
     """Train ``module`` up to round ``rounds``, from round ``first``."""
     options = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "num_sanity_val_steps": 0, **case.trainer,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **case.trainer,
     }
     trainer = L.Trainer(max_epochs=rounds, callbacks=[*case.callbacks(), *callbacks], **options)
     progress = trainer.fit_loop.epoch_progress
@@ -193,8 +204,11 @@ def federated(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> tuple[di
 def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """Return the largest difference of two states, relative to values above 1."""
     assert first.keys() == second.keys()
-    return max(float(((first[n].double() - v.double()).abs() / v.double().abs().clamp_min(1)).max())
-               for n, v in second.items() if v.numel())
+    return max(
+        float(((first[n].double() - v.double()).abs() / v.double().abs().clamp_min(1)).max())
+        for n, v in second.items()
+        if v.numel()
+    )
 
 
 __all__ = ["CLASSES", "EQUAL", "FEATURES", "REFUSED", "STEP_OUTPUT", "Case", "Net", "callback", "net", "network"]

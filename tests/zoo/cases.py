@@ -42,7 +42,8 @@ TORCH = {
     "SGD": lambda p: optim.SGD(p, lr=0.1),
     "SGD with momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
     "SGD with Nesterov momentum and weight decay": lambda p: optim.SGD(
-        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "SGD that maximizes": lambda p: optim.SGD(p, lr=0.01, maximize=True),
     "SGD, foreach": lambda p: optim.SGD(p, lr=0.1, foreach=True),
     "Adam": lambda p: optim.Adam(p, lr=0.01),
@@ -61,12 +62,20 @@ TORCH = {
 }
 for name, optimizer in TORCH.items():
     add("Optimizers of torch", name, lambda optimizer=optimizer: Net(optimizer=optimizer), tolerance=1e-4)
-add("Optimizers of torch", "Adafactor", lambda: Net(optimizer=lambda p: optim.Adafactor(p, lr=0.01)),
-    vectorized=REFUSED)
-add("Optimizers of torch", "LBFGS", lambda: Net(optimizer=lambda p: optim.LBFGS(p, lr=0.1, max_iter=3)),
-    vectorized=REFUSED)
-add("Optimizers of torch", "groups with learning rates of their own", lambda: Net(optimizer=lambda p: optim.SGD(
-    [{"params": [each], "lr": 0.1 / (i + 1)} for i, each in enumerate(p)])))
+add(
+    "Optimizers of torch", "Adafactor", lambda: Net(optimizer=lambda p: optim.Adafactor(p, lr=0.01)), vectorized=REFUSED
+)
+add(
+    "Optimizers of torch",
+    "LBFGS",
+    lambda: Net(optimizer=lambda p: optim.LBFGS(p, lr=0.1, max_iter=3)),
+    vectorized=REFUSED,
+)
+add(
+    "Optimizers of torch",
+    "groups with learning rates of their own",
+    lambda: Net(optimizer=lambda p: optim.SGD([{"params": [each], "lr": 0.1 / (i + 1)} for i, each in enumerate(p)])),
+)
 
 
 def some_parameters(self):
@@ -98,8 +107,11 @@ for name, made, options in [
     ("a count in an attribute", own.CountsItself, {"vectorized": REFUSED}),
     ("noise from a generator of its own", own.Noise, {"vectorized": REFUSED, "keeps": False}),
     ("state from the construction", own.Accumulates, {"vectorized": REFUSED, "keeps": False}),
-    ("Lookahead: slow weights from the construction",
-     lambda p: own.Lookahead(optim.SGD(p, lr=0.1)), {"vectorized": REFUSED, "keeps": False}),
+    (
+        "Lookahead: slow weights from the construction",
+        lambda p: own.Lookahead(optim.SGD(p, lr=0.1)),
+        {"vectorized": REFUSED, "keeps": False},
+    ),
     ("schedule-free", own.ScheduleFree, {"vectorized": REFUSED}),
     ("norms of whole tensors", own.NormGrowth, {"vectorized": REFUSED}),
     ("a wrapper of SGD with momentum", own.Wrapper, {"vectorized": REFUSED, "keeps": False}),
@@ -122,48 +134,102 @@ for name, make in {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
     "a warm-up and then a decay": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.5, 1), lr_scheduler.ExponentialLR(o, 0.5)], [1]),
+        o, [lr_scheduler.ConstantLR(o, 0.5, 1), lr_scheduler.ExponentialLR(o, 0.5)], [1]
+    ),
 }.items():
     add("Schedules", name, scheduled(make), rounds=3)
 add("Schedules", "once in two epochs", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), frequency=2), rounds=2)
-add("Schedules", "once in a step", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step"),
-    sequential=REFUSED, vectorized=REFUSED)
-add("Schedules", "OneCycle, once in a step", scheduled(
-    lambda o: lr_scheduler.OneCycleLR(o, 0.1, 100), interval="step"), sequential=REFUSED, vectorized=REFUSED)
-add("Schedules", "of the module's own hook lr_scheduler_step", lambda: net(
-    configure_optimizers=lambda self: ([o := optim.SGD(self.parameters(), lr=0.1)], [lr_scheduler.StepLR(o, 1, 0.5)]),
-    lr_scheduler_step=lambda self, scheduler, metric: scheduler.step())(), rounds=3)
+add(
+    "Schedules",
+    "once in a step",
+    scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step"),
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    "Schedules",
+    "OneCycle, once in a step",
+    scheduled(lambda o: lr_scheduler.OneCycleLR(o, 0.1, 100), interval="step"),
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    "Schedules",
+    "of the module's own hook lr_scheduler_step",
+    lambda: net(
+        configure_optimizers=lambda self: (
+            [o := optim.SGD(self.parameters(), lr=0.1)],
+            [lr_scheduler.StepLR(o, 1, 0.5)],
+        ),
+        lr_scheduler_step=lambda self, scheduler, metric: scheduler.step(),
+    )(),
+    rounds=3,
+)
 
 # -- the training step -------------------------------------------------------------------------------------------------
 
 
-def step(group: str, name: str, function: Callable[..., Any], *, vectorized: str = REFUSED, methods: Any = None,
-         **options: Any) -> None:
+def step(
+    group: str,
+    name: str,
+    function: Callable[..., Any],
+    *,
+    vectorized: str = REFUSED,
+    methods: Any = None,
+    **options: Any,
+) -> None:
     add(group, name, net(training_step=function, **(methods or {})), vectorized=vectorized, **options)
 
 
 STEP = "The training step"
 step(STEP, "returns a dict", lambda self, batch, batch_idx: {"loss": self.loss(batch), "x": batch[0]}, vectorized=EQUAL)
 step(STEP, "takes no batch_idx", lambda self, batch: self.loss(batch), vectorized=EQUAL)
-step(STEP, "returns None at every second batch",
-     lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch), vectorized=EQUAL)
+step(
+    STEP,
+    "returns None at every second batch",
+    lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch),
+    vectorized=EQUAL,
+)
 step(STEP, "returns None always", lambda self, batch, batch_idx: None, vectorized=EQUAL)
-step(STEP, "returns None for some data",
-     lambda self, batch, batch_idx: None if batch[0].sum() > 8 else self.loss(batch), vectorized=EQUAL)
-step(STEP, "batch_idx in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + batch_idx),
-     vectorized=EQUAL)
-step(STEP, "num_training_batches in the loss",
-     lambda self, batch, batch_idx: self.loss(batch) / self.trainer.num_training_batches)
-step(STEP, "is_last_batch in the loss",
-     lambda self, batch, batch_idx: self.loss(batch) * (2 if self.trainer.is_last_batch else 1))
-step(STEP, "global_step in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.global_step),
-     rounds=1)
-step(STEP, "current_epoch in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch),
-     vectorized=EQUAL)
-step(STEP, "max_epochs in the loss", lambda self, batch, batch_idx: self.loss(batch) / self.trainer.max_epochs,
-     vectorized=EQUAL, rounds=1)
-step(STEP, "log_every_n_steps in the loss",
-     lambda self, batch, batch_idx: self.loss(batch) / self.trainer.log_every_n_steps, vectorized=EQUAL)
+step(
+    STEP,
+    "returns None for some data",
+    lambda self, batch, batch_idx: None if batch[0].sum() > 8 else self.loss(batch),
+    vectorized=EQUAL,
+)
+step(STEP, "batch_idx in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + batch_idx), vectorized=EQUAL)
+step(
+    STEP,
+    "num_training_batches in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) / self.trainer.num_training_batches,
+)
+step(
+    STEP,
+    "is_last_batch in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) * (2 if self.trainer.is_last_batch else 1),
+)
+step(
+    STEP, "global_step in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.global_step), rounds=1
+)
+step(
+    STEP,
+    "current_epoch in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch),
+    vectorized=EQUAL,
+)
+step(
+    STEP,
+    "max_epochs in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) / self.trainer.max_epochs,
+    vectorized=EQUAL,
+    rounds=1,
+)
+step(
+    STEP,
+    "log_every_n_steps in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) / self.trainer.log_every_n_steps,
+    vectorized=EQUAL,
+)
 
 
 def rate_in_loss(self, batch, batch_idx):
@@ -222,9 +288,13 @@ class NumpyGenerator(Net):
 add(STEP, "a NumPy generator of the module", NumpyGenerator, vectorized=REFUSED)
 step(STEP, "NumPy's global generator", lambda self, batch, batch_idx: self.loss(batch) * np.random.rand())
 step(STEP, "Python's global generator", lambda self, batch, batch_idx: self.loss(batch) * random.random())
-step(STEP, "torch's global generator",
-     lambda self, batch, batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1])),
-     vectorized=EQUAL, noisy=True)
+step(
+    STEP,
+    "torch's global generator",
+    lambda self, batch, batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1])),
+    vectorized=EQUAL,
+    noisy=True,
+)
 
 
 class Counter(Net):
@@ -356,8 +426,13 @@ def evaluates_later(self, batch, batch_idx):
     return self.loss(batch)
 
 
-add(STEP, "eval() of a BatchNorm at a step", lambda: net(training_step=evaluates_later)().__class__(
-    network(batch_norm=True)), vectorized=REFUSED, loading={"drop_last": True})
+add(
+    STEP,
+    "eval() of a BatchNorm at a step",
+    lambda: net(training_step=evaluates_later)().__class__(network(batch_norm=True)),
+    vectorized=REFUSED,
+    loading={"drop_last": True},
+)
 
 
 def evaluates(self, batch, batch_idx):
@@ -365,8 +440,13 @@ def evaluates(self, batch, batch_idx):
     return self.loss(batch)
 
 
-add(STEP, "eval() of a BatchNorm at every step", lambda: net(training_step=evaluates)().__class__(
-    network(batch_norm=True)), vectorized=EQUAL, loading={"drop_last": True})
+add(
+    STEP,
+    "eval() of a BatchNorm at every step",
+    lambda: net(training_step=evaluates)().__class__(network(batch_norm=True)),
+    vectorized=EQUAL,
+    loading={"drop_last": True},
+)
 
 
 def evaluates_after(self, batch, batch_idx):
@@ -375,18 +455,38 @@ def evaluates_after(self, batch, batch_idx):
     return loss
 
 
-add(STEP, "eval() of a BatchNorm after the first step", lambda: net(training_step=evaluates_after)().__class__(
-    network(batch_norm=True)), vectorized=EQUAL, loading={"drop_last": True})
-step(STEP, "control flow on data", lambda self, batch, batch_idx: self.loss(batch) * (
-    2 if batch[0].mean() > 0 else 1), vectorized=EQUAL)
-step(STEP, "control flow on the loss", lambda self, batch, batch_idx: (
-    lambda loss: loss * 2 if loss > 1 else loss)(self.loss(batch)))
+add(
+    STEP,
+    "eval() of a BatchNorm after the first step",
+    lambda: net(training_step=evaluates_after)().__class__(network(batch_norm=True)),
+    vectorized=EQUAL,
+    loading={"drop_last": True},
+)
+step(
+    STEP,
+    "control flow on data",
+    lambda self, batch, batch_idx: self.loss(batch) * (2 if batch[0].mean() > 0 else 1),
+    vectorized=EQUAL,
+)
+step(
+    STEP,
+    "control flow on the loss",
+    lambda self, batch, batch_idx: (lambda loss: loss * 2 if loss > 1 else loss)(self.loss(batch)),
+)
 step(STEP, ".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
 step(STEP, ".numpy()", lambda self, batch, batch_idx: self.loss(batch) * float(np.tanh(batch[0].numpy().mean())))
-step(STEP, "clamps the weights by .data", lambda self, batch, batch_idx: [
-    each.data.clamp_(-0.3, 0.3) for each in self.parameters()] and self.loss(batch), vectorized=EQUAL)
-step(STEP, "torch.where on data", lambda self, batch, batch_idx: self.loss(batch) * torch.where(
-    batch[0].mean() > 0, 2.0, 1.0), vectorized=EQUAL)
+step(
+    STEP,
+    "clamps the weights by .data",
+    lambda self, batch, batch_idx: [each.data.clamp_(-0.3, 0.3) for each in self.parameters()] and self.loss(batch),
+    vectorized=EQUAL,
+)
+step(
+    STEP,
+    "torch.where on data",
+    lambda self, batch, batch_idx: self.loss(batch) * torch.where(batch[0].mean() > 0, 2.0, 1.0),
+    vectorized=EQUAL,
+)
 
 
 class Metrics(Net):
@@ -406,8 +506,9 @@ class Collected(Metrics):
     def __init__(self):
         super().__init__()
         metrics = torchmetrics.classification
-        self.collection = torchmetrics.MetricCollection([
-            metrics.MulticlassF1Score(CLASSES), metrics.MulticlassAUROC(CLASSES)])
+        self.collection = torchmetrics.MetricCollection(
+            [metrics.MulticlassF1Score(CLASSES), metrics.MulticlassAUROC(CLASSES)]
+        )
         self.mean = torchmetrics.MeanMetric()
 
     def training_step(self, batch, batch_idx):
@@ -440,8 +541,12 @@ def logs(self, batch, batch_idx):
 
 
 step(STEP, "logs", logs, vectorized=EQUAL)
-step(STEP, "a second pass over the network", lambda self, batch, batch_idx: self.loss(batch) + 0.1 * self.loss(batch),
-     vectorized=EQUAL)
+step(
+    STEP,
+    "a second pass over the network",
+    lambda self, batch, batch_idx: self.loss(batch) + 0.1 * self.loss(batch),
+    vectorized=EQUAL,
+)
 
 
 def penalized(self, batch, batch_idx):
@@ -570,8 +675,18 @@ class Packed(nn.Module):
 
 def of_bayesian_torch():
     made = network()
-    dnn_to_bnn(made, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
-                      "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5})
+    dnn_to_bnn(
+        made,
+        {
+            "prior_mu": 0.0,
+            "prior_sigma": 1.0,
+            "posterior_mu_init": 0.0,
+            "posterior_rho_init": -3.0,
+            "type": "Reparameterization",
+            "moped_enable": False,
+            "moped_delta": 0.5,
+        },
+    )
     return made
 
 
@@ -608,51 +723,81 @@ class Normalizer(nn.Module):
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "linear": (lambda: nn.Linear(FEATURES, CLASSES), {}),
-    "three layers with in-place ReLU": (lambda: nn.Sequential(
-        nn.Linear(FEATURES, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, CLASSES)), {}),
+    "three layers with in-place ReLU": (
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, CLASSES)
+        ),
+        {},
+    ),
     "BatchNorm": (lambda: network(batch_norm=True), {"loading": {"drop_last": True}}),
-    "BatchNorm without statistics": (lambda: nn.Sequential(
-        nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)),
-        {"loading": {"drop_last": True}}),
+    "BatchNorm without statistics": (
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)
+        ),
+        {"loading": {"drop_last": True}},
+    ),
     "LayerNorm": (lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)), {}),
     "GroupNorm": (lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.GroupNorm(2, 6), nn.Linear(6, CLASSES)), {}),
-    "convolution and pooling": (lambda: image(
-        nn.Conv2d(1, 4, 2), nn.ReLU(), nn.AvgPool2d((1, 2)), nn.Flatten(), nn.Linear(4, CLASSES)), {}),
+    "convolution and pooling": (
+        lambda: image(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.AvgPool2d((1, 2)), nn.Flatten(), nn.Linear(4, CLASSES)),
+        {},
+    ),
     "dropout": (lambda: nn.Sequential(nn.Dropout(0.3), network()), {"noisy": True}),
     "tied weights": (Tied, {}),
     "a layer that is used twice": (Twice, {}),
     "embedding": (Tokens, {}),
     "embedding with sparse gradients": (SparseTokens, {"vectorized": REFUSED}),
     "attention": (Attention, {}),
-    "transformer layer without dropout": (lambda: nn.Sequential(
-        nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True), nn.Flatten(),
-        nn.Linear(6, CLASSES)), {}),
+    "transformer layer without dropout": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 2)),
+            nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(6, CLASSES),
+        ),
+        {},
+    ),
     "BERT: embeddings, and an encoder with a mask": (Bert, {}),
     "LSTM": (lambda: sequence(lambda: nn.LSTM(2, 4, batch_first=True)), {}),
     "LSTM, two layers, both directions": (
-        lambda: sequence(lambda: nn.LSTM(2, 2, 2, bidirectional=True, batch_first=True)), {}),
+        lambda: sequence(lambda: nn.LSTM(2, 2, 2, bidirectional=True, batch_first=True)),
+        {},
+    ),
     "LSTM with projections": (
-        lambda: sequence(lambda: nn.LSTM(2, 6, proj_size=4, batch_first=True)), {"vectorized": REFUSED}),
+        lambda: sequence(lambda: nn.LSTM(2, 6, proj_size=4, batch_first=True)),
+        {"vectorized": REFUSED},
+    ),
     "GRU": (lambda: sequence(lambda: nn.GRU(2, 4, batch_first=True)), {}),
     "GRU with dropout between two layers": (
-        lambda: sequence(lambda: nn.GRU(2, 4, 2, dropout=0.1, batch_first=True)), {"vectorized": REFUSED}),
+        lambda: sequence(lambda: nn.GRU(2, 4, 2, dropout=0.1, batch_first=True)),
+        {"vectorized": REFUSED},
+    ),
     "GRU on a packed sequence": (Packed, {"vectorized": REFUSED}),
     "RNN": (lambda: sequence(lambda: nn.RNN(2, 4, batch_first=True)), {}),
     "LSTMCell and GRUCell": (Cells, {}),
     "a list of parameters": (Listed, {}),
-    "spectral norm": (lambda: nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {"vectorized": REFUSED}),
-    "weight norm": (lambda: nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {}),
+    "spectral norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)),
+        {"vectorized": REFUSED},
+    ),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)),
+        {},
+    ),
     "activation checkpointing": (Checkpointed, {"vectorized": REFUSED}),
     "a count inside a layer": (Normalizer, {"vectorized": REFUSED}),
-    "double precision": (lambda: nn.Sequential(
-        fb_cast(torch.float64), nn.Linear(FEATURES, CLASSES, dtype=torch.float64)), {}),
-    "bfloat16": (lambda: nn.Sequential(
-        fb_cast(torch.bfloat16), nn.Linear(FEATURES, CLASSES, dtype=torch.bfloat16)), {"tolerance": 0.02}),
-    "complex parameters": (lambda: nn.Sequential(
-        fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES, dtype=torch.complex64), Modulus()),
-        {"sequential": REFUSED, "vectorized": REFUSED}),
+    "double precision": (
+        lambda: nn.Sequential(fb_cast(torch.float64), nn.Linear(FEATURES, CLASSES, dtype=torch.float64)),
+        {},
+    ),
+    "bfloat16": (
+        lambda: nn.Sequential(fb_cast(torch.bfloat16), nn.Linear(FEATURES, CLASSES, dtype=torch.bfloat16)),
+        {"tolerance": 0.02},
+    ),
+    "complex parameters": (
+        lambda: nn.Sequential(fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES, dtype=torch.complex64), Modulus()),
+        {"sequential": REFUSED, "vectorized": REFUSED},
+    ),
     "our Bayesian layers": (lambda: fb.bayesianize(network(), last=1), {"noisy": True}),
     "bayesian-torch's dnn_to_bnn": (of_bayesian_torch, {"noisy": True}),
     "our Flipout layers": (lambda: fb.bayesianize(network(), last=2, estimator="flipout"), {"noisy": True}),
@@ -707,8 +852,12 @@ add(HOOKS, "on_fit_start changes the weights", net(on_fit_start=lambda self: sca
 add(HOOKS, "on_train_start changes the weights", net(on_train_start=lambda self: scale(self, 0.5)), rounds=1)
 add(HOOKS, "on_train_epoch_start changes the weights", net(on_train_epoch_start=lambda self: scale(self, 0.9)))
 add(HOOKS, "on_train_epoch_end changes the weights", net(on_train_epoch_end=lambda self: scale(self, 0.9)))
-add(HOOKS, "on_validation_epoch_end changes the weights", net(on_validation_epoch_end=lambda self: scale(self, 0.9)),
-    validates=True)
+add(
+    HOOKS,
+    "on_validation_epoch_end changes the weights",
+    net(on_validation_epoch_end=lambda self: scale(self, 0.9)),
+    validates=True,
+)
 
 
 def on_train_epoch_start(self):
@@ -724,9 +873,16 @@ def unfreezes(self):
 
 
 add(HOOKS, "on_train_epoch_start unfreezes a layer", net(on_train_epoch_start=unfreezes), rounds=3)
-add(HOOKS, "on_train_epoch_start sets an attribute", net(
-    on_train_epoch_start=lambda self: setattr(self, "beta", 1 / (1 + self.current_epoch)),
-    training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch)), rounds=3, vectorized=REFUSED)
+add(
+    HOOKS,
+    "on_train_epoch_start sets an attribute",
+    net(
+        on_train_epoch_start=lambda self: setattr(self, "beta", 1 / (1 + self.current_epoch)),
+        training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch),
+    ),
+    rounds=3,
+    vectorized=REFUSED,
+)
 
 
 def resets(self, batch, batch_idx):
@@ -734,17 +890,40 @@ def resets(self, batch, batch_idx):
         self.hidden = torch.zeros(FEATURES)
 
 
-add(HOOKS, "on_train_batch_start resets a state at batch 0", lambda: type("V", (Hidden,), {
-    "__module__": __name__, "on_train_batch_start": resets})(), vectorized=REFUSED)
-add(HOOKS, "on_train_batch_start returns -1 at batch 1", net(
-    on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None), vectorized=REFUSED)
-add(HOOKS, "on_train_batch_start returns -1 at once", net(
-    on_train_batch_start=lambda self, batch, batch_idx: -1), vectorized=REFUSED)
-add(HOOKS, "on_train_batch_end clamps the weights", net(
-    on_train_batch_end=lambda self, outputs, batch, batch_idx: clamp(self)), vectorized=REFUSED)
-add(HOOKS, "on_train_batch_end changes the weights at the last batch", net(
-    on_train_batch_end=lambda self, outputs, batch, batch_idx: scale(self, 0.5)
-    if self.trainer.is_last_batch else None), vectorized=REFUSED)
+add(
+    HOOKS,
+    "on_train_batch_start resets a state at batch 0",
+    lambda: type("V", (Hidden,), {"__module__": __name__, "on_train_batch_start": resets})(),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_start returns -1 at batch 1",
+    net(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_start returns -1 at once",
+    net(on_train_batch_start=lambda self, batch, batch_idx: -1),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_end clamps the weights",
+    net(on_train_batch_end=lambda self, outputs, batch, batch_idx: clamp(self)),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_end changes the weights at the last batch",
+    net(
+        on_train_batch_end=lambda self, outputs, batch, batch_idx: (
+            scale(self, 0.5) if self.trainer.is_last_batch else None
+        )
+    ),
+    vectorized=REFUSED,
+)
 
 
 def halves_gradients(self, *_):
@@ -754,8 +933,12 @@ def halves_gradients(self, *_):
 
 
 add(HOOKS, "on_after_backward changes gradients", net(on_after_backward=halves_gradients), vectorized=REFUSED)
-add(HOOKS, "on_before_optimizer_step changes gradients", net(on_before_optimizer_step=halves_gradients),
-    vectorized=REFUSED)
+add(
+    HOOKS,
+    "on_before_optimizer_step changes gradients",
+    net(on_before_optimizer_step=halves_gradients),
+    vectorized=REFUSED,
+)
 
 
 def warm_up(self, epoch, batch_idx, optimizer, closure):
@@ -775,20 +958,41 @@ def every_second(self, epoch, batch_idx, optimizer, closure):
 
 
 add(HOOKS, "optimizer_step steps at every second batch", net(optimizer_step=every_second), vectorized=REFUSED)
-add(HOOKS, "optimizer_zero_grad keeps the gradients at odd batches", net(
-    optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()),
-    vectorized=REFUSED)
-add(HOOKS, "configure_gradient_clipping", net(
-    configure_gradient_clipping=lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None:
-    nn.utils.clip_grad_norm_(self.parameters(), 0.1)), vectorized=REFUSED)
+add(
+    HOOKS,
+    "optimizer_zero_grad keeps the gradients at odd batches",
+    net(optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "configure_gradient_clipping",
+    net(
+        configure_gradient_clipping=lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: (
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        )
+    ),
+    vectorized=REFUSED,
+)
 add(HOOKS, "backward", net(backward=lambda self, loss: (2 * loss).backward()), vectorized=REFUSED)
-add(HOOKS, "on_before_batch_transfer changes the batch", net(
-    on_before_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])), vectorized=REFUSED)
-add(HOOKS, "on_after_batch_transfer changes the batch", net(
-    on_after_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])), vectorized=REFUSED)
-add(HOOKS, "transfer_batch_to_device", net(
-    transfer_batch_to_device=lambda self, batch, device, dataloader_idx: [each.to(device) for each in batch]),
-    vectorized=REFUSED)
+add(
+    HOOKS,
+    "on_before_batch_transfer changes the batch",
+    net(on_before_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_after_batch_transfer changes the batch",
+    net(on_after_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "transfer_batch_to_device",
+    net(transfer_batch_to_device=lambda self, batch, device, dataloader_idx: [each.to(device) for each in batch]),
+    vectorized=REFUSED,
+)
 
 
 def gradient_hook(self):
@@ -809,8 +1013,9 @@ add(HOOKS, "a forward hook on a layer", forward_hook)
 
 def backward_hook():
     made = Net()
-    made.net[0].register_full_backward_hook(lambda layer, inputs, outputs: tuple(
-        None if each is None else 0.5 * each for each in inputs))
+    made.net[0].register_full_backward_hook(
+        lambda layer, inputs, outputs: tuple(None if each is None else 0.5 * each for each in inputs)
+    )
     return made
 
 
@@ -837,43 +1042,92 @@ add(HOOKS, "training_step(dataloader_iter)", Iterates, sequential=REFUSED, vecto
 
 CALLBACKS = "Callbacks"
 for name, hooks, options in [
-    ("on_train_start changes the weights", {"on_train_start": lambda self, trainer, module: scale(module, 0.5)},
-     {"rounds": 1}),
-    ("on_train_epoch_start changes the weights",
-     {"on_train_epoch_start": lambda self, trainer, module: scale(module, 0.9)}, {}),
-    ("on_train_epoch_end changes the weights",
-     {"on_train_epoch_end": lambda self, trainer, module: scale(module, 0.9)}, {}),
-    ("on_validation_epoch_end changes the weights",
-     {"on_validation_epoch_end": lambda self, trainer, module: scale(module, 0.9)}, {"validates": True}),
-    ("on_train_batch_start changes the weights",
-     {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)},
-     {"vectorized": REFUSED}),
-    ("on_train_batch_start changes the batch in place",
-     {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)},
-     {"vectorized": REFUSED}),
-    ("on_train_batch_start sets the learning rate by batch_idx",
-     {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: trainer.optimizers[0].param_groups[
-         0].update(lr=0.1 / (1 + batch_idx))}, {"vectorized": REFUSED}),
-    ("on_train_batch_end clamps the weights",
-     {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)},
-     {"vectorized": REFUSED}),
-    ("on_train_batch_end changes the weights at is_last_batch",
-     {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: scale(module, 0.5)
-      if trainer.is_last_batch else None}, {"vectorized": REFUSED}),
-    ("on_train_batch_end changes the weights at num_training_batches",
-     {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: scale(module, 0.5)
-      if batch_idx + 1 == trainer.num_training_batches else None}, {"vectorized": REFUSED}),
-    ("on_before_optimizer_step changes gradients",
-     {"on_before_optimizer_step": lambda self, trainer, module, optimizer: halves_gradients(module)},
-     {"vectorized": REFUSED}),
-    ("on_after_backward changes gradients",
-     {"on_after_backward": lambda self, trainer, module: halves_gradients(module)}, {"vectorized": REFUSED}),
-    ("on_before_zero_grad sets the learning rate",
-     {"on_before_zero_grad": lambda self, trainer, module, optimizer: optimizer.param_groups[0].update(lr=0.05)},
-     {"vectorized": REFUSED}),
-    ("freezes a layer in a step",
-     {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: module.net[0].requires_grad_(
-         batch_idx < 1)}, {"vectorized": REFUSED}),
+    (
+        "on_train_start changes the weights",
+        {"on_train_start": lambda self, trainer, module: scale(module, 0.5)},
+        {"rounds": 1},
+    ),
+    (
+        "on_train_epoch_start changes the weights",
+        {"on_train_epoch_start": lambda self, trainer, module: scale(module, 0.9)},
+        {},
+    ),
+    (
+        "on_train_epoch_end changes the weights",
+        {"on_train_epoch_end": lambda self, trainer, module: scale(module, 0.9)},
+        {},
+    ),
+    (
+        "on_validation_epoch_end changes the weights",
+        {"on_validation_epoch_end": lambda self, trainer, module: scale(module, 0.9)},
+        {"validates": True},
+    ),
+    (
+        "on_train_batch_start changes the weights",
+        {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_train_batch_start changes the batch in place",
+        {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_train_batch_start sets the learning rate by batch_idx",
+        {
+            "on_train_batch_start": lambda self, trainer, module, batch, batch_idx: (
+                trainer.optimizers[0].param_groups[0].update(lr=0.1 / (1 + batch_idx))
+            )
+        },
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_train_batch_end clamps the weights",
+        {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_train_batch_end changes the weights at is_last_batch",
+        {
+            "on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: (
+                scale(module, 0.5) if trainer.is_last_batch else None
+            )
+        },
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_train_batch_end changes the weights at num_training_batches",
+        {
+            "on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx: (
+                scale(module, 0.5) if batch_idx + 1 == trainer.num_training_batches else None
+            )
+        },
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_before_optimizer_step changes gradients",
+        {"on_before_optimizer_step": lambda self, trainer, module, optimizer: halves_gradients(module)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_after_backward changes gradients",
+        {"on_after_backward": lambda self, trainer, module: halves_gradients(module)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "on_before_zero_grad sets the learning rate",
+        {"on_before_zero_grad": lambda self, trainer, module, optimizer: optimizer.param_groups[0].update(lr=0.05)},
+        {"vectorized": REFUSED},
+    ),
+    (
+        "freezes a layer in a step",
+        {
+            "on_train_batch_start": lambda self, trainer, module, batch, batch_idx: module.net[0].requires_grad_(
+                batch_idx < 1
+            )
+        },
+        {"vectorized": REFUSED},
+    ),
 ]:
     add(CALLBACKS, name, callbacks=callback(**hooks), **options)
 
@@ -892,16 +1146,38 @@ class Ema(L.Callback):
 add(CALLBACKS, "a moving average of the weights beside the module", callbacks=lambda: [Ema()], vectorized=REFUSED)
 add(CALLBACKS, "EarlyStopping", callbacks=lambda: [EarlyStopping("val/loss")], validates=True)
 add(CALLBACKS, "Timer", callbacks=lambda: [Timer("00:01:00:00")])
-add(CALLBACKS, "LambdaCallback with a hook of the epoch", callbacks=lambda: [LambdaCallback(
-    on_train_epoch_start=lambda trainer, module: scale(module, 0.9))])
-add(CALLBACKS, "LambdaCallback with a hook of the batch", callbacks=lambda: [LambdaCallback(
-    on_train_batch_end=lambda trainer, module, *_: clamp(module))], vectorized=REFUSED)
-add(CALLBACKS, "StochasticWeightAveraging", callbacks=lambda: [StochasticWeightAveraging(0.1)], sequential=REFUSED,
-    vectorized=REFUSED)
-add(CALLBACKS, "ModelPruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.5)], sequential=REFUSED,
-    vectorized=REFUSED)
-add(CALLBACKS, "GradientAccumulationScheduler", callbacks=lambda: [GradientAccumulationScheduler({0: 2})],
-    sequential=REFUSED, vectorized=REFUSED)
+add(
+    CALLBACKS,
+    "LambdaCallback with a hook of the epoch",
+    callbacks=lambda: [LambdaCallback(on_train_epoch_start=lambda trainer, module: scale(module, 0.9))],
+)
+add(
+    CALLBACKS,
+    "LambdaCallback with a hook of the batch",
+    callbacks=lambda: [LambdaCallback(on_train_batch_end=lambda trainer, module, *_: clamp(module))],
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "StochasticWeightAveraging",
+    callbacks=lambda: [StochasticWeightAveraging(0.1)],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "ModelPruning",
+    callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.5)],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "GradientAccumulationScheduler",
+    callbacks=lambda: [GradientAccumulationScheduler({0: 2})],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
@@ -926,8 +1202,11 @@ for name, options, how in [
     ("limit_val_batches=1", {"limit_val_batches": 1}, {"validates": True}),
     ("overfit_batches", {"overfit_batches": 2}, {"sequential": REFUSED, "vectorized": REFUSED}),
     ("max_steps", {"max_steps": 7}, {"sequential": REFUSED, "vectorized": REFUSED}),
-    ("val_check_interval", {"val_check_interval": 0.5},
-     {"sequential": REFUSED, "vectorized": REFUSED, "validates": True}),
+    (
+        "val_check_interval",
+        {"val_check_interval": 0.5},
+        {"sequential": REFUSED, "vectorized": REFUSED, "validates": True},
+    ),
 ]:
     add(TRAINER, name, trainer=options, **how)
 
@@ -954,16 +1233,34 @@ def of_dict(self, batch, batch_idx):
     return self.loss((batch["x"], batch["y"]))
 
 
-add(DATA, "batches of dicts", net(training_step=of_dict),
-    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y}))
-add(DATA, "nested batches", net(training_step=lambda self, batch, batch_idx: self.loss((batch["in"][0], batch["y"]))),
-    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"in": (x, x), "y": y}))
-add(DATA, "text in batches", net(training_step=of_dict),
-    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, "name": "a"}), vectorized=REFUSED)
-add(DATA, "a collate function", net(training_step=of_dict), loading={
-    "collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}})
+add(
+    DATA,
+    "batches of dicts",
+    net(training_step=of_dict),
+    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y}),
+)
+add(
+    DATA,
+    "nested batches",
+    net(training_step=lambda self, batch, batch_idx: self.loss((batch["in"][0], batch["y"]))),
+    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"in": (x, x), "y": y}),
+)
+add(
+    DATA,
+    "text in batches",
+    net(training_step=of_dict),
+    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, "name": "a"}),
+    vectorized=REFUSED,
+)
+add(
+    DATA,
+    "a collate function",
+    net(training_step=of_dict),
+    loading={
+        "collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
+    },
+)
 add(DATA, "drop_last", loading={"drop_last": True})
 add(DATA, "two workers", loading={"num_workers": 2})
 add(DATA, "batches of one", loading={"batch_size": 1})
 add(DATA, "batches larger than any client", loading={"batch_size": 64})
-

@@ -45,8 +45,12 @@ def test_the_page_of_the_documentation_is_made_from_them():
 def test_fast_dev_run_is_one_round_of_two_clients_with_one_batch_each():
     federation = fb.FederatedBayes(fb.IIDPartition(5), engine="sequential")
     trainer = L.Trainer(
-        fast_dev_run=True, accelerator="cpu", callbacks=[federation], enable_progress_bar=False,
-        enable_checkpointing=False, logger=False,
+        fast_dev_run=True,
+        accelerator="cpu",
+        callbacks=[federation],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        logger=False,
     )
     trainer.fit(Net(), DataLoader(blobs(), 4))
     assert [row["valid_clients"] for row in federation.history] == [2.0]

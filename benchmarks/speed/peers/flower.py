@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ |= {
-    "FLWR_HOME": str(Path(sys.prefix) / "home"), "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_HOME": str(Path(sys.prefix) / "home"),
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 import torch
@@ -78,9 +80,7 @@ def main(order: Order) -> None:
         initial = ArrayRecord(workloads.network(workload).state_dict())
         AtTheGate(gate, workload.clients).start(grid, initial, num_rounds=order.rounds + 1)
 
-    run_simulation(
-        server, client_app(order), workload.clients, backend_config={"client_resources": {"num_cpus": 1}}
-    )
+    run_simulation(server, client_app(order), workload.clients, backend_config={"client_resources": {"num_cpus": 1}})
 
 
 if __name__ == "__main__":

@@ -63,14 +63,14 @@ def main(order: Order) -> None:
     if gate(lambda: list(network.parameters())):
         FederatedAveraging().run(
             NNAlgorithmParams(
-                central_num_iterations=order.rounds + 1, evaluation_frequency=order.rounds + 1,
-                train_cohort_size=workload.clients, val_cohort_size=None,
+                central_num_iterations=order.rounds + 1,
+                evaluation_frequency=order.rounds + 1,
+                train_cohort_size=workload.clients,
+                val_cohort_size=None,
             ),
             SimulatedBackend(training_data=data, val_data=data),
             model,
-            NNTrainHyperParams(
-                local_num_epochs=1, local_learning_rate=workload.rate, local_batch_size=workload.batch
-            ),
+            NNTrainHyperParams(local_num_epochs=1, local_learning_rate=workload.rate, local_batch_size=workload.batch),
             NNEvalHyperParams(local_batch_size=None),
             callbacks=[AtTheGate(gate, network)],
             send_metrics_to_platform=False,

@@ -153,8 +153,16 @@ class FederatedConformal(CalibrationCallback):
     if_private = "Give FederatedConformal(epsilon=...), the noise of each client's counts"
 
     def __init__(
-        self, level: float = 0.9, *, kind: Kind = "lac", per_client: bool = False, shrinkage: float = 0.0,
-        bins: int = BINS, epsilon: float | None = None, pooling: Pooling = "sum", max_influence: float | None = 2.0,
+        self,
+        level: float = 0.9,
+        *,
+        kind: Kind = "lac",
+        per_client: bool = False,
+        shrinkage: float = 0.0,
+        bins: int = BINS,
+        epsilon: float | None = None,
+        pooling: Pooling = "sum",
+        max_influence: float | None = 2.0,
         per: Per = "position",
     ) -> None:
         check_number("level", level, "(0, 1)", error=FedBayesError)
@@ -232,8 +240,14 @@ class FederatedConformal(CalibrationCallback):
         return self
 
     def fit_from(
-        self, predictive: nn.Module, datasets: Datasets, *, temperature: float = 1.0, trained_on: Dataset | None = None,
-        batch_size: int = 256, seed: int = 0,
+        self,
+        predictive: nn.Module,
+        datasets: Datasets,
+        *,
+        temperature: float = 1.0,
+        trained_on: Dataset | None = None,
+        batch_size: int = 256,
+        seed: int = 0,
     ) -> FederatedConformal:
         """Take the thresholds from each client's calibration data set; return self.
 
@@ -255,7 +269,12 @@ class FederatedConformal(CalibrationCallback):
         return self.fit(scores, seed=seed)
 
     def scores_of(
-        self, predictive: nn.Module, datasets: Datasets, temperature: float = 1.0, batch_size: int = 256, seed: int = 0,
+        self,
+        predictive: nn.Module,
+        datasets: Datasets,
+        temperature: float = 1.0,
+        batch_size: int = 256,
+        seed: int = 0,
         first: int = 0,
     ) -> dict[str, Tensor]:
         """Return the scores of each client's examples, by its name.
@@ -274,8 +293,11 @@ class FederatedConformal(CalibrationCallback):
         """Return the scores of each client's predictions."""
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
-            each = interval_scores(first, std[0], targets) if self.kind == "interval" else class_scores(
-                mean_probs(first, temperature), targets, self.kind)
+            each = (
+                interval_scores(first, std[0], targets)
+                if self.kind == "interval"
+                else class_scores(mean_probs(first, temperature), targets, self.kind)
+            )
             scores[name] = by_example(each, counts, "amax") if self.per == "example" else each
         return scores
 
@@ -396,7 +418,7 @@ class FederatedConformal(CalibrationCallback):
         """Refuse what does not go together, before anything runs."""
         super().setup(trainer, pl_module, stage)
         callbacks = callbacks_of(trainer)
-        if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self):]):
+        if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self) :]):
             raise FedBayesError(
                 "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
                 "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
@@ -457,7 +479,12 @@ class FederatedConformal(CalibrationCallback):
         self.predictions = []
 
     def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
@@ -476,7 +503,9 @@ class FederatedConformal(CalibrationCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""
         return {
-            "threshold": self.threshold, "thresholds": self.thresholds, "temperature": self.temperature,
+            "threshold": self.threshold,
+            "thresholds": self.thresholds,
+            "temperature": self.temperature,
             "releases": self.releases,
         }
 

@@ -85,9 +85,15 @@ def rows_of_clients(
     steps = numbers and isinstance(predictive, L.LightningModule) and has_predict_step(predictive)
     predict: Any = predicted if steps else rows_by_outputs
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
-        yield name, predict_data(
-            predictive, dataset, batch_size, derive_seed(seed, "evaluation", client=number),
-            lambda batch: predict(predictive, batch),
+        yield (
+            name,
+            predict_data(
+                predictive,
+                dataset,
+                batch_size,
+                derive_seed(seed, "evaluation", client=number),
+                lambda batch: predict(predictive, batch),
+            ),
         )
 
 

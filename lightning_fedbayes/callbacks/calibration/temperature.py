@@ -408,7 +408,12 @@ class FederatedTemperature(CalibrationCallback):
         return self
 
     def fit_from(
-        self, predictive: nn.Module, datasets: Datasets, *, trained_on: Dataset | None = None, batch_size: int = 256,
+        self,
+        predictive: nn.Module,
+        datasets: Datasets,
+        *,
+        trained_on: Dataset | None = None,
+        batch_size: int = 256,
         seed: int = 0,
     ) -> FederatedTemperature:
         """Find T from each client's calibration data set; return self.

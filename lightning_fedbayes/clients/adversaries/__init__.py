@@ -18,7 +18,20 @@ from lightning_fedbayes.clients.adversaries.independent import (
 )
 
 __all__ = [
-    "ALittleIsEnough", "Attack", "FalseVariance", "GaussianVector", "HonestMoments", "InnerProductManipulation",
-    "Knowledge", "LabelFlip", "NotANumber", "RandomUpdate", "ScaledUpdate", "SignFlip", "UpdateAttack", "assign",
-    "flip_labels", "largest_unnoticed_shift",
+    "ALittleIsEnough",
+    "Attack",
+    "FalseVariance",
+    "GaussianVector",
+    "HonestMoments",
+    "InnerProductManipulation",
+    "Knowledge",
+    "LabelFlip",
+    "NotANumber",
+    "RandomUpdate",
+    "ScaledUpdate",
+    "SignFlip",
+    "UpdateAttack",
+    "assign",
+    "flip_labels",
+    "largest_unnoticed_shift",
 ]

@@ -21,7 +21,19 @@ import numpy as np
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_number
 
 ORDERS = (
-    1.01, 1.02, 1.05, *(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 64, 80, 96, 128, 192, 256, 384, 512
+    1.01,
+    1.02,
+    1.05,
+    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *range(11, 64),
+    64,
+    80,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
 )
 """Rényi orders over which ε is minimised. Opacus's own end at 63, too early for an ε below 0.2."""
 
@@ -116,8 +128,13 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
         warnings.filterwarnings("ignore", "Optimal order is the")
         try:
             noise = search(
-                target_epsilon=epsilon, target_delta=delta, sample_rate=fraction, steps=rounds, accountant="rdp",
-                epsilon_tolerance=epsilon / 100, alphas=ORDERS,
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=fraction,
+                steps=rounds,
+                accountant="rdp",
+                epsilon_tolerance=epsilon / 100,
+                alphas=ORDERS,
             )
         except ValueError as error:
             raise FederationError(

@@ -19,7 +19,7 @@ EXACT: dict[Kind, str] = {
     "statistics": "sums over its examples, for a linear model",
     "curvature": "its weights and their curvature",
     "scale": "sums over its examples, for a scale. Give scaler=FederatedScaler(targets=(mean, std)) what is known "
-             "without data, or let a regressor go without, scaler=False; otherwise",
+    "without data, or let a regressor go without, scaler=False; otherwise",
 }
 """Kinds of messages that no noise of :class:`UpdatePrivacy` protects, and what is in them."""
 

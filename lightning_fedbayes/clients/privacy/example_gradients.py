@@ -34,7 +34,8 @@ from lightning_fedbayes.layers.base import BayesianAffine, random_signs
 from lightning_fedbayes.layers.functional import Normal, output_moments, softplus_std
 
 BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
-    layer for layer in map(layers.__dict__.get, layers.__all__)
+    layer
+    for layer in map(layers.__dict__.get, layers.__all__)
     if isinstance(layer, type) and issubclass(layer, BayesianAffine)
 )
 """The layers whose examples have gradients of their own here: linear, convolutions, transposed convolutions."""
@@ -61,7 +62,7 @@ def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprop
 
     Returns: parameter → tensor of shape (batch, *parameter).
     """
-    x, = activations
+    (x,) = activations
     weight, rho = (getattr(layer, f"{part}_{layer.weight_name}") for part in ("mu", "rho"))
     bias = layer.bias if layer.mu_bias is None else layer.mu_bias
     weight_step, bias_step = affine_gradients(layer, x, backprops)

@@ -28,8 +28,13 @@ SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
 
 
 def privatised(
-    posterior: GaussianPosterior, previous: GaussianPosterior, *, clip: float, noise_multiplier: float,
-    generator: torch.Generator, widen: bool = False,
+    posterior: GaussianPosterior,
+    previous: GaussianPosterior,
+    *,
+    clip: float,
+    noise_multiplier: float,
+    generator: torch.Generator,
+    widen: bool = False,
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
@@ -64,10 +69,12 @@ def privatised(
     mean, variance = posterior.flatten()
     mean_before, variance_before = previous.flatten()
     # a tensor is Gaussian as a whole, by the global posterior, which everybody knows: the client's would tell something
-    gaussian = torch.cat([
-        torch.full((like.numel(),), not is_zero(previous.variance[name]) and bool(previous.variance[name].any()))
-        for name, like in previous.mean.items()
-    ]).to(mean.device)
+    gaussian = torch.cat(
+        [
+            torch.full((like.numel(),), not is_zero(previous.variance[name]) and bool(previous.variance[name].any()))
+            for name, like in previous.mean.items()
+        ]
+    ).to(mean.device)
     log_variance, log_before = (
         each[gaussian].clamp_min(SMALLEST_VARIANCE).log() for each in (variance, variance_before)
     )
@@ -159,7 +166,11 @@ class UpdatePrivacy:
         check_no_buffers(update.buffers)
         draws = generator(seed, "privacy", round, update.client)
         posterior = privatised(
-            update.posterior, previous, clip=self.clip, noise_multiplier=self.noise_multiplier, generator=draws,
+            update.posterior,
+            previous,
+            clip=self.clip,
+            noise_multiplier=self.noise_multiplier,
+            generator=draws,
             widen=self.widen_posterior,
         )
         return replace(update, posterior=posterior, metrics={})

@@ -123,8 +123,14 @@ def check_against_single(
 
 
 def _stacked(
-    context: TrainingContext, model: ResidentModel, step: StackedStep, clients: Sequence[Client], data: Any, *,
-    shift: float = 0.0, seed: int = SEED,
+    context: TrainingContext,
+    model: ResidentModel,
+    step: StackedStep,
+    clients: Sequence[Client],
+    data: Any,
+    *,
+    shift: float = 0.0,
+    seed: int = SEED,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return losses and gradients of a step of two clients; to the second one's parameters ``shift`` is added."""
     stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, [{}] * 2)
@@ -142,8 +148,13 @@ def _stacked(
 
 
 def _check_singles(
-    context: TrainingContext, model: ResidentModel, step: StackedStep, clients: Sequence[Client], data: Any,
-    losses: Tensor | None, gradients: dict[str, Tensor],
+    context: TrainingContext,
+    model: ResidentModel,
+    step: StackedStep,
+    clients: Sequence[Client],
+    data: Any,
+    losses: Tensor | None,
+    gradients: dict[str, Tensor],
 ) -> None:
     """Check that each client's own step gives its loss and gradients in the stack."""
     module = context.module
@@ -191,8 +202,11 @@ class Still(TorchFunctionMode):
         if name in ("randn_like", "rand_like", "bernoulli"):
             return torch.full_like(args[0], 0.25)
         if name in ("randn", "rand"):
-            return torch.full(args[0] if isinstance(args[0], Sequence) else args, 0.25, **{
-                key: value for key, value in kwargs.items() if key in ("dtype", "device")})
+            return torch.full(
+                args[0] if isinstance(args[0], Sequence) else args,
+                0.25,
+                **{key: value for key, value in kwargs.items() if key in ("dtype", "device")},
+            )
         if name in ("normal_", "uniform_", "bernoulli_"):
             return args[0].fill_(0.25)
         return func(*args, **kwargs)

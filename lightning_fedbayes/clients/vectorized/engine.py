@@ -69,8 +69,14 @@ class VectorizedEngine(Engine):
     takes_own_steps: ClassVar[bool] = True
 
     def __init__(
-        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, probed: ProbeResult,
-        clients_at_once: int, **options: Any,
+        self,
+        context: TrainingContext,
+        model: ResidentModel,
+        loader: FederatedLoader,
+        *,
+        probed: ProbeResult,
+        clients_at_once: int,
+        **options: Any,
     ) -> None:
         self.log: StackedTrainingLog
         self.probed = probed
@@ -156,9 +162,18 @@ class VectorizedEngine(Engine):
         begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
         return ClientStack(
-            self.model, self.context.optimizers[0], self._step, clients, states,
-            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts,
-            self.local, problems, self.terms(clients, problems, stacked=True),
+            self.model,
+            self.context.optimizers[0],
+            self._step,
+            clients,
+            states,
+            [each[0] if each else {} for each in begun],
+            probed.stacked_keys,
+            self._counts,
+            probed.layouts,
+            self.local,
+            problems,
+            self.terms(clients, problems, stacked=True),
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -207,7 +222,8 @@ class VectorizedEngine(Engine):
             split = [(kind, {self._index(slot, step) for slot in kind}) for kind in kinds]
             kinds = [
                 slots_of([slot for slot in kind if self._index(slot, step) == index])
-                for kind, indices in split for index in sorted(indices)
+                for kind, indices in split
+                for index in sorted(indices)
             ]
         for together in kinds:
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])

@@ -76,7 +76,10 @@ class JointDraws:
     """
 
     def __init__(
-        self, gaussians: GaussianParameters, parameters: Tensors, views: Mapping[str, Tensor],
+        self,
+        gaussians: GaussianParameters,
+        parameters: Tensors,
+        views: Mapping[str, Tensor],
         local: StackedPriors | None = None,
     ) -> None:
         self._small = gaussians.small
@@ -110,8 +113,9 @@ class JointDraws:
         """Return KL(q‖p) of all small parameters, shape (clients,); None unless it was computed with the draws."""
         if not self._joint or self._prior is None or not torch.is_grad_enabled() or self._changed():
             return None
-        live = [(id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name)))
-                for s in self._small]
+        live = [
+            (id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name))) for s in self._small
+        ]
         same = self._joint_prior() == self._prior and all(pair in self._index for pair in live)
         if not same or isinstance(self._prior, tuple):
             return self._joint[-1] if same else None
@@ -164,7 +168,8 @@ class StackedPriors:
                 name: replace(
                     _rows_of(stack, slots, chosen._tally),
                     squares=stack.curvature.new_zeros((len(slots), *stack.curvature.shape[1:]), requires_grad=True),
-                ) for name, stack in self._stacks.items()
+                )
+                for name, stack in self._stacks.items()
             }
             self._chosen[key] = chosen
         return self._chosen[key]
@@ -268,7 +273,8 @@ def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:
     kinds = [
         (each, {(tensor.dtype, tensor.device) for tensor in (each.mean, each.rho)})
         for each in gaussians
-        if isinstance(each.layer, BayesianLayer) and each.mean.numel() < SMALL
+        if isinstance(each.layer, BayesianLayer)
+        and each.mean.numel() < SMALL
         and each.mean.dtype in (torch.float32, torch.float64)
     ]
     return [each for each, kind in kinds if len(kind) == 1 and kind == kinds[0][1]]

@@ -99,8 +99,16 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
     """
 
     def replacement(
-        mode: StackedOperations, input: Tensor, hx: Tensor | Sequence[Tensor], params: Any, has_biases: Any,
-        num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool = False,
+        mode: StackedOperations,
+        input: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Any,
+        has_biases: Any,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool = False,
     ) -> tuple[Tensor, ...] | None:
         if not isinstance(has_biases, bool):  # a PackedSequence: has_biases is params
             return None
@@ -130,8 +138,13 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
 
 
 def lstm_cell(
-    mode: ClientOperations, input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor,
-    b_ih: Tensor | None = None, b_hh: Tensor | None = None,
+    mode: ClientOperations,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``torch.lstm_cell``, which vmap does not take."""
     h, c = hx
@@ -163,8 +176,14 @@ def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
 
 
 def embedding(
-    mode: ClientOperations, input: Tensor, weight: Tensor, padding_idx: int | None = None,
-    max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    mode: ClientOperations,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor | None:
     """``F.embedding`` with a padding row, to which vmap itself would give a gradient; None without one."""
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
@@ -174,8 +193,14 @@ def embedding(
 
 
 def cross_entropy(
-    mode: StackedOperations, input: Tensor, target: Tensor, weight: Tensor | None = None,
-    size_average: bool | None = None, ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+    mode: StackedOperations,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,); None for anything else."""
@@ -191,8 +216,13 @@ def cross_entropy(
 
 
 def mse_loss(
-    mode: StackedOperations, input: Tensor, target: Tensor, size_average: bool | None = None,
-    reduce: bool | None = None, reduction: str = "mean", weight: Tensor | None = None,
+    mode: StackedOperations,
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
 ) -> Tensor | None:
     """The mean ``F.mse_loss`` of outputs and targets of one shape and floating-point dtype; None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean"

@@ -42,8 +42,12 @@ class StackedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, rows: Sequence[Tensor], states: Sequence[OptimizerState],
-        stacked_keys: frozenset[str], counts: frozenset[str] = frozenset(),
+        self,
+        optimizer: Optimizer,
+        rows: Sequence[Tensor],
+        states: Sequence[OptimizerState],
+        stacked_keys: frozenset[str],
+        counts: frozenset[str] = frozenset(),
     ) -> None:
         self.optimizer = optimizer
         self.rows = list(rows)
@@ -134,8 +138,13 @@ class StackedOptimizer:
         for i, parameter in enumerate(self.parameters):
             if parameter in self.optimizer.state:
                 kept[i] = {
-                    key: (_entry(value, row, self._single[key]) if key in self._counts else
-                          value[row].clone() if key in self._stacked_keys else copied(value))
+                    key: (
+                        _entry(value, row, self._single[key])
+                        if key in self._counts
+                        else value[row].clone()
+                        if key in self._stacked_keys
+                        else copied(value)
+                    )
                     for key, value in sorted(self.optimizer.state[parameter].items())  # else by the hashes of names
                 }
         return kept
@@ -306,7 +315,9 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     if not type(optimizer).__module__.startswith("torch.optim."):
         _check_closure(optimizer, [row[0] for row in rows])
     return frozenset(
-        key for parameter, state in together.state.items() for key, value in state.items()
+        key
+        for parameter, state in together.state.items()
+        for key, value in state.items()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
 
@@ -335,8 +346,12 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
                 rows[row] = p.detach()
         set_parameters(together, [Parameter(rows.clone()) for rows in start])
         firsts, seconds = ([single.state[p] for p in parameters_of(single)] for single in alone)
-        counts = frozenset(key for state in firsts for key, value in state.items()
-                           if isinstance(value, Tensor) and not value.dim() and key not in stacked_keys)
+        counts = frozenset(
+            key
+            for state in firsts
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not value.dim() and key not in stacked_keys
+        )
         for parameter, first, second in zip(parameters_of(together), firsts, seconds):
             together.state[parameter] = {
                 key: both.reshape(_by_row(parameter)).double() if key in counts else both

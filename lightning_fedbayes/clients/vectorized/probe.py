@@ -243,8 +243,10 @@ CAUSES = (
     (r"inplace|in-place", "writes into a tensor that clients share: make a new one"),
     (r"escaped from inside", "keeps a tensor of one step for the next where the module does not hold it"),
     (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
-    (r"aten::(?:lstm|gru|rnn_\w+)\.",
-     "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence in a stack"),
+    (
+        r"aten::(?:lstm|gru|rnn_\w+)\.",
+        "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence",
+    ),
     (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
 )
 """Pattern in torch's message → what the code does, and what to do instead."""

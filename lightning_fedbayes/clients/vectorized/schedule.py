@@ -100,7 +100,8 @@ class Schedule:
         length = self.steps_per_batch
         return tuple(
             (chunk, chunk.groups[start : start + length])
-            for chunk in self.chunks for start in range(0, len(chunk.groups), length)
+            for chunk in self.chunks
+            for start in range(0, len(chunk.groups), length)
         )
 
     def __len__(self) -> int:
@@ -133,9 +134,7 @@ class Scheduler:
                 yield from ((chunk.clients[slot], group.step) for slot in group.slots)
 
 
-def chunk_cohort(
-    plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int
-) -> tuple[Chunk, ...]:
+def chunk_cohort(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> tuple[Chunk, ...]:
     """Split the cohort of ``plan`` into chunks of at most ``clients_at_once`` clients, and their steps into groups.
 
     Clients with similar numbers of steps share a chunk; chunks have as equal numbers of clients as possible.
@@ -149,8 +148,10 @@ def chunk_cohort(
     Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
     Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
     """
-    order = sorted(plan.cohort, key=lambda client: (
-        -batches_per_epoch(sizes[client], batching), -_last_batch_size(sizes[client], batching)))
+    order = sorted(
+        plan.cohort,
+        key=lambda client: (-batches_per_epoch(sizes[client], batching), -_last_batch_size(sizes[client], batching)),
+    )
     count = -(-len(order) // clients_at_once)
     bounds = [len(order) * i // count for i in range(count + 1)]
     chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
@@ -220,8 +221,11 @@ class StackedBatches:
             steps = self._in_memory(plan, schedule)
         else:
             loaded = self.loader.iterate(self._loader, plan)
-            steps = (stack_batches(group.slots, [next(loaded) for _ in group.slots])
-                     for chunk in schedule.chunks for group in chunk.groups)
+            steps = (
+                stack_batches(group.slots, [next(loaded) for _ in group.slots])
+                for chunk in schedule.chunks
+                for group in chunk.groups
+            )
         for _, groups in schedule.batches:
             yield list(islice(steps, len(groups)))
 

@@ -62,10 +62,19 @@ class ClientStack:
     """
 
     def __init__(
-        self, model: ResidentModel, optimizer: Optimizer, step: StackedStep, clients: Sequence[Client],
-        states: Sequence[ClientState], starts: Sequence[OptimizerState], stacked_keys: frozenset[str] = frozenset(),
-        counts: frozenset[str] = frozenset(), layouts: Mapping[str, Layout | None] | None = None,
-        local: LocalPriors | None = None, problems: Sequence[LocalProblem] = (), terms: Sequence[Pull] = (),
+        self,
+        model: ResidentModel,
+        optimizer: Optimizer,
+        step: StackedStep,
+        clients: Sequence[Client],
+        states: Sequence[ClientState],
+        starts: Sequence[OptimizerState],
+        stacked_keys: frozenset[str] = frozenset(),
+        counts: frozenset[str] = frozenset(),
+        layouts: Mapping[str, Layout | None] | None = None,
+        local: LocalPriors | None = None,
+        problems: Sequence[LocalProblem] = (),
+        terms: Sequence[Pull] = (),
     ) -> None:
         self.model = model
         self.step = step
@@ -76,13 +85,16 @@ class ClientStack:
         starts_at = [model.parameter_names(each.start) for each in problems]
         locals_ = [{**start, **own} for start, own in zip(starts_at, locals_)] if any(starts_at) else locals_
         rows = [
-            model.frozen[name].detach().expand(len(states), *model.frozen[name].shape) if name in model.frozen
-            else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names
+            model.frozen[name].detach().expand(len(states), *model.frozen[name].shape)
+            if name in model.frozen
+            else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name))
+            for name in self.names
         ]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         shared = step.shared_buffers.difference(*locals_)
-        self.shared = {name: (value, version_if_any(value), value.clone()) for name, value in live.items()
-                       if name in shared}
+        self.shared = {
+            name: (value, version_if_any(value), value.clone()) for name, value in live.items() if name in shared
+        }
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items() if name not in shared}
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
@@ -156,8 +168,13 @@ class ClientStack:
         local = None if self._priors is None else self._priors.rows(slots)
         try:
             output = self.step(
-                parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
-                local, {name: value for name, (value, *_) in self.shared.items()},
+                parameters,
+                buffers,
+                Attributes(stacked, self.attributes.shared),
+                batch,
+                batch_idx,
+                local,
+                {name: value for name, (value, *_) in self.shared.items()},
             )
             losses = output.losses
             if losses is not None:
@@ -231,10 +248,12 @@ class ClientStack:
             state = self.optimizer.stacked_state
             each = [
                 measured(
-                    slot, {name: rows[slot] for name, rows in everything.items()},
+                    slot,
+                    {name: rows[slot] for name, rows in everything.items()},
                     {name: self._buffer(name, slot) for name in (*self.buffers, *self.shared)},
                     {i: {key: rows[slot] for key, rows in entries.items()} for i, entries in state.items()},
-                ) for slot in range(count)
+                )
+                for slot in range(count)
             ]
             learned.variances.update({name: torch.stack([one[name] for one in each]) for name in learned.variances})
             self._variances = self.model.as_kept(learned.variances)

@@ -140,8 +140,14 @@ class StackedStep:
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
     def __call__(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        local: StackedPriors | None = None, shared: Tensors | None = None,
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        attributes: Attributes,
+        batch: Any,
+        batch_idx: int,
+        local: StackedPriors | None = None,
+        shared: Tensors | None = None,
     ) -> StepOutput:
         """Take the forward pass.
 
@@ -165,8 +171,14 @@ class StackedStep:
         return stacked
 
     def _with_primitives(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        local: StackedPriors | None, shared: Tensors,
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        attributes: Attributes,
+        batch: Any,
+        batch_idx: int,
+        local: StackedPriors | None,
+        shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         tensors = {**parameters, **buffers}
         count = len(next(iter(tensors.values())))
@@ -190,15 +202,23 @@ class StackedStep:
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        local: StackedPriors | None, shared: Tensors,
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        attributes: Attributes,
+        batch: Any,
+        batch_idx: int,
+        local: StackedPriors | None,
+        shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         assembles: list[Assemble] = []
 
         def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
             held, given = {**attributes.shared, **stacked}, iter(fields)
-            with nullcontext() if local is None else local.installed(
-                lambda stack: with_own(stack, islice(given, len(seen(stack))))
+            with (
+                nullcontext()
+                if local is None
+                else local.installed(lambda stack: with_own(stack, islice(given, len(seen(stack)))))
             ):
                 operations = ClientOperations(not self.shares_batch)
                 outputs, assemble = self._of_client(
@@ -213,7 +233,12 @@ class StackedStep:
         return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
     def _of_client(
-        self, views: Tensors, buffers: Collection[str], attributes: dict[str, Any], batch: Any, batch_idx: int,
+        self,
+        views: Tensors,
+        buffers: Collection[str],
+        attributes: dict[str, Any],
+        batch: Any,
+        batch_idx: int,
         operations: ClientOperations,
     ) -> tuple[list[Tensor], Assemble]:
         """Call ``training_step`` under vmap. Returns its results as one client sees them, and how to use their stacks.

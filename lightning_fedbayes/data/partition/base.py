@@ -69,8 +69,10 @@ class Split:
 
     def __repr__(self) -> str:
         classes = f" of {len(self.classes)} classes" if self.classes else ""
-        return (f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
-                f"{max(self.sizes):,} per client)")
+        return (
+            f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
+            f"{max(self.sizes):,} per client)"
+        )
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
@@ -222,8 +224,9 @@ class LabelPartition(Partition):
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
         """See :meth:`Partition.split`; without ``labels`` by those that the partition was given."""
-        return super().split(self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed,
-                             num_examples)
+        return super().split(
+            self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed, num_examples
+        )
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""

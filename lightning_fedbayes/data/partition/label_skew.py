@@ -57,8 +57,10 @@ class ClassPartition(LabelPartition):
         """Cut the classes into shards and deal these so that no client gets two of the same class."""
         classes, sizes = np.unique(labels, return_counts=True)
         shards = self._shards_of_classes(sizes, generator)
-        stacks = [np.array_split(generator.permutation(np.flatnonzero(labels == label)), number)
-                  for label, number in zip(classes, shards)]
+        stacks = [
+            np.array_split(generator.permutation(np.flatnonzero(labels == label)), number)
+            for label, number in zip(classes, shards)
+        ]
         hands: list[Array] = [np.empty(0, np.int64)] * self.clients
         for client, held in deal_distinct(shards, self.clients, self.classes_per_client, generator).items():
             hands[client] = np.concatenate([stacks[c].pop() for c in held])
@@ -88,9 +90,7 @@ class ClassPartition(LabelPartition):
         return shards
 
 
-def deal_distinct(
-    shards: Array, clients: int, per_client: int, generator: np.random.Generator
-) -> dict[int, Array]:
+def deal_distinct(shards: Array, clients: int, per_client: int, generator: np.random.Generator) -> dict[int, Array]:
     """Return client → ``per_client`` different classes, where class c is dealt ``shards[c]`` times.
 
     Clients are served in random order. A class with as many shards left as there are clients left must be taken now, or
@@ -154,7 +154,10 @@ class DirichletPartition(LabelPartition):
         super().__post_init__()
         check_clients(self.clients)
         check_number(
-            "alpha", self.alpha, "(0, inf)", error=PartitionError,
+            "alpha",
+            self.alpha,
+            "(0, inf)",
+            error=PartitionError,
             why="it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)",
         )
         check_choice("per", self.per, get_args(Per), error=PartitionError)
@@ -176,8 +179,10 @@ class DirichletPartition(LabelPartition):
             counts = self._counts_per_label(supply, least, generator)
         else:
             counts = deal_by_proportions(
-                draw_proportions(self.clients, self.alpha, supply, generator), len(labels) // self.clients,
-                supply, generator,
+                draw_proportions(self.clients, self.alpha, supply, generator),
+                len(labels) // self.clients,
+                supply,
+                generator,
             )
         hands: list[list[Array]] = [[] for _ in range(self.clients)]
         for label, column in zip(classes, counts.T):

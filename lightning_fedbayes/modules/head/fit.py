@@ -205,8 +205,9 @@ def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss:
         loss: loss there; None if the posterior is variational.
     """
     prior, start = fit.prior_precision, fit.weights - move
-    first, last = (float(((slope + prior * at) * move).sum()) for slope, at in (
-        (before, start), (found.slope, fit.weights)))
+    first, last = (
+        float(((slope + prior * at) * move).sum()) for slope, at in ((before, start), (found.slope, fit.weights))
+    )
     rise = (first + last) / 2
     if loss is not None:
         sizes = float(fit.weights.square().sum()) - float(start.square().sum())
@@ -216,9 +217,7 @@ def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss:
     return min(0.7, max(0.1, first / (first - last) if last > first else 0.5))
 
 
-def _stepped(
-    fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None
-) -> HeadFit:
+def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None) -> HeadFit:
     """Return the fit with this curvature, the prior of most evidence beside it, and the step that they give."""
     system = fit._system(terms, fit.prior_precision)
     if prior_std is not None:
@@ -226,15 +225,22 @@ def _stepped(
     else:
         pull = system.product(fit.weights) - fit.prior_precision * fit.weights - found.slope
         precision = evident_precision(
-            *system.coordinates(pull), None if fit._last is None else fit.prior_precision, FACTOR)
+            *system.coordinates(pull), None if fit._last is None else fit.prior_precision, FACTOR
+        )
     system = system.with_prior(precision)
     slope = found.slope + precision * fit.weights
     step = _two_loops(system, fit._memory, slope, precision)
     gain = float((slope * step).sum()) / 2
     settled = gain < SETTLED * fit.sums.num_examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
     return replace(
-        fit, weights=(fit.weights - step).contiguous(), terms=terms, prior_precision=precision, loss=float(found.loss),
-        is_done=settled and fit.exchanges > 0, _last=(fit.weights, found.slope, float(found.loss)), _shortened=0,
+        fit,
+        weights=(fit.weights - step).contiguous(),
+        terms=terms,
+        prior_precision=precision,
+        loss=float(found.loss),
+        is_done=settled and fit.exchanges > 0,
+        _last=(fit.weights, found.slope, float(found.loss)),
+        _shortened=0,
     )
 
 

@@ -193,7 +193,8 @@ class BayesianHead:
             sums = mixed_sums(fit.sums, own, weight)  # at the noise and the prior of the federation's
             return gaussian_fit(sums, fit.likelihood, fit.prior_precision, fit.noise)
         return personal_softmax(
-            fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational")
+            fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational"
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
 

@@ -64,10 +64,15 @@ class HeadModule(PosteriorPredictive):
         self.sums = _zeros(shapes)
         if head.likelihood == "softmax":
             pairs = pairs if head.takes_pairs(columns) else 0
-            self.slopes = _zeros({
-                "loss": (), "slope": (outputs, columns), "spread": (outputs, outputs),
-                "curvature": (pairs, columns, columns), "num_examples": (),
-            }).requires_grad_(False)
+            self.slopes = _zeros(
+                {
+                    "loss": (),
+                    "slope": (outputs, columns),
+                    "spread": (outputs, outputs),
+                    "curvature": (pairs, columns, columns),
+                    "num_examples": (),
+                }
+            ).requires_grad_(False)
         self._has_clients = False
         self._before: HeadFit | None = None
         self._found: tuple[tuple[float, ...], HeadFit] | None = None
@@ -150,10 +155,14 @@ class HeadModule(PosteriorPredictive):
         if self._before is None:
             gram = (values["gram"] + values["gram"].T) / 2  # noise of privacy is of single entries
             smallest = torch.linalg.eigvalsh(gram)[0].clamp(max=0)
-            return self.head.fit(LinearStatistics(
-                gram - smallest * torch.eye(len(gram)).to(gram), values["moment"], values["square"].clamp_min(0),
-                max(1, round(float(values["gram"][-1, -1]))),
-            ))
+            return self.head.fit(
+                LinearStatistics(
+                    gram - smallest * torch.eye(len(gram)).to(gram),
+                    values["moment"],
+                    values["square"].clamp_min(0),
+                    max(1, round(float(values["gram"][-1, -1]))),
+                )
+            )
         count = round(float(values.pop("num_examples")))
         return self.head.step(self._before, HeadSlopes(**values, num_examples=count)) if count else self._before
 
@@ -211,6 +220,6 @@ def _clear(sums: nn.ParameterDict) -> None:
 
 def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
     """Return sums of nothing, in double precision."""
-    return nn.ParameterDict({
-        name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()
-    })
+    return nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    )

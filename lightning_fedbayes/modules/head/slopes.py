@@ -67,8 +67,11 @@ class HeadSlopes:
         eye = torch.eye(classes).to(gram)
         curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
         return cls(
-            gram.new_tensor(count * math.log(classes)), gram[-1] / classes - sums.moment.T,
-            count * (eye - 1 / classes) / classes, curvature, count,
+            gram.new_tensor(count * math.log(classes)),
+            gram[-1] / classes - sums.moment.T,
+            count * (eye - 1 / classes) / classes,
+            curvature,
+            count,
         )
 
     @classmethod
@@ -118,8 +121,11 @@ class HeadSlopes:
                 "same fit"
             )
         return HeadSlopes(
-            self.loss + other.loss, self.slope + other.slope, self.spread + other.spread,
-            self.curvature + other.curvature, self.num_examples + other.num_examples,
+            self.loss + other.loss,
+            self.slope + other.slope,
+            self.spread + other.spread,
+            self.curvature + other.curvature,
+            self.num_examples + other.num_examples,
         )
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -200,7 +200,10 @@ class Laplace:
         return float(self.prior_std)
 
     def information(
-        self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        batches: Iterable[Any],
         others: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensors, int]:
         r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
@@ -366,9 +369,7 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
     return found
 
 
-def check_shapes(
-    part: str, own: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str
-) -> None:
+def check_shapes(part: str, own: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str) -> None:
     """Raise FederationError, with the ``rule``, unless ``part`` of a client has the names and shapes of ``wanted``."""
     shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, wanted))
     if shapes != expected:

@@ -46,9 +46,7 @@ def chosen_precision(information: Iterable[Tensor], mean: Iterable[Tensor]) -> f
     return math.exp((low + high) / 2)
 
 
-def evident_precision(
-    information: Tensor, pull: Tensor, near: float | None = None, factor: float = 2.0
-) -> float:
+def evident_precision(information: Tensor, pull: Tensor, near: float | None = None, factor: float = 2.0) -> float:
     r"""Return the most probable precision a of the prior N(0, 1/a) beside a quadratic loss.
 
     .. math:: L(\theta) = \tfrac12 \theta^\top F \theta - t^\top \theta, \qquad

@@ -158,8 +158,13 @@ class KroneckerLaplace:
         for number, each in enumerate(sites):
             check_kind(f"sites[{number}]", each, KroneckerSite, "give what site() returns")
             for part in ("mean", "buffers", "inputs", "outputs"):
-                check_shapes(f"sites[{number}].{part}", getattr(each, part), getattr(sites[0], part), "sites[0]",
-                             "all clients have to train the same network")
+                check_shapes(
+                    f"sites[{number}].{part}",
+                    getattr(each, part),
+                    getattr(sites[0], part),
+                    "sites[0]",
+                    "all clients have to train the same network",
+                )
             _check_finite(f"sites[{number}].", each)
             units = [n for n in each.buffers if n.endswith(UNITS) and not each.buffers[n].equal(sites[0].buffers[n])]
             if units:
@@ -187,7 +192,8 @@ class KroneckerLaplace:
     def _layers(self, module: nn.Module) -> dict[str, Any]:
         """Return the layers that get a precision, by name."""
         supported = {
-            f"{name}.weight" if name else "weight": layer for name, layer in module.named_modules()
+            f"{name}.weight" if name else "weight": layer
+            for name, layer in module.named_modules()
             if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) and layer.weight.requires_grad
         }
         uses = Counter(id(p) for each in module.modules() for p in each.parameters(recurse=False))

@@ -88,7 +88,8 @@ class KroneckerPosterior:
         return KroneckerPosterior(
             {name: value.to(device) for name, value in self.mean.items()},
             {layer: [(a.to(device), b.to(device)) for a, b in terms] for layer, terms in self.terms.items()},
-            self.prior_precisions, {name: value.to(device) for name, value in self.buffers.items()},
+            self.prior_precisions,
+            {name: value.to(device) for name, value in self.buffers.items()},
         )
 
     def state_dict(self) -> dict[str, Any]:

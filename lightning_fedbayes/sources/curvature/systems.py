@@ -177,7 +177,8 @@ class KroneckerSystem:
             worst = float((_norm(residual) / _norm(target)).nan_to_num(0.0).max())
             warnings.warn(
                 f"the equations of a layer's weights are solved to {worst:.1e} only: take a smaller prior_std, or "
-                "damping=0.1", stacklevel=3,
+                "damping=0.1",
+                stacklevel=3,
             )
         return x
 

@@ -75,7 +75,8 @@ def test_interval_scores_have_the_unit_of_the_standard_deviation():
 
 
 @given(
-    scores=st.lists(st.floats(0, 1), min_size=1, max_size=80), level=LEVELS,
+    scores=st.lists(st.floats(0, 1), min_size=1, max_size=80),
+    level=LEVELS,
     bins=st.sampled_from([1, 2, 10, 49, 1000, 1024]),
 )
 @settings(max_examples=300, deadline=None)
@@ -87,9 +88,7 @@ def test_threshold_is_never_below_the_quantile_and_above_it_by_at_most_a_cell(sc
         assert quantile <= sketched <= quantile + 1 / bins + 1e-12
 
 
-@given(
-    scores=st.lists(st.floats(0, 1e6), min_size=1, max_size=80), level=LEVELS, bins=st.sampled_from([1, 10, 1024])
-)
+@given(scores=st.lists(st.floats(0, 1e6), min_size=1, max_size=80), level=LEVELS, bins=st.sampled_from([1, 10, 1024]))
 @settings(max_examples=300, deadline=None)
 def test_the_half_line_has_the_same_bound_in_its_own_scale(scores, level, bins):
     scores = torch.tensor(scores, dtype=torch.float64)
@@ -103,8 +102,8 @@ def test_the_half_line_has_the_same_bound_in_its_own_scale(scores, level, bins):
 
 
 @given(
-    parts=st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=6), grid=st.sampled_from(
-        ["unit", "half_line"])
+    parts=st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=6),
+    grid=st.sampled_from(["unit", "half_line"]),
 )
 @settings(deadline=None)
 def test_sketches_merge_to_that_of_the_pooled_scores(parts, grid):
@@ -290,7 +289,8 @@ def test_the_bound_is_that_of_the_median_client(caplog):
 def test_honest_clients_are_summed_bit_for_bit(seed):
     for clients in (uniform(seed), {"a": torch.rand(900) ** 3, "b": torch.rand(30)}):  # two are never bounded
         bounded, believed = (
-            FederatedConformal(per_client=True, shrinkage=30.0, max_influence=c).fit(clients) for c in (2.0, None))
+            FederatedConformal(per_client=True, shrinkage=30.0, max_influence=c).fit(clients) for c in (2.0, None)
+        )
         assert (bounded.threshold, bounded.thresholds) == (believed.threshold, believed.thresholds)
         pooled = ScoreSketch.of(torch.cat(list(clients.values())))
         assert bounded.threshold == pooled.threshold(0.9)
@@ -320,10 +320,19 @@ def test_the_median_lies_between_the_honest_clients_thresholds(liars):
         assert min(own) <= threshold <= max(own)
 
 
-@pytest.mark.parametrize("change", [
-    {"threshold": "high"}, {"threshold": -1.0}, {"threshold": math.nan}, {"thresholds": [1.0]},
-    {"thresholds": {"a": None}}, {"temperature": 0.0}, {"releases": -1}, {"releases": "one"},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threshold": "high"},
+        {"threshold": -1.0},
+        {"threshold": math.nan},
+        {"thresholds": [1.0]},
+        {"thresholds": {"a": None}},
+        {"temperature": 0.0},
+        {"releases": -1},
+        {"releases": "one"},
+    ],
+)
 def test_a_foreign_state_is_refused_and_changes_nothing(change):
     conformal = FederatedConformal(per_client=True).fit({"a": torch.linspace(0, 1, 50)})
     state = conformal.state_dict()
@@ -411,10 +420,14 @@ def test_per_client_thresholds_help_the_client_that_the_pooled_one_fails():
         scores = class_scores(probs, targets)
         conformal = FederatedConformal(per_client=True).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
         for found, name in ((pooled, False), (own, True)):
-            found.append([
-                conformal.sets(probs[test], str(k) if name else None)[range(len(test)), targets[test]].double().mean()
-                for k, (_, test) in enumerate(split)
-            ])
+            found.append(
+                [
+                    conformal.sets(probs[test], str(k) if name else None)[range(len(test)), targets[test]]
+                    .double()
+                    .mean()
+                    for k, (_, test) in enumerate(split)
+                ]
+            )
     pooled, own = np.mean(pooled, 0), np.mean(own, 0)
     assert pooled.min() < 0.85
     assert own.min() >= 0.85
@@ -445,8 +458,7 @@ def test_from_a_regressor():
     inputs = torch.randn(300, 2)
     network = torch.nn.Linear(2, 1)
     targets = network(inputs).detach() + 2 * torch.randn(300, 1)
-    module = fb.PosteriorPredictive(
-        network, fb.read_posterior(network).clone(), samples=2, likelihood=fb.Gaussian(4.0))
+    module = fb.PosteriorPredictive(network, fb.read_posterior(network).clone(), samples=2, likelihood=fb.Gaussian(4.0))
     data = {"a": TensorDataset(inputs[:100], targets[:100]), "b": TensorDataset(inputs[100:], targets[100:])}
     conformal = FederatedConformal(kind="interval").fit_from(module, data, batch_size=64)
     assert conformal.threshold == pytest.approx(2 / 4 * 1.645, rel=0.15)

@@ -43,8 +43,9 @@ def fitted(callbacks, module=None, rounds=2, val=None, **options):
     """A module after some rounds, with the Trainer that has trained it."""
     module = bayesian(learning_rate=0.03) if module is None else module
     val = batches(clients(30, 40)) if val is None else val
-    made = federate(module, fb.FederatedBayes(seed=3), rounds, loader(clients(40, 30)), val, callbacks=callbacks,
-                    **options)
+    made = federate(
+        module, fb.FederatedBayes(seed=3), rounds, loader(clients(40, 30)), val, callbacks=callbacks, **options
+    )
     return module, made
 
 
@@ -182,11 +183,14 @@ def test_intervals_of_a_regressor():
     torch.testing.assert_close(half, conformal.threshold * predicted[0].variance.sqrt().double())
 
 
-@pytest.mark.parametrize(("val", "names"), [
-    (lambda: batches(blobs(30)), ["all"]),
-    (lambda: batches(ConcatDataset([blobs(30), blobs(20)])), ["0", "1"]),
-    (lambda: [batches(blobs(30)), batches(blobs(20)), batches(blobs(25))], ["0", "1", "2"]),
-])
+@pytest.mark.parametrize(
+    ("val", "names"),
+    [
+        (lambda: batches(blobs(30)), ["all"]),
+        (lambda: batches(ConcatDataset([blobs(30), blobs(20)])), ["0", "1"]),
+        (lambda: [batches(blobs(30)), batches(blobs(20)), batches(blobs(25))], ["0", "1", "2"]),
+    ],
+)
 def test_other_validation_data(val, names):
     conformal = fb.FederatedConformal(0.8, per_client=True)
     module = bayesian()
@@ -279,8 +283,13 @@ OWN = {  # likelihood of the module's own outputs, outputs, targets, what is sai
     "numbers": (None, 1, torch.randn, lambda: fb.FederatedConformal(kind="interval"), "noise is not known"),
     "other classes": (None, 2, lambda n: torch.full((n,), 5), fb.FederatedTemperature, "there are 2 classes"),
     "sets of numbers": (fb.Gaussian(1.0), 1, torch.randn, fb.FederatedConformal, "kind='interval'"),
-    "intervals of classes": ("categorical", 2, lambda n: torch.randint(0, 2, (n,)),
-                             lambda: fb.FederatedConformal(kind="interval"), "predicts no mean and variance"),
+    "intervals of classes": (
+        "categorical",
+        2,
+        lambda n: torch.randint(0, 2, (n,)),
+        lambda: fb.FederatedConformal(kind="interval"),
+        "predicts no mean and variance",
+    ),
 }
 
 
@@ -289,8 +298,15 @@ OWN = {  # likelihood of the module's own outputs, outputs, targets, what is sai
 def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says, steps):
     data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
     with pytest.raises(FedBayesError, match=says):
-        federate(Untrained(known, outputs), fb.FederatedBayes(engine="sequential"), 1, loader(data), batches(data),
-                 callbacks=[callback()], num_sanity_val_steps=steps)
+        federate(
+            Untrained(known, outputs),
+            fb.FederatedBayes(engine="sequential"),
+            1,
+            loader(data),
+            batches(data),
+            callbacks=[callback()],
+            num_sanity_val_steps=steps,
+        )
 
 
 def test_validation_examples_that_are_trained_on_are_named_once():
@@ -309,7 +325,8 @@ def test_one_class_few_examples_and_a_client_without_any():
     scaling, conformal = both(per_client=True)
     with pytest.warns(UserWarning, match="client few: 3 held-out examples, and a level of 0.8 needs 4"):
         trainer(1, [scaling, conformal]).validate(
-            bayesian(), batches(fb.ClientDatasets({"one": one_class, "few": few})), verbose=False)
+            bayesian(), batches(fb.ClientDatasets({"one": one_class, "few": few})), verbose=False
+        )
     assert scaling.temperature > 0
     assert conformal.thresholds["few"] == math.inf
     none = fb.ClientDatasets({"one": one_class, "none": TensorDataset(torch.randn(0, 6), torch.zeros(0).long())})

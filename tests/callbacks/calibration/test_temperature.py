@@ -294,10 +294,18 @@ def test_honest_clients_are_summed_bit_for_bit(seed):
     assert bounded.temperature == believed.temperature
 
 
-@pytest.mark.parametrize("state", [
-    None, {}, {"temperature": 2.0}, {"temperature": "warm", "exchanges": 1}, {"temperature": math.nan, "exchanges": 1},
-    {"temperature": 2.0, "exchanges": None}, {"threshold": 0.5, "thresholds": {}, "temperature": 1.0},
-])
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        {"temperature": 2.0},
+        {"temperature": "warm", "exchanges": 1},
+        {"temperature": math.nan, "exchanges": 1},
+        {"temperature": 2.0, "exchanges": None},
+        {"threshold": 0.5, "thresholds": {}, "temperature": 1.0},
+    ],
+)
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     scaling = FederatedTemperature(3.0)
     with pytest.raises(FederationError):

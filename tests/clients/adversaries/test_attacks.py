@@ -17,8 +17,13 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
 
 UPDATE_ATTACKS = (
-    fb.GaussianVector(0.5), fb.SignFlip(0.5), fb.ScaledUpdate(0.5), fb.RandomUpdate(0.5), fb.ALittleIsEnough(0.5),
-    fb.InnerProductManipulation(0.5), fb.NotANumber(0.5),
+    fb.GaussianVector(0.5),
+    fb.SignFlip(0.5),
+    fb.ScaledUpdate(0.5),
+    fb.RandomUpdate(0.5),
+    fb.ALittleIsEnough(0.5),
+    fb.InnerProductManipulation(0.5),
+    fb.NotANumber(0.5),
 )
 
 
@@ -197,8 +202,11 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
 @pytest.mark.parametrize(
     ("attack", "options"),
     [
-        (fb.GaussianVector, {"std": 0.0}), (fb.GaussianVector, {"std": float("inf")}), (fb.SignFlip, {"scale": -1.0}),
-        (fb.ScaledUpdate, {"factor": float("nan")}), (fb.ALittleIsEnough, {"z": float("inf")}),
+        (fb.GaussianVector, {"std": 0.0}),
+        (fb.GaussianVector, {"std": float("inf")}),
+        (fb.SignFlip, {"scale": -1.0}),
+        (fb.ScaledUpdate, {"factor": float("nan")}),
+        (fb.ALittleIsEnough, {"z": float("inf")}),
         (fb.InnerProductManipulation, {"epsilon": 0.0}),
     ],
 )

@@ -81,7 +81,8 @@ def test_what_cannot_be_assigned_is_refused(attacks, message):
 
 
 @given(
-    values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), offset=st.sampled_from([0.0, 1e6]),
+    values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20),
+    offset=st.sampled_from([0.0, 1e6]),
 )
 @settings(deadline=None)
 def test_running_moments_are_those_of_all_at_once(values, offset):

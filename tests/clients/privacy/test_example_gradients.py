@@ -13,7 +13,8 @@ CASES = {
     "linear": (lambda **o: layers.LinearReparameterization(4, 3, **o), (5, 4)),
     "linear in time": (lambda **o: layers.LinearReparameterization(4, 3, **o), (5, 2, 4)),
     "conv1d": (
-        lambda **o: layers.Conv1dReparameterization(2, 3, 3, padding=1, padding_mode="circular", **o), (4, 2, 6)
+        lambda **o: layers.Conv1dReparameterization(2, 3, 3, padding=1, padding_mode="circular", **o),
+        (4, 2, 6),
     ),
     "conv2d": (lambda **o: layers.Conv2dReparameterization(2, 4, 3, stride=2, groups=2, **o), (4, 2, 5, 5)),
     "conv3d": (lambda **o: layers.Conv3dReparameterization(1, 2, 2, **o), (3, 1, 3, 3, 3)),

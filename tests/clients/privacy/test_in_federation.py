@@ -25,8 +25,9 @@ def run(module, privacy, rounds=2, clients=3, ckpt_path=None, **options):
 def distance(first, second):
     """Norm of the step from one posterior to another, in (μ, log σ)."""
     parts = [(first.mean[n] - second.mean[n]).flatten() for n in first.names]
-    parts += [(first.variance[n] / second.variance[n]).log().flatten() / 2
-              for n in first.names if first.variance[n].any()]
+    parts += [
+        (first.variance[n] / second.variance[n]).log().flatten() / 2 for n in first.names if first.variance[n].any()
+    ]
     return float(torch.cat(parts).norm())
 
 

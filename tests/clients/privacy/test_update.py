@@ -186,7 +186,8 @@ def test_noise_belongs_to_seed_round_and_client():
     sent = privacy.send(update(), before, 7, 2)
     assert same(sent, privacy.send(update(), before, 7, 2))
     for other in (
-        privacy.send(update(), before, 8, 2), privacy.send(update(), before, 7, 3),
+        privacy.send(update(), before, 8, 2),
+        privacy.send(update(), before, 7, 3),
         privacy.send(update(client=1), before, 7, 2),
     ):
         assert not same(sent, other)
@@ -213,8 +214,12 @@ def test_another_network_and_what_is_not_finite_are_refused_by_the_fusion():
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"clip": 0.0}, "clip=0.0"), ({"clip": math.inf}, "clip=inf"), ({"noise_multiplier": -1.0}, "noise_multiplier"),
-     ({"delta": 0.0}, "delta=0.0")],
+    [
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": math.inf}, "clip=inf"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"delta": 0.0}, "delta=0.0"),
+    ],
 )
 def test_arguments_are_checked_at_once(options, named):
     with pytest.raises(FederationError, match=named):

@@ -26,9 +26,11 @@ class Convolutional(Plain):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__(nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES)
-        ))
+        super().__init__(
+            nn.Sequential(
+                nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES)
+            )
+        )
         self.unused = nn.Parameter(torch.zeros(3))
         self.frozen = nn.Parameter(torch.full((CLASSES,), 0.1), requires_grad=False)
         self.temperature = nn.Parameter(torch.tensor(1.0))

@@ -55,8 +55,7 @@ def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fau
             self.client = client
 
     reference = OnlyGood()
-    federate(reference, fb.FederatedBayes(engine="sequential", keep=["optimizer"]), 2,
-             loader(fb.ClientDatasets(parts)))
+    federate(reference, fb.FederatedBayes(engine="sequential", keep=["optimizer"]), 2, loader(fb.ClientDatasets(parts)))
     for (name, value), other in zip(reference.named_parameters(), module.parameters()):
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-6, msg=name)
 

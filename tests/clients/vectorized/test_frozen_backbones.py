@@ -34,9 +34,14 @@ class Adapted(Plain):
 
 
 METHODS = {
-    "average": {}, "proximal": {"fusion": "fedprox"}, "scaffold": {"fusion": "scaffold"}, "ditto": {"fusion": "ditto"},
-    "sites": {"fusion": "sites"}, "two at once": {"stack": 2, "local_epochs": 2},
-    "personal": {"local_parameters": ["*lora_B*"]}, "own buffers": {"buffers": "local"},
+    "average": {},
+    "proximal": {"fusion": "fedprox"},
+    "scaffold": {"fusion": "scaffold"},
+    "ditto": {"fusion": "ditto"},
+    "sites": {"fusion": "sites"},
+    "two at once": {"stack": 2, "local_epochs": 2},
+    "personal": {"local_parameters": ["*lora_B*"]},
+    "own buffers": {"buffers": "local"},
 }
 
 

@@ -51,8 +51,14 @@ def accuracy() -> MulticlassAccuracy:
 
 
 def collection() -> MetricCollection:
-    return MetricCollection({"f1": MulticlassF1Score(CLASSES), "accuracy": accuracy(),
-                             "precision": MulticlassPrecision(CLASSES, average="micro")}, prefix="train/")
+    return MetricCollection(
+        {
+            "f1": MulticlassF1Score(CLASSES),
+            "accuracy": accuracy(),
+            "precision": MulticlassPrecision(CLASSES, average="micro"),
+        },
+        prefix="train/",
+    )
 
 
 def calls_and_logs(module, logits, labels, loss, **options):
@@ -134,12 +140,18 @@ class Deep(nn.Module):
 
 
 SAME = {
-    "called": (accuracy, calls_and_logs), "updated": (accuracy, updates_and_logs),
-    "written into afterwards": (accuracy, writes_afterwards), "its value": (accuracy, logs_what_it_returns),
-    "mean": (MeanMetric, of_the_loss), "sum": (SumMetric, of_the_loss), "maximum": (MaxMetric, of_the_loss),
-    "weighted mean": (MeanMetric, weighted), "twice in a step": (MeanMetric, twice),
+    "called": (accuracy, calls_and_logs),
+    "updated": (accuracy, updates_and_logs),
+    "written into afterwards": (accuracy, writes_afterwards),
+    "its value": (accuracy, logs_what_it_returns),
+    "mean": (MeanMetric, of_the_loss),
+    "sum": (SumMetric, of_the_loss),
+    "maximum": (MaxMetric, of_the_loss),
+    "weighted mean": (MeanMetric, weighted),
+    "twice in a step": (MeanMetric, twice),
     "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
-    "collection": (collection, logs_members), "by class": (collection, logs_by_class),
+    "collection": (collection, logs_members),
+    "by class": (collection, logs_by_class),
     "values of a collection": (collection, logs_values),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
     "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
@@ -179,8 +191,12 @@ def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
 
 def test_a_metric_counts_every_example_of_every_client():
     seen = []
-    module, _, _ = run("vectorized", accuracy, only_updates, lambda module: seen.append(
-        int(module.metric.tp + module.metric.fn)) or module.metric.reset())
+    module, _, _ = run(
+        "vectorized",
+        accuracy,
+        only_updates,
+        lambda module: seen.append(int(module.metric.tp + module.metric.fn)) or module.metric.reset(),
+    )
     assert seen == [90, 90]
     assert isinstance(module.metric, MulticlassAccuracy)
 

@@ -62,7 +62,9 @@ class Momentum(Plain):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(
             [{"params": self.net[0].parameters(), "lr": 0.1}, {"params": self.net[2].parameters(), "lr": 0.01}],
-            momentum=0.9, weight_decay=0.01, nesterov=True,
+            momentum=0.9,
+            weight_decay=0.01,
+            nesterov=True,
         )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
@@ -97,8 +99,13 @@ def test_both_engines_agree_under_every_setting_of_the_federation(setting):
 def test_kept_states_of_adam_may_differ_in_their_number_of_steps(keep, seed):
     """Wherever those that are new stand in the stack."""
     results = both(
-        lambda: Plain(optimizer=torch.optim.Adam, lr=0.01), fb.IIDPartition(8), rounds=4, fraction=0.5, local_epochs=2,
-        keep=keep, seed=seed,
+        lambda: Plain(optimizer=torch.optim.Adam, lr=0.01),
+        fb.IIDPartition(8),
+        rounds=4,
+        fraction=0.5,
+        local_epochs=2,
+        keep=keep,
+        seed=seed,
     )
     assert_same(results)
 
@@ -119,10 +126,16 @@ def test_batch_norm_keeps_statistics_of_every_client(buffers):
     assert_same(both(lambda: Plain(network(batch_norm=True)), sizes, rounds=3, buffers=buffers))
 
 
-@pytest.mark.parametrize("options", [
-    {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    {"precision": "64-true"}, {"precision": "bf16-true"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"precision": "64-true"},
+        {"precision": "bf16-true"},
+    ],
+    ids=str,
+)
 def test_options_of_the_trainer(options):
     tolerance = {"64-true": 1e-12, "bf16-true": 2e-2}.get(options.get("precision"), 1e-5)
     results = both(Plain, PARTITIONS[1], options=options)
@@ -142,8 +155,7 @@ def test_networks_of_all_sorts_of_parameters(keep):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    results = both(Adam, fb.SizesPartition((27, 20, 13)), rounds=3, train=loader(images()),
-                   keep=keep)
+    results = both(Adam, fb.SizesPartition((27, 20, 13)), rounds=3, train=loader(images()), keep=keep)
     assert_same(results)
 
 
@@ -177,7 +189,8 @@ def test_padded_batches_of_different_lengths_train_in_parts():
         """Sequences cut to a length that depends on the batch."""
         length = 2 + int(sum(y for _, y in examples)) % 3
         return torch.stack([x[:length].mean(0, keepdim=True).expand(FEATURES) for x, _ in examples]).unsqueeze(
-            1).expand(-1, length, -1), torch.stack([y for _, y in examples])
+            1
+        ).expand(-1, length, -1), torch.stack([y for _, y in examples])
 
     class Sequence(Plain):
         def training_step(self, batch, batch_idx):
@@ -251,7 +264,8 @@ def test_logged_values_agree():
 
 def test_a_client_with_a_hybrid_network_logs_its_own_elbo():
     (_, _, first), (_, _, second) = both(
-        lambda: bayesian(posterior_std=1e-6, learning_rate=1e-6), PARTITIONS[1], rounds=1)
+        lambda: bayesian(posterior_std=1e-6, learning_rate=1e-6), PARTITIONS[1], rounds=1
+    )
     for name in ("train/nll", "train/kl", "train/kl_factor"):
         torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-3, atol=1e-4)
 
@@ -317,16 +331,24 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
 
     def make():
         net = network()
-        dnn_to_bnn(net, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -16.0,
-                         "type": kind, "moped_enable": False, "moped_delta": 0.5})
+        dnn_to_bnn(
+            net,
+            {
+                "prior_mu": 0.0,
+                "prior_sigma": 1.0,
+                "posterior_mu_init": 0.0,
+                "posterior_rho_init": -16.0,
+                "type": kind,
+                "moped_enable": False,
+                "moped_delta": 0.5,
+            },
+        )
         return WithKL(net, lr=0.02)
 
     assert_same(both(make, PARTITIONS[3], rounds=3, fusion="weighted_average"))
 
 
-@pytest.mark.parametrize(
-    "layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted]
-)
+@pytest.mark.parametrize("layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted])
 @pytest.mark.parametrize("primitives", [True, False])
 def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""

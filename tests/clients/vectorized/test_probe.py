@@ -250,8 +250,13 @@ def test_a_trainer_of_the_twin_package_is_named(caplog):
 
     federation = fb.FederatedBayes(fb.IIDPartition(3))
     made = twin.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[federation],
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[federation],
     )
     with caplog.at_level(logging.INFO):
         made.fit(Own(), loader())
@@ -272,10 +277,15 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         assert sum(message.startswith(line) for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("kind", "times", "clients", "engine"), [
-    (nn.LSTM, 12, 3, "vectorized"), (nn.LSTM, 13, 3, "sequential"), (nn.LSTM, 13, 4, "vectorized"),
-    (nn.GRU, 40, 3, "vectorized"),
-])
+@pytest.mark.parametrize(
+    ("kind", "times", "clients", "engine"),
+    [
+        (nn.LSTM, 12, 3, "vectorized"),
+        (nn.LSTM, 13, 3, "sequential"),
+        (nn.LSTM, 13, 4, "vectorized"),
+        (nn.GRU, 40, 3, "vectorized"),
+    ],
+)
 def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, times, clients, engine, caplog):
     class Sequences(Plain):
         def __init__(self):
@@ -295,13 +305,22 @@ def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, time
 
 
 ELEMENTWISE = {
-    "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RMSprop": {"centered": True},
-    "Adagrad": {}, "Rprop": {},
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "NAdam": {},
+    "RMSprop": {"centered": True},
+    "Adagrad": {},
+    "Rprop": {},
 }
 STACKED = {
-    "SGD": {"momentum_buffer"}, "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"}, "NAdam": {"exp_avg", "exp_avg_sq"},
-    "RMSprop": {"square_avg", "grad_avg"}, "Adagrad": {"sum"}, "Rprop": {"prev", "step_size"},
+    "SGD": {"momentum_buffer"},
+    "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "NAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg", "grad_avg"},
+    "Adagrad": {"sum"},
+    "Rprop": {"prev", "step_size"},
 }
 
 

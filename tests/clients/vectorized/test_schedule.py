@@ -42,7 +42,8 @@ def test_a_schedule_has_every_batch_of_every_client_once_and_in_order(
         assert taken[client] == [len(batch) for batch in client_batches(0, client, size, batching)]
     lengths = [[batches_per_epoch(sizes[client], batching) for client in chunk.clients] for chunk in planned.chunks]
     assert [length for chunk in lengths for length in chunk] == sorted(
-        (batches_per_epoch(size, batching) for size in sizes), reverse=True)
+        (batches_per_epoch(size, batching) for size in sizes), reverse=True
+    )
     counts = [len(chunk.clients) for chunk in planned.chunks]
     assert max(counts) - min(counts) <= 1
 

@@ -70,15 +70,22 @@ def add(statistics, other):
 @pytest.mark.parametrize("totals_only", [False, True])
 def test_merged_statistics_are_sums_over_all_processes_in_two_calls(here, totals_only):
     """Process 2 has no client; "zero" is 0 everywhere and not sent."""
-    parts = [{"weight": torch.tensor(1.0 + rank, dtype=torch.float64),
-              "vector": torch.arange(7, dtype=torch.float64) * (1 + rank),
-              "zero": torch.zeros(7, dtype=torch.float64)} for rank in range(2)] + [{}]
+    parts = [
+        {
+            "weight": torch.tensor(1.0 + rank, dtype=torch.float64),
+            "vector": torch.arange(7, dtype=torch.float64) * (1 + rank),
+            "zero": torch.zeros(7, dtype=torch.float64),
+        }
+        for rank in range(2)
+    ] + [{}]
     other = [{"short": torch.full((2,), 1.0 + rank, dtype=torch.float64)} for rank in range(COUNT)]
     before = here[0].calls
     merged = everywhere(
         lambda process: merge_statistics(
             [Reduction(parts[process.rank], 7, add, totals_only), Reduction(other[process.rank], 2, add)], process
-        ), here)
+        ),
+        here,
+    )
     assert here[0].calls - before == 2
     for first, second in merged:
         assert float(first["weight"]) == 3

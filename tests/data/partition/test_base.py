@@ -18,8 +18,9 @@ from tests.data.partition.labels import balanced, labels_with_gaps, seeds
 
 any_partition = st.one_of(
     st.builds(IIDPartition, st.integers(1, 10)),
-    st.builds(DirichletPartition, st.integers(1, 4), st.floats(0.5, 50), min_examples=st.just(1),
-              balance=st.booleans()),
+    st.builds(
+        DirichletPartition, st.integers(1, 4), st.floats(0.5, 50), min_examples=st.just(1), balance=st.booleans()
+    ),
     st.builds(DirichletPartition, st.integers(1, 10), st.floats(1e-3, 1e6), st.just("client")),
     st.builds(SizesPartition, st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)),
     st.builds(SizesPartition, st.lists(st.floats(0.1, 0.25), min_size=1, max_size=4).map(tuple)),
@@ -72,7 +73,11 @@ def test_table_is_aligned_and_abbreviated():
     assert long[-1].endswith("500")
     assert len({line.index("|") for line in long}) == 1 == len({len(line) for line in long})
     assert str(IIDPartition(2).split(None, 0, 5)).splitlines() == [
-        "client | total", "     0 |     3", "     1 |     2", " total |     5"]
+        "client | total",
+        "     0 |     3",
+        "     1 |     2",
+        " total |     5",
+    ]
 
 
 def test_plot_is_a_figure_with_one_cell_per_client_and_class():

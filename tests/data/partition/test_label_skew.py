@@ -85,10 +85,12 @@ def test_clients_with_ample_data_have_dirichlet_multinomial_moments(alpha):
 @pytest.mark.parametrize("alpha", [1e-3, 0.5, 100.0])
 def test_dealing_without_replacement_uses_up_the_data_and_prefers_no_client(alpha):
     supply, clients, generator = np.array([50, 30, 20]), 5, np.random.default_rng(2)
-    deals = np.stack([
-        deal_by_proportions(draw_proportions(clients, alpha, supply, generator), 20, supply, generator)
-        for _ in range(2000)
-    ])
+    deals = np.stack(
+        [
+            deal_by_proportions(draw_proportions(clients, alpha, supply, generator), 20, supply, generator)
+            for _ in range(2000)
+        ]
+    )
     assert (deals.sum(1) == supply).all()
     assert (deals.sum(2) == 20).all()
     error = deals.std(0) / np.sqrt(len(deals))
@@ -155,8 +157,13 @@ def test_balance_closes_clients_that_hold_an_equal_share(seed, clients, alpha):
 
 def test_balance_makes_sizes_more_even():
     def spread(balance):
-        return np.mean([np.std(DirichletPartition(10, 0.3, balance=balance, min_examples=1)
-                               .split(balanced(), seed).sizes) for seed in range(30)])
+        return np.mean(
+            [
+                np.std(DirichletPartition(10, 0.3, balance=balance, min_examples=1).split(balanced(), seed).sizes)
+                for seed in range(30)
+            ]
+        )
+
     assert spread(True) < 0.8 * spread(False)
 
 

@@ -78,8 +78,9 @@ def test_crps_scales_and_shifts_with_the_target():
     samples = torch.randn(7, len(mean), dtype=torch.float64)
     moved = 3 * target + 100
     assert torch.allclose(3 * F.ensemble_crps(samples, target), F.ensemble_crps(3 * samples + 100, moved))
-    assert torch.allclose(3 * F.gaussian_crps(mean, variance, target),
-                          F.gaussian_crps(3 * mean + 100, 9 * variance, moved))
+    assert torch.allclose(
+        3 * F.gaussian_crps(mean, variance, target), F.gaussian_crps(3 * mean + 100, 9 * variance, moved)
+    )
 
 
 @given(st.integers(2, 12), st.integers(0, 1000), st.sampled_from([0.0, 1e3]))

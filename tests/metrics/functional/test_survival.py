@@ -66,9 +66,11 @@ def test_what_does_not_matter(rows):
     """Monotone maps of risk and time, and the order of examples; the opposite risk has the opposite index."""
     risk, time, event = columns(rows)
     index = F.concordance_index(risk, time, event)
-    for same in (F.concordance_index(risk.double().exp(), 2 * time, event),
-                 F.concordance_index(risk.flip(0), time.flip(0), event.flip(0).float()),
-                 1 - F.concordance_index(-risk, time, event)):
+    for same in (
+        F.concordance_index(risk.double().exp(), 2 * time, event),
+        F.concordance_index(risk.flip(0), time.flip(0), event.flip(0).float()),
+        1 - F.concordance_index(-risk, time, event),
+    ):
         torch.testing.assert_close(same, index, equal_nan=True)
 
 

@@ -12,8 +12,9 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw
 
-sampled = st.builds(draw, st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(2, 7)), st.integers(0, 10_000),
-                    st.floats(0, 30))
+sampled = st.builds(
+    draw, st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(2, 7)), st.integers(0, 10_000), st.floats(0, 30)
+)
 
 
 @given(sampled)

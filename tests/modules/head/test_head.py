@@ -78,7 +78,9 @@ def test_the_evidence_is_that_of_bayesian_ridge():
     torch.testing.assert_close(fit.weights[0], torch.tensor(ridge.coef_), atol=1e-8, rtol=1e-6)
     torch.testing.assert_close(
         fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 1, 6))[0],
-        torch.tensor(ridge.sigma_), atol=1e-9, rtol=1e-5,
+        torch.tensor(ridge.sigma_),
+        atol=1e-9,
+        rtol=1e-5,
     )
 
 
@@ -152,8 +154,9 @@ def test_the_variational_posterior_has_the_largest_bound():
 
     best = bound(fit.weights, covariance)
     laplace = fb.BayesianHead(2, prior_std=1.0, inference="laplace").fit_clients([(x, y)])
-    assert best > bound(laplace.weights, laplace.posterior.systems[""].covariance(
-        torch.eye(6).double().reshape(1, 6, 2, 3))[0])
+    assert best > bound(
+        laplace.weights, laplace.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
+    )
     for change in (0.9, 1.1):
         assert best > bound(fit.weights * change, covariance) - 1e-3
         assert best > bound(fit.weights, covariance * change) - 1e-3
@@ -188,8 +191,10 @@ def test_a_message_comes_back_whole():
     fit = head.fit(head.sums(x, y))
     for sent in (head.sums(x, y), head.slopes(fit, x, y)):
         read = Message.of("statistics", 3, 0, sent).read(type(sent))
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-                   for a, b in zip(vars(sent).values(), vars(read).values(), strict=True))
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(vars(sent).values(), vars(read).values(), strict=True)
+        )
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,13 @@ def test_a_restart_goes_on(tmp_path):
         model = module("softmax")
         federation = fb.FederatedBayes(fb.IIDPartition(3))
         made = L.Trainer(
-            max_epochs=epochs, callbacks=[federation], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+            max_epochs=epochs,
+            callbacks=[federation],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
         )
         made.fit(model, DataLoader(data(), batch_size=7), **options)
         return model, made

@@ -20,7 +20,7 @@ def clients(number=6, count=60, features=5, outputs=3, seed=0, differ=1.5):
         x = draw(count, features)
         logits = 1.5 * x @ (common + differ * draw(features, outputs))
         y = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
-        parts.append((x[: count // 2], y[: count // 2], x[count // 2:], y[count // 2:]))
+        parts.append((x[: count // 2], y[: count // 2], x[count // 2 :], y[count // 2 :]))
     return parts
 
 

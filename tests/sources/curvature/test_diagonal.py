@@ -30,9 +30,14 @@ def cases():
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution"])
-@pytest.mark.parametrize(("task", "curvature", "noise_std"), [
-    ("classification", "ggn", 1.0), ("classification", "empirical", 1.0), ("regression", "ggn", 0.7),
-])
+@pytest.mark.parametrize(
+    ("task", "curvature", "noise_std"),
+    [
+        ("classification", "ggn", 1.0),
+        ("classification", "empirical", 1.0),
+        ("regression", "ggn", 0.7),
+    ],
+)
 def test_is_the_diagonal_posterior_of_laplace_torch(name, task, curvature, noise_std):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -43,8 +48,13 @@ def test_is_the_diagonal_posterior_of_laplace_torch(name, task, curvature, noise
         module, x = cases()[name]
         y = torch.randint(0, 3, (40,)) if task == "classification" else torch.randn(40, 3)
         data = DataLoader(TensorDataset(x, y), batch_size=16)
-        peer = DiagLaplace(module, task, sigma_noise=noise_std, prior_precision=0.8**-2,
-                           backend=AsdlGGN if curvature == "ggn" else AsdlEF)
+        peer = DiagLaplace(
+            module,
+            task,
+            sigma_noise=noise_std,
+            prior_precision=0.8**-2,
+            backend=AsdlGGN if curvature == "ggn" else AsdlEF,
+        )
         peer.fit(data)
     known = "categorical" if task == "classification" else fb.Gaussian(noise_std)
     ours = fb.Laplace(known, curvature, prior_std=0.8).posterior(module, data)
@@ -69,9 +79,7 @@ def test_a_linear_model_s_precision_is_that_of_its_design():
     )
     assert torch.allclose(1 / found.variance["weight"][0], x.square().sum(0) / 0.25 + 0.25, rtol=1e-5)
     assert torch.allclose(1 / found.variance["bias"], torch.tensor([30 / 0.25 + 0.25]), rtol=1e-5)
-    warm = fb.Laplace(fb.Gaussian(0.5), prior_std=2.0, temperature=10.0).posterior(
-        module, [[x, torch.randn(30, 1)]]
-    )
+    warm = fb.Laplace(fb.Gaussian(0.5), prior_std=2.0, temperature=10.0).posterior(module, [[x, torch.randn(30, 1)]])
     assert torch.allclose(1 / warm.variance["bias"], torch.tensor([3 / 0.25 + 0.25]), rtol=1e-5)
 
 
@@ -177,10 +185,17 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
     assert not torch.allclose(found, other, rtol=1e-2)
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"fusion": "sites", "local_epochs": 2}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3},
-    {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "keep": ["optimizer"]},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fusion": "sites", "local_epochs": 2},
+        {"fusion": fb.Averaging(prior="global")},
+        {"stack": 3},
+        {"fusion": "sites", "local_parameters": ["*bias"]},
+        {"fusion": "coordinate_median", "keep": ["optimizer"]},
+    ],
+)
 def test_both_engines_give_the_same_posterior(settings):
     settings = dict(settings)
     engines = "sequential", settings.pop("stack", "vectorized")
@@ -241,9 +256,14 @@ def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("fusion", "source"), [
-    ("reverse_kl_barycenter", fb.Laplace()), ("sites", fb.Laplace()), ("reverse_kl_barycenter", fb.SWAG()),
-])
+@pytest.mark.parametrize(
+    ("fusion", "source"),
+    [
+        ("reverse_kl_barycenter", fb.Laplace()),
+        ("sites", fb.Laplace()),
+        ("reverse_kl_barycenter", fb.SWAG()),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:SWAG. the path")
 def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
     whole, _ = run(engine, 4, fusion=fusion, source=source)
@@ -255,8 +275,9 @@ def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
     assert all(torch.equal(whole.posterior.mean[name], rest.posterior.mean[name]) for name in whole.posterior.names)
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"stack": 3}, {"keep": ["optimizer"], "fusion": fb.Averaging(prior="global")}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"stack": 3}, {"keep": ["optimizer"], "fusion": fb.Averaging(prior="global")}]
+)
 @pytest.mark.parametrize("adam", [False, True])
 def test_both_engines_see_the_same_path(settings, adam):
     settings = dict(settings)
@@ -268,8 +289,9 @@ def test_both_engines_see_the_same_path(settings, adam):
             module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 1e-2)
         return module
 
-    one, other = (run(engine, module=make(), source=fb.SWAG(), local_epochs=3, **settings)[0].posterior
-                  for engine in engines)
+    one, other = (
+        run(engine, module=make(), source=fb.SWAG(), local_epochs=3, **settings)[0].posterior for engine in engines
+    )
     for name in one.names:
         assert torch.allclose(one.mean[name], other.mean[name], atol=1e-5)
         assert torch.allclose(one.variance[name], other.variance[name], rtol=1e-3, atol=1e-8)
@@ -286,8 +308,12 @@ class Path(L.Callback):
 def test_swag_is_the_mean_and_the_variance_of_the_path():
     path = Path()
     federation, _ = run(
-        "sequential", 1, partition=fb.IIDPartition(1), source=fb.SWAG(start=0.25, scale=2.0, min_std=0.01),
-        local_epochs=4, options={"callbacks": [path]},
+        "sequential",
+        1,
+        partition=fb.IIDPartition(1),
+        source=fb.SWAG(start=0.25, scale=2.0, min_std=0.01),
+        local_epochs=4,
+        options={"callbacks": [path]},
     )
     assert len(path.seen) == 48
     late = torch.stack(path.seen[12:])

@@ -26,7 +26,8 @@ def ridge(x, y, share):
 def linear_clients():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(SIZES), 4, dtype=torch.float64, generator=generator) @ torch.tensor(
-        [[1.0, 0.9, 0, 0], [0, 1, 0.5, 0], [0, 0, 1, 0.9], [0, 0, 0, 0.1]], dtype=torch.float64)
+        [[1.0, 0.9, 0, 0], [0, 1, 0.5, 0], [0, 0, 1, 0.9], [0, 0, 0, 0.1]], dtype=torch.float64
+    )
     y = torch.randn(sum(SIZES), 2, dtype=torch.float64, generator=generator)
     return x, y, list(zip(x.split(SIZES), y.split(SIZES)))
 
@@ -72,7 +73,8 @@ def test_positions_of_a_convolution_are_summed_in_its_inputs_and_averaged_in_its
     x, y = torch.randn(5, 2, 4, 4), torch.randint(0, 3, (5,))
     conv = nn.Conv2d(2, 3, 2, stride=2, padding=1)
     site = fb.KroneckerLaplace(fb.Laplace(curvature="empirical")).site(
-        nn.Sequential(conv, nn.Tanh(), nn.AvgPool2d(3), nn.Flatten()), [(x[:2], y[:2]), (x[2:], y[2:])])
+        nn.Sequential(conv, nn.Tanh(), nn.AvgPool2d(3), nn.Flatten()), [(x[:2], y[:2]), (x[2:], y[2:])]
+    )
     inner, outer = torch.zeros(9, 9), torch.zeros(3, 3)
     for one, label in zip(x, y):
         before = conv(one[None])[0].detach().requires_grad_()
@@ -126,10 +128,16 @@ def test_damping_draws_the_solution_to_the_average_by_the_mean_of_the_diagonal()
 
 def test_a_single_client_keeps_its_weights():
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
-                            nn.Linear(27, 2, bias=False))
-    posterior = fb.KroneckerLaplace().fuse([
-        fb.KroneckerLaplace().site(network, [(torch.randn(8, 1, 5, 5), torch.randint(0, 2, (8,)))])])
+    network = nn.Sequential(
+        nn.Conv2d(1, 3, 3, stride=2, padding=1),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(27, 2, bias=False),
+    )
+    posterior = fb.KroneckerLaplace().fuse(
+        [fb.KroneckerLaplace().site(network, [(torch.randn(8, 1, 5, 5), torch.randint(0, 2, (8,)))])]
+    )
     found = {**posterior.mean, **posterior.buffers}
     for name, value in network.state_dict().items():
         if value.is_floating_point():
@@ -154,8 +162,11 @@ def test_the_solution_solves_a_badly_conditioned_system():
     assert torch.allclose(system.solve(target), wanted, atol=1e-4)
     assert torch.allclose(system.product(wanted), target)
     several = torch.stack([0 * target, target, 1e6 * target])  # each to its own accuracy
-    assert torch.allclose(system.solve(several) / torch.tensor([1, 1, 1e6]).reshape(3, 1, 1),
-                          torch.stack([0 * wanted, wanted, wanted]), atol=1e-4)
+    assert torch.allclose(
+        system.solve(several) / torch.tensor([1, 1, 1e6]).reshape(3, 1, 1),
+        torch.stack([0 * wanted, wanted, wanted]),
+        atol=1e-4,
+    )
 
 
 def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averaged():
@@ -187,16 +198,20 @@ def test_a_solution_that_is_not_found_is_said(monkeypatch):
     monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.MAX_ITERATIONS", 1)
     monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", 0)
     generator = torch.Generator().manual_seed(0)
-    terms = [tuple((r := torch.randn(4, 4, generator=generator, dtype=torch.float64)) @ r.T for _ in range(2))
-             for _ in range(3)]
+    terms = [
+        tuple((r := torch.randn(4, 4, generator=generator, dtype=torch.float64)) @ r.T for _ in range(2))
+        for _ in range(3)
+    ]
     with pytest.warns(UserWarning, match="smaller prior_std, or damping"):
         KroneckerSystem(terms, 1e-3).solve(torch.ones(4, 4, dtype=torch.float64))
 
 
 def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    terms = [tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
-             for _ in range(3)]
+    terms = [
+        tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
+        for _ in range(3)
+    ]
     target, rows = torch.randn(3, 5, dtype=torch.float64), torch.randn(2, 4, 3, 5, dtype=torch.float64)
     small = KroneckerSystem(terms, 0.1)
     direct = small.solve(target), small.covariance(rows), small.eigenvalues()
@@ -218,8 +233,10 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
 def test_the_covariance_of_a_linear_layer(monkeypatch, count, dense):
     monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", dense)
     generator = torch.Generator().manual_seed(0)
-    terms = [tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
-             for _ in range(count)]
+    terms = [
+        tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
+        for _ in range(count)
+    ]
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     whole = torch.linalg.inv(sum(torch.kron(b, a) for a, b in terms) + 0.1 * torch.eye(15).double())
     jacobian = torch.stack([torch.kron(torch.eye(3).double(), each) for each in x])
@@ -262,19 +279,22 @@ class Tied(nn.Module):
 DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
 
 
-@pytest.mark.parametrize(("network", "patterns", "data", "expected"), [
-    (Twice(), ("*",), DATA, "runs several times in a pass"),
-    (Tied(), ("*",), DATA, "is the weight of another layer, too"),
-    (nn.Linear(3, 3), ("head*",), DATA, "matches no weight of a linear layer"),
-    (nn.Linear(3, 3), ("*",), [], "without an example"),
-    (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "a batch is a Tensor, and not inputs with a tensor of targets"),
-    (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.randn(4, 3))], "numbers whose noise is not known"),
-    (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()), ("*",), DATA, "has groups"),
-    (nn.Linear(3, 3), ("*",), [({"x": torch.randn(4, 3)}, torch.zeros(4).long())], "Linear cannot be measured"),
-    (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.zeros(2).long())], "give as many of both"),
-    (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.full((4,), 3))], "there are 3 classes"),
-    (nn.Linear(3, 3), ("*",), [(torch.full((4, 3), torch.nan), torch.zeros(4).long())], "is not finite"),
-])
+@pytest.mark.parametrize(
+    ("network", "patterns", "data", "expected"),
+    [
+        (Twice(), ("*",), DATA, "runs several times in a pass"),
+        (Tied(), ("*",), DATA, "is the weight of another layer, too"),
+        (nn.Linear(3, 3), ("head*",), DATA, "matches no weight of a linear layer"),
+        (nn.Linear(3, 3), ("*",), [], "without an example"),
+        (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "a batch is a Tensor, and not inputs with a tensor of targets"),
+        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.randn(4, 3))], "numbers whose noise is not known"),
+        (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()), ("*",), DATA, "has groups"),
+        (nn.Linear(3, 3), ("*",), [({"x": torch.randn(4, 3)}, torch.zeros(4).long())], "Linear cannot be measured"),
+        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.zeros(2).long())], "give as many of both"),
+        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.full((4,), 3))], "there are 3 classes"),
+        (nn.Linear(3, 3), ("*",), [(torch.full((4, 3), torch.nan), torch.zeros(4).long())], "is not finite"),
+    ],
+)
 def test_what_has_no_factors_is_refused(network, patterns, data, expected):
     with pytest.raises(fb.FederationError) as error:
         fb.KroneckerLaplace(fb.Laplace(parameters=patterns)).site(network, data)
@@ -299,7 +319,8 @@ def test_weights_of_clients_in_different_units_are_not_fused(same):
     one_shot, sites = fb.KroneckerLaplace(fb.Laplace(likelihood=fb.Gaussian(noise=0.5))), []
     for mean in (0.0, 0.0 if same else 5.0):
         module = fb.HybridBayesianRegressor(
-            nn.Sequential(nn.Linear(4, 1)), bayesian_last=0, scaler=fb.FederatedScaler(targets=(mean, 2.0)))
+            nn.Sequential(nn.Linear(4, 1)), bayesian_last=0, scaler=fb.FederatedScaler(targets=(mean, 2.0))
+        )
         sites.append(one_shot.site(module, [(torch.randn(8, 4), torch.randn(8))]))
     if same:
         one_shot.fuse(sites)

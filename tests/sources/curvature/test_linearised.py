@@ -110,10 +110,15 @@ def test_kronecker_factors_give_the_covariance_of_the_inverted_sum(name, bias, c
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("task", "structure"), [
-    ("classification", "diagonal"), ("regression", "diagonal"), ("classification", "kronecker"),
-    ("regression", "kronecker"),
-])
+@pytest.mark.parametrize(
+    ("task", "structure"),
+    [
+        ("classification", "diagonal"),
+        ("regression", "diagonal"),
+        ("classification", "kronecker"),
+        ("regression", "kronecker"),
+    ],
+)
 def test_is_the_glm_predictive_of_laplace_torch(name, task, structure):
     network, x = NETWORKS[name](bias=structure == "diagonal")  # its factors of a bias are apart from the weight's
     y = torch.arange(len(x)) % 3 if task == "classification" else torch.randn(len(x), 3)
