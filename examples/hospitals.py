@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from heart_disease import HOSPITALS, HospitalsDataModule
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,7 +28,6 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.data.hospitals import HOSPITALS
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
@@ -48,7 +48,7 @@ def federate(
 ) -> fb.HybridBayesianClassifier:
     """Train some rounds and return the global model. With one client every rule returns that client's posterior."""
     L.seed_everything(seed, verbose=False)
-    features = fb.HospitalsDataModule.num_features
+    features = HospitalsDataModule.num_features
     model = fb.HybridBayesianClassifier(
         mlp(features, 2, hidden=(HIDDEN,)), bayesian_last=1, learning_rate=LEARNING_RATE, samples=SAMPLES
     )
@@ -66,12 +66,12 @@ def federate(
 
 
 @torch.no_grad()
-def predict(model: fb.HybridBayesianClassifier, data: fb.HospitalsDataModule, hospital: str) -> Tensor:
+def predict(model: fb.HybridBayesianClassifier, data: HospitalsDataModule, hospital: str) -> Tensor:
     """Mean predictive of the patients that a hospital held out, shape (patients, 2)."""
     return model.predict_step(data.test_sets[hospital].tensors[0]).probs
 
 
-def predictions(data: fb.HospitalsDataModule, method: str, rounds: int, seed: int) -> dict[str, Tensor]:
+def predictions(data: HospitalsDataModule, method: str, rounds: int, seed: int) -> dict[str, Tensor]:
     """Mean predictive of every hospital's held-out patients."""
     if method == "guess":
         shares = {name: part.tensors[1].float().mean() for name, part in data.train_sets.items()}
@@ -89,7 +89,7 @@ def predictions(data: fb.HospitalsDataModule, method: str, rounds: int, seed: in
     return {name: predict(model, data, name) for name in HOSPITALS}
 
 
-def score(probs: Mapping[str, Tensor], data: fb.HospitalsDataModule) -> Tensor:
+def score(probs: Mapping[str, Tensor], data: HospitalsDataModule) -> Tensor:
     """Accuracy, NLL (nats) and ECE (rows) at every hospital and over all patients (columns), shape (3, 5)."""
     pairs = [(probs[name], data.test_sets[name].tensors[1]) for name in HOSPITALS]
     pairs.append((torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])))
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/hospitals"))
     arguments = parser.parse_args()
     try:
-        fb.HospitalsDataModule(arguments.data, download=arguments.download).prepare_data()
-    except fb.FederationError as error:
+        HospitalsDataModule(arguments.data, download=arguments.download).prepare_data()
+    except (OSError, ValueError) as error:
         parser.error(str(error).replace("download=True", "--download"))
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
@@ -152,7 +152,7 @@ def main() -> None:
     sizes = ""
     with tqdm(total=arguments.seeds * len(METHODS)) as bar:
         for seed in range(arguments.seeds):
-            data = fb.HospitalsDataModule(arguments.data, seed=seed)
+            data = HospitalsDataModule(arguments.data, seed=seed)
             data.setup()
             sizes = ", ".join(f"{name} {len(data.train_sets[name])}+{len(data.test_sets[name])}" for name in HOSPITALS)
             for row, method in enumerate(METHODS):
@@ -163,7 +163,7 @@ def main() -> None:
     error = scores.std(0) / arguments.seeds**0.5
 
     setting = (
-        f"Patients for training + test: {sizes}. Network {fb.HospitalsDataModule.num_features}-{HIDDEN}-2, last layer "
+        f"Patients for training + test: {sizes}. Network {HospitalsDataModule.num_features}-{HIDDEN}-2, last layer "
         f"Bayesian, Adam {LEARNING_RATE}, {arguments.rounds} rounds of {LOCAL_EPOCHS} local epochs, weights by size; "
         f"mean ± standard error of {arguments.seeds} seeds (split, initial network and noise); torch "
         f"{torch.__version__}, {torch.get_num_threads()} thread, {platform.machine()}, "

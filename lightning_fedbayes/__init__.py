@@ -38,14 +38,9 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
     from lightning_fedbayes.core.posterior import GaussianPosterior
     from lightning_fedbayes.data import (
-        CIFAR10DataModule,
         ClientDatasets,
         DiabetesDataModule,
         DigitsDataModule,
-        FashionMNISTDataModule,
-        HospitalsDataModule,
-        MNISTDataModule,
-        SVHNDataModule,
         hold_out,
     )
     from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
@@ -124,7 +119,6 @@ __all__ = [
     "BayesianLinearRegression",
     "BayesianModule",
     "Bernoulli",
-    "CIFAR10DataModule",
     "Categorical",
     "ClassPartition",
     "ClientDatasets",
@@ -145,7 +139,6 @@ __all__ = [
     "Ditto",
     "ExamplePrivacy",
     "FalseVariance",
-    "FashionMNISTDataModule",
     "FedAsync",
     "FedBayesError",
     "FedBuff",
@@ -165,7 +158,6 @@ __all__ = [
     "HeadModule",
     "HeadSlopes",
     "HierarchicalLinearRegression",
-    "HospitalsDataModule",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
     "IIDPartition",
@@ -179,7 +171,6 @@ __all__ = [
     "Likelihood",
     "LinearStatistics",
     "LocalProblem",
-    "MNISTDataModule",
     "Method",
     "NotANumber",
     "Participant",
@@ -194,7 +185,6 @@ __all__ = [
     "Report",
     "RoundPlan",
     "RoundResult",
-    "SVHNDataModule",
     "Safeguards",
     "Scaffold",
     "ScaledUpdate",

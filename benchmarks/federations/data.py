@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.readers import read_images, standardisation_of
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.data.image_files import read_idx_images
-from lightning_fedbayes.data.tables import standardisation_of
 
 Task = Literal["classification", "regression", "survival"]
 FEWEST = 5
@@ -405,8 +404,7 @@ IMAGES = 5000
 
 def fashion_mnist(folder: Path, seed: int) -> Federation:
     """5,000 pictures of FashionMNIST, twenty clients, Dirichlet(0.3)."""
-    files = [find(folder, f"FashionMNIST/**/train-{part}-ubyte") for part in ("images-idx3", "labels-idx1")]
-    images = read_idx_images(files[0], files[1], (1, 28, 28), 10)
+    images = read_images("fashion_mnist", folder)[0]
     rows = torch.randperm(len(images.labels), generator=generator(seed, "partition"))[:IMAGES]
     x, y = images.images[rows].float() / 255, images.labels[rows].long()
     clients = dealt(Examples(x.flatten(1), y), fb.DirichletPartition(20, alpha=0.3), seed)

@@ -32,6 +32,7 @@ import lightning_fedbayes as fb
 from benchmarks.foundation import features as frozen
 from benchmarks.foundation.run import SOFTMAX, head_logs
 from benchmarks.page import include
+from benchmarks.readers import read_images
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
@@ -107,7 +108,7 @@ def of_images(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     below = nn.Sequential(backbone._conv_stem, backbone._bn0, backbone._swish, *backbone._blocks[:-1])
     sizes = SEEDS * IMAGES, PICTURES
-    for name, images, size in zip(("train", "test"), fb.CIFAR10DataModule(str(folder)).read(), sizes):
+    for name, images, size in zip(("train", "test"), read_images("cifar10", folder), sizes):
         found[name] = frozen.of_images(below, images.images[:size]).clone()
         found[f"{name}_labels"] = images.labels[:size].clone()
     return found

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-import lightning_fedbayes as fb
+from benchmarks.readers import read_images
 
 PIXELS, BATCH = 128, 64
 """Side to which images are enlarged, and images per pass."""
@@ -89,7 +89,7 @@ def of_images(backbone: nn.Module, images: Tensor) -> Tensor:
 def cifar(folder: Path) -> dict[str, Tensor]:
     """Return features and labels of CIFAR-10's training and test images."""
     backbone, parts = efficientnet(), {}
-    for name, images in zip(("train", "test"), fb.CIFAR10DataModule(str(folder)).read()):
+    for name, images in zip(("train", "test"), read_images("cifar10", folder)):
         features = of_images(backbone, images.images)
         parts |= {f"{name}_features": features.clone(), f"{name}_labels": images.labels.clone()}
     return parts
@@ -97,7 +97,7 @@ def cifar(folder: Path) -> dict[str, Tensor]:
 
 def outside(folder: Path) -> dict[str, Tensor]:
     """Return the features of pictures that are of no class of CIFAR-10: clothes."""
-    images = fb.FashionMNISTDataModule(str(folder)).read()[1].images[:OUTSIDE]
+    images = read_images("fashion_mnist", folder)[1].images[:OUTSIDE]
     return {"outside": of_images(efficientnet(), F.pad(images, (2, 2, 2, 2)).expand(-1, 3, -1, -1)).clone()}
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import lightning_fedbayes as fb
 from benchmarks.images.data import Digits, make_data
 from benchmarks.images.settings import Settings, called, parse_call
+from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.core.errors import FederationError, nearest
-from lightning_fedbayes.data.images import ImageDataModule
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule, SumRule
 from lightning_fedbayes.fusion.registry import get_rule
@@ -64,9 +64,9 @@ def make_bayesian(settings: Settings, network: nn.Module, pretrained: bool = Fal
         which["posterior_std"] = math.exp(settings.log_variance / 2)
     return fb.bayesianize(
         network,
-        estimator=settings.estimator,
+        estimator=settings.estimator,  # type: ignore[arg-type]
         prior_std=settings.prior_std,
-        bayesian_bias=settings.bayesian_bias,  # type: ignore[arg-type]
+        bayesian_bias=settings.bayesian_bias,
         **which,
     )
 

@@ -9,17 +9,12 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.images.settings import Settings
+from benchmarks.readers import ImageDataModule, ImageSet
 from lightning_fedbayes.core.errors import FederationError, nearest
-from lightning_fedbayes.data.images import ImageDataModule
 from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
 
 OFFLINE = "digits"
-FILES: dict[str, type[ImageDataModule]] = {
-    "fashion_mnist": fb.FashionMNISTDataModule,
-    "mnist": fb.MNISTDataModule,
-    "cifar10": fb.CIFAR10DataModule,
-    "svhn": fb.SVHNDataModule,
-}
+FILES: tuple[ImageSet, ...] = ("fashion_mnist", "mnist", "cifar10")
 NAMES = (*FILES, OFFLINE)
 
 
@@ -68,7 +63,8 @@ def make_data(settings: Settings, folder: Path | None) -> ImageDataModule | Digi
     if folder is None:
         raise FederationError(f"{name} is read from files: give --data DIR")
     directory = folder / name if (folder / name).is_dir() else folder
-    return FILES[name](
+    return ImageDataModule(
+        next(each for each in FILES if each == name),
         directory,
         batch_size=settings.batch_size,
         validation_fraction=settings.validation_fraction,

@@ -20,9 +20,9 @@ import lightning_fedbayes as fb
 from benchmarks.images.cell import make_bayesian, make_federation, make_network, make_optimizer
 from benchmarks.images.data import Digits, make_data, part_for_start
 from benchmarks.images.settings import Settings
+from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.callbacks.report import candidate_losses
 from lightning_fedbayes.callbacks.uncertainty import MEASURES
-from lightning_fedbayes.data.images import ImageDataModule
 from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
 
 FRACTIONS = np.linspace(0.05, 1.0, 20)

@@ -3,7 +3,7 @@
     python -m benchmarks.images.run CONFIG.yaml [--data DIR] [--budget NAME] [--seeds N] [--out FOLDER]
                                         [--only KEY=VALUE,VALUE ...] [--wandb PROJECT]
 
-DIR holds a folder per data set (fashion_mnist, mnist, cifar10, svhn); without it, the study runs on scikit-learn's
+DIR holds a folder per data set (fashion_mnist, mnist, cifar10); without it, the study runs on scikit-learn's
 digits. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a study that was killed goes on
 where it stopped, and cells that several commands have run come into one table.
 """

@@ -16,7 +16,7 @@ class Settings:
     """Settings of one federation. The defaults are those of [BA-BFL].
 
     Args:
-        dataset: "fashion_mnist", "mnist", "cifar10", "svhn" or "digits".
+        dataset: "fashion_mnist", "mnist", "cifar10" or "digits".
         examples: training images, stratified; None: all.
         validation_fraction: share of them that is held out and scored after every round; ``fusion: auto`` chooses by
             these scores; None: no validation.

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.readers import read_images
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.data.image_files import read_idx_images
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.networks import lenet
@@ -85,14 +85,9 @@ def kin8nm(folder: Path) -> Problem:
 
 def fashion_mnist(folder: Path) -> Problem:
     """Return 10,000 images to train, and 2,000 of the test part."""
-    raw = folder / "FashionMNIST" / "raw"
-    parts = [
-        read_idx_images(raw / f"{part}-images-idx3-ubyte", raw / f"{part}-labels-idx1-ubyte", (1, 28, 28), 10)
-        for part in ("train", "t10k")
-    ]
     (x, y), (new, labels) = [
         ((part.images[:count].float() / 255 - 0.286) / 0.353, part.labels[:count].long())
-        for part, count in zip(parts, (10_000, 2_000), strict=True)
+        for part, count in zip(read_images("fashion_mnist", folder), (10_000, 2_000), strict=True)
     ]
     return Problem(x, y, new, labels, lenet, 64)
 

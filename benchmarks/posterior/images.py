@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.metrics.functional import calibration_diagram, mutual_information, negative_log_likelihood
@@ -56,11 +57,9 @@ class Study(NamedTuple):
 
 
 def fashion_mnist(folder: Path | None, seed: int) -> SplitDataModule:
-    """Return some of the training images and all test images; missing files are downloaded."""
+    """Return some of the training images and all test images."""
     assert folder is not None
-    options: dict[str, Any] = {"batch_size": BATCH, "validation_fraction": None, "examples": IMAGES, "seed": seed}
-    missing = not any(folder.rglob("train-images-idx3-ubyte*"))
-    return fb.FashionMNISTDataModule(folder, download=missing, **options)
+    return ImageDataModule("fashion_mnist", folder, BATCH, None, IMAGES, seed)
 
 
 STUDIES = {

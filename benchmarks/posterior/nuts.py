@@ -70,7 +70,7 @@ RATIOS = (0.25, 0.5, 1, 2, 4, 8, 16)
 class Problem(NamedTuple):
     """A data set and the sizes of its network."""
 
-    data: Callable[[], rounds.Table]
+    data: Callable[[], rounds.TensorDataModule]
     sizes: tuple[int, ...]
 
     @property
@@ -112,7 +112,7 @@ def two_moons() -> rounds.Table:
 
 
 PROBLEMS = {
-    "logistic regression, breast cancer": Problem(lambda: rounds.breast_cancer(None, 0), (30, 2)),
+    "logistic regression, breast cancer": Problem(lambda: rounds.SOURCES["breast cancer"].data(None, 0), (30, 2)),
     "logistic regression, correlated items": Problem(correlated_items, (25, 2)),
     "network, wine": Problem(wine, (13, 14, 3)),
     "network, two moons": Problem(two_moons, (2, 16, 2)),
@@ -252,7 +252,7 @@ def per_parameter(posterior: fb.GaussianPosterior, other: fb.GaussianPosterior) 
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def described(chains: Tensor, data: rounds.Table, sizes: Sequence[int]) -> dict[str, Any]:
+def described(chains: Tensor, data: rounds.TensorDataModule, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the predictive distribution of draws of NUTS on the examples held out, and their largest R-hat.
 
     Args:

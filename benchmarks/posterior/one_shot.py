@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.tables import markdown_table
 
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("--fedfisher", type=Path, default=None, help="clone of Divyansh03/FedFisher")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    data = fb.FashionMNISTDataModule(arguments.data, validation_fraction=None)
+    data = ImageDataModule("fashion_mnist", arguments.data, validation_fraction=None)
     data.setup()
     assert isinstance(data.train, TensorDataset)
     assert isinstance(data.test, TensorDataset)

@@ -31,11 +31,11 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_wine
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
-from torchvision.datasets import FashionMNIST
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.page import include
+from benchmarks.readers import read_images
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.splits import TensorDataModule, stratified_order
@@ -126,7 +126,8 @@ class Table(TensorDataModule):
 
 def bundled(load: Callable[..., Any], _: Path | None, seed: int) -> Table:
     """Return all rows of a data set of scikit-learn."""
-    return Table(*load(return_X_y=True), seed)
+    inputs, classes = load(return_X_y=True)
+    return Table(inputs, classes, seed)
 
 
 def quartiles(name: str, folder: Path | None, seed: int) -> Table:
@@ -139,8 +140,8 @@ def quartiles(name: str, folder: Path | None, seed: int) -> Table:
 def fashion(folder: Path | None, seed: int) -> Table:
     """Return 4,500 images, of which 1,500 are for training."""
     assert folder is not None
-    images = FashionMNIST(str(folder))
-    return Table(images.data[:4500].flatten(1).numpy(), images.targets[:4500].numpy(), seed, 2 / 3)
+    images = read_images("fashion_mnist", folder)[0]
+    return Table(images.images[:4500].flatten(1).numpy(), images.labels[:4500].numpy(), seed, 2 / 3)
 
 
 class Source(NamedTuple):

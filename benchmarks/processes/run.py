@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.readers import read_idx
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.data.image_files import read_idx
 from lightning_fedbayes.modules import lenet
 from lightning_fedbayes.trainer import collective_of
 
@@ -97,9 +97,9 @@ def clients(data: Path | None) -> fb.ClientDatasets:
     if data is None:
         images, labels = torch.randn(count, 1, 28, 28), torch.randint(10, (count,))
     else:
-        pixels = read_idx(data / "train-images-idx3-ubyte.gz", 3)[:count]
+        pixels = read_idx(data / "train-images-idx3-ubyte.gz")[:count]
         images = (pixels[:, None].float() / 255 - 0.286) / 0.353
-        labels = read_idx(data / "train-labels-idx1-ubyte.gz", 1)[:count].long()
+        labels = read_idx(data / "train-labels-idx1-ubyte.gz")[:count].long()
     parts = zip(images.split(EXAMPLES), labels.split(EXAMPLES), strict=True)
     return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)})
 

@@ -9,9 +9,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from benchmarks.readers import read_table, standardisation_of
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_choice, check_number, check_path
 from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.tables import read_table, standardisation_of
 
 
 def available_datasets(directory: str | Path) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def read_indices(path: Path, stop: int, what: str) -> Tensor:
     Raises:
         FederationError: the file cannot be read, or a number is fractional, out of range or repeated.
     """
-    values = read_table(path).values.flatten()
+    values = read_table(path).flatten()
     wrong = values[(values != values.floor()) | (values < 0) | (values >= stop)]
     if len(wrong):
         raise FederationError(
@@ -132,8 +132,8 @@ class UCIDataModule(SplitDataModule):
         directory = str(directory)  # a path would keep checkpoints from loading with weights_only
         self.save_hyperparameters(logger=False)
         self.folder = Path(directory) / dataset / "data"
-        self.num_features = read_table(self.folder / "index_features.txt").values.numel()
-        self.num_splits = int(read_table(self.folder / "n_splits.txt").values.flatten()[0])
+        self.num_features = read_table(self.folder / "index_features.txt").numel()
+        self.num_splits = int(read_table(self.folder / "n_splits.txt").flatten()[0])
         check_at_least("split", split, 0)
         if split not in range(self.num_splits):
             raise FederationError(
@@ -144,7 +144,7 @@ class UCIDataModule(SplitDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check, split and standardise the data, the same way for every stage."""
-        data = read_table(self.folder / "data.txt").values
+        data = read_table(self.folder / "data.txt")
         inputs, targets = self._inputs_and_targets(data)
         train, test = (
             read_indices(self.folder / f"index_{part}_{self.split}.txt", len(data), "examples")

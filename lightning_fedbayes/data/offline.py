@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.core.errors import check_flag
 from lightning_fedbayes.data.splits import TensorDataModule
-from lightning_fedbayes.data.tables import standardisation_of
 
 
 class DigitsDataModule(TensorDataModule):
@@ -92,7 +91,9 @@ class DiabetesDataModule(TensorDataModule):
             range(len(targets)), test_size=self.validation_fraction, random_state=self.seed
         )
         targets = targets.unsqueeze(1)
-        of_inputs, of_targets = standardisation_of(inputs[train]), standardisation_of(targets[train])
-        self.target_mean, self.target_std = of_targets.mean.item(), of_targets.std.item()
-        x, y = of_inputs.apply(inputs), of_targets.apply(targets)
+        self.target_mean = targets[train].mean().item()
+        self.target_std = targets[train].std(correction=0).item()
+        x, y = (
+            (each - each[train].mean(0)).div(each[train].std(0, correction=0)).float() for each in (inputs, targets)
+        )
         self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))

@@ -258,7 +258,7 @@ def test_an_unknown_budget_is_found_before_training(tmp_path):
 
 def test_missing_data_are_found_before_training(tmp_path):
     path = study(tmp_path, fixed={"dataset": "cifar10"})
-    with pytest.raises(SystemExit, match="cifar"):
+    with pytest.raises(SystemExit, match="data_batch_1"):
         run.main(command(path, "--data", str(tmp_path)))
     with pytest.raises(SystemExit, match="unknown data set"):
         run.main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))

@@ -11,7 +11,7 @@ from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import fashion_mnist_bars, reached, rows_of, tables
 from benchmarks.posterior.run import HERE, Cell, finished, keep, read, result_of
 from lightning_fedbayes.modules import mlp
-from tests.data.image_files import write_idx
+from tests.benchmarks.image_files import write_idx
 
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:

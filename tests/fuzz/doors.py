@@ -428,24 +428,6 @@ DOORS = {
         {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False},
     ),
     "DiabetesDataModule": (fb.DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
-    "HospitalsDataModule": (
-        fb.HospitalsDataModule,
-        {"directory": "nowhere", "batch_size": 8, "test_fraction": 0.2, "seed": 0},
-    ),
-    **{
-        name: (
-            getattr(fb, name),
-            {
-                "directory": "nowhere",
-                "batch_size": 8,
-                "validation_fraction": 0.1,
-                "examples": None,
-                "seed": 0,
-                "download": True,
-            },
-        )
-        for name in ("MNISTDataModule", "FashionMNISTDataModule", "CIFAR10DataModule", "SVHNDataModule")
-    },
     # posteriors and rules
     "GaussianPosterior": (fb.GaussianPosterior, {"mean": posterior().mean, "variance": posterior().variance}),
     "GaussianPosterior.point_mass": (fb.GaussianPosterior.point_mass, {"mean": posterior().mean}),

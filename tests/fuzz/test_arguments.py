@@ -51,7 +51,6 @@ NO_DOORS = {
     "BayesianLayer",
     "FusionRule",
     "GramRule",
-    "ImageDataModule",
     "InferredRule",
     "LearnedPosterior",
     "Likelihood",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import urlopen
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.hub import download_url_to_file
 from torch.utils.data import TensorDataset
 
-from lightning_fedbayes.core.errors import FederationError, check_number, check_path
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.clients import ClientDatasets
 from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.tables import Table, read_table, standardisation_of
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 """Names of the clients; their files are ``processed.<name>.data``."""
@@ -69,41 +68,23 @@ TARGET = Attribute("num", levels=(0, 1, 2, 3, 4), always_there=True)
 
 
 def read_patients(path: Path) -> tuple[Tensor, Tensor]:
-    """Read the attributes of a hospital's patients and their diagnosis.
-
-    Returns: attributes, float64, shape (patients, 13), NaN where missing; labels, int64, shape (patients,), 1 for
-        heart disease.
-
-    Raises:
-        FederationError: the file is missing or malformed (with line and column).
-    """
-    table = read_table(path, separator=",", missing="?")
+    """Return a hospital's attributes, float64 of shape (patients, 13), NaN where missing, and labels, 1 if ill."""
     known = (*ATTRIBUTES, TARGET)
-    if table.values.shape[1] != len(known):
-        raise FederationError(
-            f"{path}, line {table.lines[0]}: {table.values.shape[1]} columns instead of {len(known)} "
-            f"({', '.join(attribute.name for attribute in known)}); give the processed files"
-        )
-    values = torch.stack([_checked(table, column, attribute, path) for column, attribute in enumerate(known)], dim=1)
+    table = torch.from_numpy(np.genfromtxt(path, delimiter=",", missing_values="?", ndmin=2))
+    if table.shape[1] != len(known):
+        raise ValueError(f"{path}: {table.shape[1]} columns instead of {len(known)}; give the processed files")
+    missing = table.isnan() | (table == MISSING)
+    for column, attribute in enumerate(known):
+        values = table[:, column]
+        if attribute.zero_is_missing:
+            missing[:, column] |= values == 0
+        if attribute.always_there and missing[:, column].any():
+            raise ValueError(f"{path}: {attribute.name} is missing for some patients; leave out their lines")
+        there = values[~missing[:, column]]
+        if attribute.levels and not torch.isin(there, there.new_tensor(attribute.levels)).all():
+            raise ValueError(f"{path}: {attribute.name} has values other than {attribute.levels}; correct the file")
+    values = table.masked_fill(missing, torch.nan)
     return values[:, :-1], (values[:, -1] > 0).long()
-
-
-def _checked(table: Table, column: int, attribute: Attribute, path: Path) -> Tensor:
-    """A column with NaN where it is missing, shape (patients,); raises FederationError for an impossible value."""
-    values = table.values[:, column]
-    missing = values.isnan() | (values == MISSING) | (values == 0 if attribute.zero_is_missing else False)
-    impossible = missing if attribute.always_there else torch.zeros_like(missing)
-    if attribute.levels:
-        impossible = impossible | ~(missing | torch.isin(values, values.new_tensor(attribute.levels)))
-    if impossible.any():
-        row = int(impossible.nonzero()[0])
-        found = "missing" if missing[row] else f"{values[row].item():g}"
-        rule = f"one of {', '.join(map(str, attribute.levels))}" if attribute.levels else "there"
-        raise FederationError(
-            f"{path}, line {table.lines[row]}, column {column + 1}: {attribute.name} is {found}, but has to be {rule}"
-            f"{'' if attribute.always_there else ', or ?'}; correct it or leave out the line"
-        )
-    return values.masked_fill(missing, torch.nan)
 
 
 COLUMNS = tuple(column for attribute in ATTRIBUTES for column in attribute.columns)
@@ -149,25 +130,6 @@ def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) ->
     return (~in_test).nonzero().flatten(), test.sort().values
 
 
-def download_file(address: str, path: Path) -> None:
-    """Download a file; an interrupted download leaves none.
-
-    Raises:
-        FederationError: the network does not give it.
-    """
-    try:
-        with urlopen(address, timeout=60) as answer:
-            content = answer.read()
-    except OSError as error:
-        raise FederationError(
-            f"{address} cannot be downloaded ({error}); get it by hand and save it as {path}"
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
-
-
 class HospitalsDataModule(SplitDataModule):
     """Heart disease at four hospitals, one client each: 303 patients of Cleveland, 294 Hungarian, 123 Swiss, 200 of VA.
 
@@ -205,9 +167,8 @@ class HospitalsDataModule(SplitDataModule):
         train_sets, test_sets: hospital → its training and test examples; known after ``setup``.
 
     Raises:
-        FederationError: a hospital's file is missing, malformed (with line and column), or too small to be split; all
-            before training: a missing file at once (with ``download`` in ``prepare_data``, if it cannot be got), the
-            rest in ``setup``.
+        FileNotFoundError: a hospital's file is missing, and ``download`` is not set.
+        ValueError: a file is malformed, or a hospital too small to be split.
 
     Source: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, *Heart Disease*, UCI Machine Learning Repository, 1988.
     The authors ask publications to name these investigators.
@@ -228,14 +189,12 @@ class HospitalsDataModule(SplitDataModule):
         download: bool = False,
     ) -> None:
         super().__init__(batch_size, seed)
-        check_number("test_fraction", test_fraction, "(0, 1)", why="both parts need patients")
-        # a path would keep checkpoints from loading with weights_only
-        directory = str(check_path("directory", directory))
+        directory = str(directory)  # a path would keep checkpoints from loading with weights_only
         self.save_hyperparameters(logger=False)
         self.files = {hospital: Path(directory) / f"processed.{hospital}.data" for hospital in HOSPITALS}
         for hospital, path in self.files.items():
             if not download and not path.is_file():
-                raise FederationError(
+                raise FileNotFoundError(
                     f"the patients of {hospital} are missing: there is no file {path}; give the directory that holds "
                     f"the four processed files, get them from {SOURCE}, or pass download=True"
                 )
@@ -246,7 +205,8 @@ class HospitalsDataModule(SplitDataModule):
         """Download the files that are missing, if ``download`` is set."""
         for path in self.files.values():
             if self.download and not path.is_file():
-                download_file(f"{SOURCE}/{path.name}", path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                download_url_to_file(f"{SOURCE}/{path.name}", str(path), progress=False)
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check, split, encode and standardise the data, the same way for every stage."""
@@ -255,17 +215,21 @@ class HospitalsDataModule(SplitDataModule):
             attributes, labels = read_patients(path)
             parts = stratified_split(labels, self.test_fraction, self.seed, client)
             if not all(map(len, parts)):
-                raise FederationError(
+                raise ValueError(
                     f"{hospital} has {len(labels)} patients: test_fraction={self.test_fraction} leaves none to "
                     f"{'train on' if not len(parts[0]) else 'test with'}; change it"
                 )
             train[hospital], test[hospital] = ((attributes[part], labels[part]) for part in parts)
-        scale = standardisation_of(torch.cat([encode(attributes) for attributes, _ in train.values()]))
+        known = torch.cat([encode(attributes) for attributes, _ in train.values()])
+        mean = known.nanmean(0)
+        std = (known - mean).square().nanmean(0).sqrt()
+
+        def scaled(attributes: Tensor) -> Tensor:
+            values = ((encode(attributes) - mean) / std.where(std > 0, 1)).nan_to_num(0).float()
+            return torch.cat([values, indicators(attributes)], 1)
+
         self.train_sets, self.test_sets = (
-            {
-                hospital: TensorDataset(torch.cat([scale.apply(encode(attributes)), indicators(attributes)], 1), labels)
-                for hospital, (attributes, labels) in part.items()
-            }
+            {hospital: TensorDataset(scaled(attributes), labels) for hospital, (attributes, labels) in part.items()}
             for part in (train, test)
         )
         self.train = ClientDatasets(self.train_sets)
