@@ -37,7 +37,7 @@ COLUMNS = (*HOSPITALS, "overall")
 FUSIONS: dict[str, str | FusionRule] = {
     "FedAvg": "weighted_average",
     "reverse KL barycenter": "reverse_kl_barycenter",
-    "reliability (IVAR-VB)": fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
+    "reliability (IVAR-VB)": fb.fusion.Reliability("ivar_vb", then="reverse_kl_barycenter"),
 }
 METHODS = ("guess", "alone", *FUSIONS)
 HIDDEN, LOCAL_EPOCHS, LEARNING_RATE, SAMPLES = 16, 2, 0.01, 50

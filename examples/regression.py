@@ -135,7 +135,7 @@ def scores(prediction: RegressionPrediction, target: Tensor) -> Tensor:
 @torch.no_grad()
 def predictions_of(method: str, seed: int) -> tuple[RegressionPrediction, Tensor]:
     """Return a method's prediction for the held-out patients and their targets, in original units."""
-    data = fb.DiabetesDataModule(seed=seed)
+    data = fb.data.DiabetesDataModule(seed=seed)
     data.setup()
     L.seed_everything(seed, verbose=False)
     with torch.enable_grad():

@@ -11,42 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
     from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature
-    from lightning_fedbayes.clients.across import CrossScores, evaluate_across
-    from lightning_fedbayes.clients.adversaries import (
-        ALittleIsEnough,
-        FalseVariance,
-        GaussianVector,
-        InnerProductManipulation,
-        LabelFlip,
-        NotANumber,
-        RandomUpdate,
-        ScaledUpdate,
-        SignFlip,
-    )
-    from lightning_fedbayes.clients.evaluation import ClientScores, choose_personal_weight, evaluate_clients
-    from lightning_fedbayes.clients.learned import LearnedPosterior, PosteriorSource
-    from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
-    from lightning_fedbayes.clients.settings import FederationSettings, Kept
+    from lightning_fedbayes.clients.across import evaluate_across
+    from lightning_fedbayes.clients.evaluation import choose_personal_weight, evaluate_clients
+    from lightning_fedbayes.clients.privacy import UpdatePrivacy, noise_multiplier_for
+    from lightning_fedbayes.clients.settings import Kept
     from lightning_fedbayes.core.errors import (
-        ConversionError,
         FedBayesError,
-        FederationError,
-        FusionError,
-        PartitionError,
-        PosteriorError,
     )
-    from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+    from lightning_fedbayes.core.messages import ClientUpdate
     from lightning_fedbayes.core.posterior import GaussianPosterior
     from lightning_fedbayes.data import (
         ClientDatasets,
-        DiabetesDataModule,
         DigitsDataModule,
         hold_out,
     )
     from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
     from lightning_fedbayes.fusion import (
-        AutoFusion,
-        Reliability,
         available_fusions,
         fuse,
         register_fusion,
@@ -60,23 +40,8 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         with_mc_dropout,
     )
     from lightning_fedbayes.methods import (
-        Averaging,
-        Ditto,
-        FedAsync,
-        FedBuff,
-        FedNova,
-        FedProx,
-        LocalProblem,
         Method,
-        Participant,
-        Population,
-        Quadratic,
-        Report,
-        Scaffold,
-        Shared,
         Sites,
-        Sums,
-        Trained,
         register_method,
         remove_client,
     )
@@ -90,31 +55,23 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         CoxRegressor,
         DeepEnsembleRegressor,
         Gaussian,
-        HeadFit,
         HeadModule,
-        HeadSlopes,
         HierarchicalLinearRegression,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
-        Likelihood,
-        LinearStatistics,
         PosteriorPredictive,
         mean_network,
         with_kl,
     )
-    from lightning_fedbayes.server import Asynchronous, Delays, KnownOverlap, RoundResult, Safeguards, Server
+    from lightning_fedbayes.server import Asynchronous, Delays, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.sources.ivon import IVON
-    from lightning_fedbayes.trainer import ClientParallelStrategy
 
 __all__ = [
     "IVON",
     "SWAG",
-    "ALittleIsEnough",
     "Asynchronous",
-    "AutoFusion",
-    "Averaging",
     "BayesianHead",
     "BayesianLinearRegression",
     "BayesianModule",
@@ -122,85 +79,42 @@ __all__ = [
     "Categorical",
     "ClassPartition",
     "ClientDatasets",
-    "ClientFailure",
-    "ClientParallelStrategy",
     "ClientReport",
-    "ClientScores",
     "ClientUpdate",
-    "ConversionError",
     "Cox",
     "CoxRegressor",
-    "CrossScores",
     "DeepEnsembleRegressor",
     "Delays",
-    "DiabetesDataModule",
     "DigitsDataModule",
     "DirichletPartition",
-    "Ditto",
     "ExamplePrivacy",
-    "FalseVariance",
-    "FedAsync",
     "FedBayesError",
-    "FedBuff",
-    "FedNova",
-    "FedProx",
     "FederatedBayes",
     "FederatedConformal",
     "FederatedScaler",
     "FederatedTemperature",
-    "FederationError",
-    "FederationSettings",
-    "FusionError",
     "Gaussian",
     "GaussianPosterior",
-    "GaussianVector",
-    "HeadFit",
     "HeadModule",
-    "HeadSlopes",
     "HierarchicalLinearRegression",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
     "IIDPartition",
-    "InnerProductManipulation",
     "Kept",
-    "KnownOverlap",
     "KroneckerLaplace",
-    "LabelFlip",
     "Laplace",
-    "LearnedPosterior",
-    "Likelihood",
-    "LinearStatistics",
-    "LocalProblem",
     "Method",
-    "NotANumber",
-    "Participant",
-    "PartitionError",
-    "Population",
-    "PosteriorError",
     "PosteriorPredictive",
-    "PosteriorSource",
-    "Quadratic",
-    "RandomUpdate",
-    "Reliability",
-    "Report",
     "RoundPlan",
-    "RoundResult",
     "Safeguards",
-    "Scaffold",
-    "ScaledUpdate",
     "Server",
-    "Shared",
-    "SignFlip",
     "Sites",
     "SizesPartition",
-    "Sums",
-    "Trained",
     "UncertaintyReport",
     "UpdatePrivacy",
     "available_fusions",
     "bayesianize",
     "choose_personal_weight",
-    "epsilon_of",
     "evaluate_across",
     "evaluate_clients",
     "fuse",
@@ -232,12 +146,9 @@ _ROOMS = (
     "data.partition",
     "data",
     "modules",
-    "clients.adversaries",
-    "clients.learned",
     "clients.settings",
     "clients.evaluation",
     "clients.across",
-    "trainer",
     "callbacks.calibration",
     "callbacks",
 )

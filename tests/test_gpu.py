@@ -11,6 +11,10 @@ from torch import nn
 from torch.utils.data import Subset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import SignFlip
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.fusion import available_fusions
+from lightning_fedbayes.methods import Ditto, FedNova, FedProx, Scaffold
 from lightning_fedbayes.modules import mlp
 
 from . import federations
@@ -43,16 +47,16 @@ WITHOUT_NOISE = {
         name: {"fusion": name}
         for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum", "fedadam", "ivar_vb", "icov_vb")
     },
-    "proximal": {"fusion": fb.FedProx(0.1)},
-    "scaffold": {"fusion": fb.Scaffold()},
-    "nova": {"fusion": fb.FedNova()},
-    "ditto": {"fusion": fb.Ditto(0.5)},
+    "proximal": {"fusion": FedProx(0.1)},
+    "scaffold": {"fusion": Scaffold()},
+    "nova": {"fusion": FedNova()},
+    "ditto": {"fusion": Ditto(0.5)},
     "laplace": {"posterior": fb.Laplace()},
     "Laplace and sites": {"posterior": fb.Laplace(), "fusion": "sites"},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
     "kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"]},
     "late": {"schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}))},
-    "hostile": {"fusion": "trimmed_mean", "adversaries": fb.SignFlip(clients=[1])},
+    "hostile": {"fusion": "trimmed_mean", "adversaries": SignFlip(clients=[1])},
 }
 
 
@@ -130,7 +134,7 @@ def test_a_checkpoint_resumes_on_the_other_device(tmp_path, first, then, engine)
         torch.testing.assert_close(posterior(resumed)[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", fb.available_fusions())
+@pytest.mark.parametrize("rule", available_fusions())
 def test_rules_fuse_on_the_gpu_as_on_the_cpu(rule):
     torch.manual_seed(0)
     clients = [
@@ -151,7 +155,7 @@ def test_rules_fuse_on_the_gpu_as_on_the_cpu(rule):
     for device in (torch.device("cpu"), DEVICE):
         try:
             fused = fb.fuse(rule, [moved(each, device) for each in clients], previous=moved(previous, device))
-        except fb.FusionError as error:
+        except FusionError as error:
             found.append(str(error))
             continue
         assert all(value.device.type == device.type for value in [*fused.mean.values(), *fused.variance.values()])

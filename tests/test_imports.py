@@ -194,3 +194,6 @@ def test_promised_names_are_public():
         "available_fusions",
     }
     assert promised <= set(lightning_fedbayes.__all__)
+    assert (
+        len(lightning_fedbayes.__all__) <= 60
+    )  # what a first script needs; the rest is in its room, as fb.methods.FedProx

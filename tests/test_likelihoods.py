@@ -22,6 +22,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics.functional import concordance_index
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, likelihood_of
+from lightning_fedbayes.modules import Likelihood
 from tests.federations import federate, trainer
 
 
@@ -362,7 +363,7 @@ def test_terms_add_up_to_the_fisher_information(known):
     torch.testing.assert_close(found, wanted.double())
 
 
-class Counts(fb.Likelihood):
+class Counts(Likelihood):
     """Counts with a Poisson likelihood, whose rate is the exponential of the output."""
 
     name = "counts"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -437,7 +437,7 @@ def test_manual_optimization_is_refused_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert changed_lines(GAN) == 2
     run(version(GAN, "-"))
-    with pytest.raises(fb.FederationError, match=r"automatic_optimization"):
+    with pytest.raises(FederationError, match=r"automatic_optimization"):
         run(version(GAN, "+"))
 
 

@@ -85,6 +85,7 @@ torch.func.vmap(torch.sin)(torch.zeros(1))
 import lightning, torch.utils.flop_counter  # with what they take from torch's private modules themselves
 REMOVED
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 assert not [name for name in sys.modules if name.startswith("lightning_fedbayes.clients.vectorized")]
 from tests.federations import Plain, federate, parameters
 import logging
@@ -96,7 +97,7 @@ for engine in ("vectorized", "auto", "sequential"):
         federate(module, federation, 1)
         print(federation.federation.engine.name)
         ends.append(torch.cat([p.flatten() for p in parameters(module).values()]))
-    except fb.FederationError as error:
+    except FederationError as error:
         print(error)
 assert all(torch.allclose(end, ends[-1], atol=1e-5) for end in ends)
 """

@@ -43,10 +43,10 @@ BUFFERS = {"by rounds": CLIENTS, "buffer of 5": 5, "one by one": 1}
 SWEEPS = {"logistic": {"by rounds": 60, "buffer of 5": 120, "one by one": 120}, "digits": dict.fromkeys(BUFFERS, 40)}
 """Messages of a federation, in units of its clients."""
 AVERAGES: dict[str, tuple[int, fb.Late]] = {
-    "FedAvg by rounds": (CLIENTS, fb.FedBuff()),
-    "FedBuff, buffer of 5": (5, fb.FedBuff()),
-    "FedBuff, one by one": (1, fb.FedBuff()),
-    "FedAsync, one by one": (1, fb.FedAsync()),
+    "FedAvg by rounds": (CLIENTS, fb.methods.FedBuff()),
+    "FedBuff, buffer of 5": (5, fb.methods.FedBuff()),
+    "FedBuff, one by one": (1, fb.methods.FedBuff()),
+    "FedAsync, one by one": (1, fb.methods.FedAsync()),
 }
 ABSENCES = {
     "100 times slower": fb.Delays(slow={0: 100.0}),
@@ -145,7 +145,7 @@ def digits(cell: Cell) -> dict[str, Any]:
     """Run the demo's federation by sites, or its network without Bayesian layers by averages."""
     L.seed_everything(cell.seed, verbose=False)
     by_sites = cell.split == "sites"
-    buffer, late = (BUFFERS[cell.row], fb.FedBuff()) if by_sites else AVERAGES[cell.row]
+    buffer, late = (BUFFERS[cell.row], fb.methods.FedBuff()) if by_sites else AVERAGES[cell.row]
     module = fb.HybridBayesianClassifier(
         mlp(64, 10), bayesian_last=2 if by_sites else 0, estimator="flipout", learning_rate=0.01, kl_weight=0.05
     )

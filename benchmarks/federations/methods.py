@@ -90,7 +90,7 @@ METHODS: dict[str, Method] = {
     "local only, IVON": Method(IVON, kind="ivon", alone=True),
     "pooled": Method(ADAM, pooled=True),
     "FedAvg": Method(ADAM, {"fusion": "weighted_average"}),
-    "FedProx": Method(ADAM, {"fusion": fb.FedProx(0.1)}),
+    "FedProx": Method(ADAM, {"fusion": fb.methods.FedProx(0.1)}),
     "FedAdam": Method(tuple({"rate": 0.01, "server_rate": rate} for rate in (0.03, 0.1))),
     "cyclic": Method(ADAM, {"fusion": "weighted_average", "fraction": "turns"}),
     "barycenter": Method(LAYERS, {"fusion": "reverse_kl_barycenter"}, kind="layers"),
@@ -499,7 +499,7 @@ def mixed_model(federation: Federation, slopes: bool) -> MixedModel:
     columns = [column - 1 for column in columns]
     random = tuple(range(1 + slopes * len(columns)))
     sums = {
-        name: fb.LinearStatistics.of(own.train.inputs[:, columns], own.train.targets)
+        name: fb.modules.LinearStatistics.of(own.train.inputs[:, columns], own.train.targets)
         for name, own in federation.clients.items()
     }
     return MixedModel(fb.HierarchicalLinearRegression(random=random).fit(sums), columns)

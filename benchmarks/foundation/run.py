@@ -203,7 +203,7 @@ def probabilities(cell: Cell, task: Task) -> tuple[dict[str, Tensor], dict[str, 
     return outputs, {"seconds": seconds, "exchanges": ROUNDS, "megabytes": sent}
 
 
-def head_logs(fit: fb.HeadFit, features: Tensor) -> Tensor:
+def head_logs(fit: fb.modules.HeadFit, features: Tensor) -> Tensor:
     """Return the log-probabilities of an exact head, part by part."""
     predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
     found = []
@@ -214,7 +214,7 @@ def head_logs(fit: fb.HeadFit, features: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def best_ridge(fit: fb.HeadFit, task: Task) -> dict[str, float]:
+def best_ridge(fit: fb.modules.HeadFit, task: Task) -> dict[str, float]:
     """Return λ by evidence, and the λ of ridge regression that a grid finds with the test labels."""
     x, labels = task.test
     scales, axes = torch.linalg.eigh(fit.sums.gram)

@@ -88,7 +88,7 @@ def make_rule(text: str) -> str | FusionRule | Method:
         kind: Any = NormalisedWeightedSum
     else:
         found = get_method(name)
-        kind = type(get_rule(name) if isinstance(found, fb.Averaging) else found)
+        kind = type(get_rule(name) if isinstance(found, fb.methods.Averaging) else found)
     return called(kind, text, *positional, **named)
 
 
@@ -100,7 +100,7 @@ def make_federation(settings: Settings) -> fb.FederatedBayes:
         local_epochs=settings.local_epochs,
         weighting=settings.weighting,
         seed=settings.seed,
-        fusion=rule if settings.prior == "fixed" else fb.Averaging(rule, "global"),
+        fusion=rule if settings.prior == "fixed" else fb.methods.Averaging(rule, "global"),
     )
 
 

@@ -119,7 +119,7 @@ def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     """Run a cell, with the files of images in ``folder``."""
     options = dict(VARIANTS.get(cell.rule, {"fusion": cell.rule}))
     if cell.prior == "global":
-        options["fusion"] = fb.Averaging(options["fusion"], "global")
+        options["fusion"] = fb.methods.Averaging(options["fusion"], "global")
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
     partition = options.pop("partition", images.SPLITS.get(cell.split))

@@ -23,7 +23,14 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import (
+    ALittleIsEnough,
+    Attack,
+    FalseVariance,
+    InnerProductManipulation,
+    ScaledUpdate,
+    SignFlip,
+)
 from lightning_fedbayes.core.plots import DPI
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -41,23 +48,23 @@ RULES: dict[str, str | FusionRule] = {
     "multi-Krum": "multi_krum",
     "nearest-neighbour mixing": "nearest_neighbour_mixing",
     "IVAR-VB": "ivar_vb",
-    "IVAR-VB, then reverse-KL": fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
+    "IVAR-VB, then reverse-KL": fb.fusion.Reliability("ivar_vb", then="reverse_kl_barycenter"),
 }
 
 
 def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
     """Return the attacks of the table by ``clients``, title → what each of them applies one after the other."""
-    flip = fb.SignFlip(clients)
+    flip = SignFlip(clients)
     return {
-        "sign flipped × 10": [fb.SignFlip(clients, scale=10.0)],
-        "update × 1e6": [fb.ScaledUpdate(clients, factor=1e6)],
-        "a little is enough, z = 1.5": [fb.ALittleIsEnough(clients, z=1.5)],
-        "inner product, ε = 0.1": [fb.InnerProductManipulation(clients)],
-        "honest, σ² × 1e10": [fb.FalseVariance(clients, factor=1e10)],
-        "flipped, σ² = 0": [flip, fb.FalseVariance(clients)],
-        "flipped, σ² × 1e-10": [flip, fb.FalseVariance(clients, factor=1e-10)],
-        "flipped, σ² × 0.5": [flip, fb.FalseVariance(clients, factor=0.5)],
-        "flipped × 10, σ² × 1e-10": [fb.SignFlip(clients, scale=10.0), fb.FalseVariance(clients, factor=1e-10)],
+        "sign flipped × 10": [SignFlip(clients, scale=10.0)],
+        "update × 1e6": [ScaledUpdate(clients, factor=1e6)],
+        "a little is enough, z = 1.5": [ALittleIsEnough(clients, z=1.5)],
+        "inner product, ε = 0.1": [InnerProductManipulation(clients)],
+        "honest, σ² × 1e10": [FalseVariance(clients, factor=1e10)],
+        "flipped, σ² = 0": [flip, FalseVariance(clients)],
+        "flipped, σ² × 1e-10": [flip, FalseVariance(clients, factor=1e-10)],
+        "flipped, σ² × 0.5": [flip, FalseVariance(clients, factor=0.5)],
+        "flipped × 10, σ² × 1e-10": [SignFlip(clients, scale=10.0), FalseVariance(clients, factor=1e-10)],
     }
 
 

@@ -14,6 +14,7 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.images import deal, examples
 from benchmarks.untrusted.one_round import GENUINE, LOCAL_EPOCHS, MOST, RATE, SIZE, score, updates_of
 from benchmarks.untrusted.report import RULES, options, table, write
+from lightning_fedbayes.clients.adversaries import GaussianVector
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion.registry import get_rule
 
@@ -33,7 +34,7 @@ def main() -> None:
         parties = deal(train, GENUINE, SIZE, seed)
         inputs, targets = parties[0]
         noise = [(inputs[:1], targets[:1])] * MOST  # they discard their training: one example is enough
-        attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
+        attack = GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
         (posteriors, previous), engine = updates_of([*parties, *noise], test, attack, seed, RATE, LOCAL_EPOCHS)
         start = previous.flatten()[0]
         for name in ITERATED:

@@ -11,10 +11,10 @@ import lightning as L
 import torch
 from tqdm import tqdm
 
-import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import deal, read
 from benchmarks.untrusted.report import RULES, options, panels, table, write
+from lightning_fedbayes.clients.adversaries import GaussianVector
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.modules import mlp
 
@@ -28,7 +28,7 @@ def run(train: Examples, test: Examples, rule: str, adversaries: int, seed: int)
     if adversaries:  # they discard their training: one example is enough
         inputs, targets = parties[0]
         parties = [*parties, *[(inputs[:1], targets[:1])] * adversaries]
-        attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + adversaries)))
+        attack = GaussianVector(clients=list(range(GENUINE, GENUINE + adversaries)))
     L.seed_everything(seed, verbose=False)
     task = Task(mlp(784, 10, hidden=(100,)), cross_entropy, accuracy, functools.partial(torch.optim.SGD, lr=RATE))
     return federate(task, parties, test, rule, attack, rounds=ROUNDS, batch_size=BATCH, seed=seed)

@@ -21,7 +21,7 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import DATASETS, FEATURES, deal, examples
 from benchmarks.untrusted.report import PUBLISHED, RULES, cell, options, panels, table, write
-from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import ALittleIsEnough, Attack, GaussianVector, SignFlip
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
 
@@ -33,9 +33,9 @@ BATCH, RATE, LOCAL_EPOCHS = 100, 0.1, 50
 """Settings of the parties' SGD; one_round_training.py chooses rate and epochs."""
 ATTACKERS = list(range(MAJORITY, MAJORITY + MINORITY))
 ATTACKS = {
-    "sign flipped": fb.SignFlip(clients=ATTACKERS),
-    "a little is enough": fb.ALittleIsEnough(clients=ATTACKERS),
-    "a little is enough, z = 1.5": fb.ALittleIsEnough(clients=ATTACKERS, z=1.5),
+    "sign flipped": SignFlip(clients=ATTACKERS),
+    "a little is enough": ALittleIsEnough(clients=ATTACKERS),
+    "a little is enough, z = 1.5": ALittleIsEnough(clients=ATTACKERS, z=1.5),
 }
 
 Updates = tuple[list[fb.GaussianPosterior], fb.GaussianPosterior]
@@ -103,7 +103,7 @@ def main() -> None:
         parties = deal(train, GENUINE, SIZE, seed)
         inputs, targets = parties[0]
         noise = [(inputs[:1], targets[:1])] * MOST  # they discard their training: one example is enough
-        attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
+        attack = GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
         (posteriors, previous), engine = updates_of([*parties, *noise], test, attack, seed, rate, epochs)
         alone.append(score("weighted_average", posteriors[:1], previous, test))
         for rule in RULES:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.report import PUBLISHED, options, panels, table, write
 from benchmarks.untrusted.report import RULES as ALL_RULES
-from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import Attack, GaussianVector, RandomUpdate
 from lightning_fedbayes.core.quiet import quietly
 
 SPEAKER_OR_LINE = re.compile(r'<a name="?(?:speech\d+"?><b>(.*?)</b>|[\d.]+"?>(.*?)</a>)', re.IGNORECASE | re.DOTALL)
@@ -94,8 +93,8 @@ RULES = {rule: title for rule, title in ALL_RULES.items() if rule not in LEFT_OU
 """Rules that the paper reports, and nearest-neighbour mixing: a run takes half a minute to a minute."""
 ATTACKERS = list(range(PARTIES, PARTIES + ADVERSARIES))
 ATTACKS = {
-    "N(0, 1) in place of the parameters": fb.GaussianVector(clients=ATTACKERS),
-    "a random update of honest length": fb.RandomUpdate(clients=ATTACKERS),
+    "N(0, 1) in place of the parameters": GaussianVector(clients=ATTACKERS),
+    "a random update of honest length": RandomUpdate(clients=ATTACKERS),
 }
 
 
@@ -181,7 +180,7 @@ def run(
     parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), how.test, LENGTH, seed)
     for party, size in enumerate(sizes):
         parties[party] = parties[party][0][: size // LENGTH], parties[party][1][: size // LENGTH]
-    if isinstance(attack, fb.GaussianVector):  # it discards its training: one sequence is enough
+    if isinstance(attack, GaussianVector):  # it discards its training: one sequence is enough
         parties[PARTIES:] = [(inputs[:1], targets[:1]) for inputs, targets in parties[PARTIES:]]
     if rule == ORACLE:
         parties, given, rule = parties[:PARTIES], None, "weighted_average"

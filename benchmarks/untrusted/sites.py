@@ -26,7 +26,17 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.clients.adversaries import Attack, Knowledge, UpdateAttack
+from lightning_fedbayes.clients.adversaries import (
+    ALittleIsEnough,
+    Attack,
+    FalseVariance,
+    GaussianVector,
+    InnerProductManipulation,
+    Knowledge,
+    ScaledUpdate,
+    SignFlip,
+    UpdateAttack,
+)
 from lightning_fedbayes.clients.adversaries.base import Attackers
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
@@ -111,18 +121,18 @@ class Foreign(UpdateAttack):
 
 def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
     """Return the attacks of the table by ``clients``, title → what each of them applies one after the other."""
-    flip = fb.SignFlip(clients)
+    flip = SignFlip(clients)
     return {
         "mean flipped": [flip],
-        "flipped × 10": [fb.SignFlip(clients, scale=10.0)],
-        "update × 1e6": [fb.ScaledUpdate(clients, factor=1e6)],
-        "noise, σ = 1": [fb.GaussianVector(clients)],
-        "honest, σ² × 1e-6": [fb.FalseVariance(clients, factor=1e-6)],
-        "honest, σ² × 1e10": [fb.FalseVariance(clients, factor=1e10)],
-        "flipped, σ² × 0.5": [flip, fb.FalseVariance(clients, factor=0.5)],
-        "flipped, σ² × 1e-10": [flip, fb.FalseVariance(clients, factor=1e-10)],
-        "a little is enough": [fb.ALittleIsEnough(clients, z=1.5)],
-        "inner product": [fb.InnerProductManipulation(clients)],
+        "flipped × 10": [SignFlip(clients, scale=10.0)],
+        "update × 1e6": [ScaledUpdate(clients, factor=1e6)],
+        "noise, σ = 1": [GaussianVector(clients)],
+        "honest, σ² × 1e-6": [FalseVariance(clients, factor=1e-6)],
+        "honest, σ² × 1e10": [FalseVariance(clients, factor=1e10)],
+        "flipped, σ² × 0.5": [flip, FalseVariance(clients, factor=0.5)],
+        "flipped, σ² × 1e-10": [flip, FalseVariance(clients, factor=1e-10)],
+        "a little is enough": [ALittleIsEnough(clients, z=1.5)],
+        "inner product": [InnerProductManipulation(clients)],
         "stale": [Stale(clients)],
         "foreign network": [Foreign(clients)],
         "oscillation × 10": [Oscillation(clients)],

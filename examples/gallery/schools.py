@@ -29,7 +29,7 @@ def main(output: Path, schools: int = 60) -> dict[str, float]:
     for number, (size, (intercept, slope)) in enumerate(zip(sizes, true)):  # each school does this by itself
         entry = torch.randn(int(size), 1)
         exam = intercept + slope * entry[:, 0] + NOISE * torch.randn(len(entry))
-        sent[f"school {number}"] = fb.LinearStatistics.of(entry, exam)
+        sent[f"school {number}"] = fb.modules.LinearStatistics.of(entry, exam)
 
     fit = fb.HierarchicalLinearRegression(random=(0, 1)).fit(sent)
     posteriors = [fit.posterior_of(name) for name in sent]

@@ -13,12 +13,13 @@ from pathlib import Path
 import lightning as L
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import LabelFlip, ScaledUpdate
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
 
-LIARS = fb.LabelFlip(clients=[0, 1]), fb.ScaledUpdate(clients=[2], factor=-5.0)
+LIARS = LabelFlip(clients=[0, 1]), ScaledUpdate(clients=[2], factor=-5.0)
 OFF = fb.Safeguards(max_influence=None)
 METHODS = {
     "FedAvg, nobody lies": {"fusion": "weighted_average", "adversaries": ()},

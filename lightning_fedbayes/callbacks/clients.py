@@ -34,7 +34,7 @@ class ClientReport(Reader):
     left alone.
 
     Logged in every validation and test: mean over all examples, mean of the worst 10 % of the clients and spread of
-    every figure of :class:`~lightning_fedbayes.ClientScores`, as "val/clients/nll", "val/clients/nll_worst" and
+    every figure of :class:`.ClientScores`, as "val/clients/nll", "val/clients/nll_worst" and
     "val/clients/nll_spread". Logged at the end: the table of clients, "val/clients".
 
     In a federation whose clients keep their posteriors, "val/personal/nll" and the like, and the table "val/personal",
@@ -42,7 +42,7 @@ class ClientReport(Reader):
     the parts of the data have the clients' names.
 
     There, at the end of training, each client's own posterior is scored on every client's validation data, too: the
-    table and the picture "val/across" (:class:`~lightning_fedbayes.CrossScores`). A line names the clients that stand
+    table and the picture "val/across" (:class:`.CrossScores`). A line names the clients that stand
     out. Of more than 24 clients it takes 24, at equal distances.
 
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
@@ -51,9 +51,9 @@ class ClientReport(Reader):
     "val/draws/clients/nll". Of the report that a federation brings along one line says that there are none.
 
     Attributes:
-        scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
+        scores: stage ("val" or "test") → the last :class:`.ClientScores`; "personal/val" and
             "personal/test" those of the clients' own posteriors.
-        across: the last :class:`~lightning_fedbayes.CrossScores`; None before the end of a training.
+        across: the last :class:`~lightning_fedbayes.clients.across.CrossScores`; None before the end of a training.
         personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 

@@ -76,7 +76,7 @@ class FederatedBayes(L.Callback):
         fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as
             ``FedProx(0.1)``, or a fusion rule, by which it averages
             (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
-            :class:`~lightning_fedbayes.AutoFusion`, chooses a rule in every round on the validation data. None:
+            :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
             one normal prior, clients that keep no more than 1 GiB in memory, and no other setting that speaks against
             them.
@@ -108,7 +108,7 @@ class FederatedBayes(L.Callback):
             would have sent then.
         posterior: where the posterior of parameters outside of Bayesian layers comes from: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
-            along it, or a :class:`~lightning_fedbayes.PosteriorSource` of your own. None: from an
+            along it, or a :class:`~lightning_fedbayes.clients.learned.PosteriorSource` of your own. None: from an
             :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: clients start and send whenever they are ready, in
             virtual time, and an epoch is a fusion of the messages that have arrived. None: rounds.

@@ -259,7 +259,7 @@ SYMBOLS = {
 def plain(text: str) -> str:
     r"""Return ``text`` without markup: roles become names, the TeX of the package's docstrings becomes Unicode.
 
-    >>> plain(r"Minimiser of :math:`\sum_k \omega_k KL(q\|q_k)`, see :class:`~lightning_fedbayes.AutoFusion`.")
+    >>> plain(r"Minimiser of :math:`\sum_k \omega_k KL(q\|q_k)`, see :class:`~lightning_fedbayes.fusion.AutoFusion`.")
     'Minimiser of Σ ωₖ KL(q‖qₖ), see AutoFusion.'
     """
     text = re.sub(r":math:`([^`]*)`", lambda found: _formula(found[1]), text)

@@ -44,7 +44,7 @@ class CrossScores:
     Args:
         names: of the clients, in the order of rows and columns.
         values: figure → matrix of shape (clients, clients), whose entry [i, j] is that of model i on data j. The
-            figures are those of :class:`~lightning_fedbayes.ClientScores`.
+            figures are those of :class:`~lightning_fedbayes.clients.evaluation.ClientScores`.
 
     >>> nll = torch.tensor([[0.2, 0.3, 2.1], [0.3, 0.2, 2.0], [2.2, 2.1, 0.2]])
     >>> scores = CrossScores(("north", "south", "east"), {"nll": nll})

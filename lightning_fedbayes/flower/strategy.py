@@ -88,9 +88,9 @@ class FusionStrategy(Rounds, Strategy):
 
     Attributes:
         server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
-        client_scores: the :class:`~lightning_fedbayes.ClientScores` of the last evaluation: what each client's
+        client_scores: the :class:`.ClientScores` of the last evaluation: what each client's
             ``validation_step`` has logged, by the client's number.
-        cross_scores: with ``across`` the :class:`~lightning_fedbayes.CrossScores` of the last run: of each client's own
+        cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's own
             posterior on the data of each, by their numbers; None where fewer than two clients have trained in this run
             and score the models of all.
 
@@ -396,7 +396,7 @@ class FusionStrategy(Rounds, Strategy):
             timeout: seconds that the server waits.
 
         Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
-            the :class:`~lightning_fedbayes.HeadFit`.
+            the :class:`~lightning_fedbayes.modules.HeadFit`.
 
         Raises:
             FederationError: an argument cannot be used, or no client answers.

@@ -24,7 +24,7 @@ class Averaging(Method):
     point masses it is federated averaging; with ``fedadam`` and its like the server takes an optimizer's step.
 
     Args:
-        rule: a fusion rule, or an :class:`~lightning_fedbayes.AutoFusion`.
+        rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
         prior: "fixed": the network's own in every round. "global": the global posterior that a round starts from, as
             ``dwc`` wants it.
 
@@ -52,7 +52,7 @@ class Averaging(Method):
         return shared.posterior if self._prior == "global" else None
 
     def check_late(self, posterior: GaussianPosterior) -> None:
-        """See :meth:`Method.check_late`: averages take late messages as :class:`~lightning_fedbayes.FedBuff` does."""
+        """See :meth:`Method.check_late`: averages take late messages as :class:`.FedBuff` does."""
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
         """Say where the variances of a rule go that repeats what its posteriors have in common."""

@@ -165,9 +165,9 @@ class LocalProblem:
 
     def __post_init__(self) -> None:
         if self.quadratic is not None:
-            check_kind("quadratic", self.quadratic, Quadratic, "give an fb.Quadratic")
+            check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
         if self.prior is not None:
-            check_kind("prior", self.prior, Quadratic, "give an fb.Quadratic")
+            check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
         if not isinstance(self.start, dict) or self.start:
             check_mapping("start", self.start, Tensor)
 
@@ -452,7 +452,7 @@ def problem_of(method: Method, shared: Shared, client: Participant) -> LocalProb
     """Return what ``method`` asks of a client; raise FederationError unless it is a LocalProblem."""
     problem = method.problem(shared, client)
     if not isinstance(problem, LocalProblem):  # the name is looked up for an error alone: this runs for every client
-        check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.LocalProblem")
+        check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
     return problem
 
 
@@ -467,7 +467,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     versions = [version_if_any(each) for each in tensors]
     report = method.report(shared, client, trained)
     if not isinstance(report, Report):
-        check_kind(f"{method.name}: report(...)", report, Report, "return an fb.Report")
+        check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
         if not isinstance(given, dict) or given:
             check_mapping(f"{method.name}: {name}", given, Tensor)

@@ -411,7 +411,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
 
     Args:
         network, options: see :class:`BayesianModule`.
-        likelihood: a :class:`~lightning_fedbayes.Likelihood` or its name.
+        likelihood: a :class:`~lightning_fedbayes.modules.Likelihood` or its name.
         scaler: standardises targets of a Gaussian: a :class:`~lightning_fedbayes.FederatedScaler`, True for a new one,
             False for none. Outputs are in its units, losses, predictions and scores in those of the targets.
 

@@ -140,8 +140,8 @@ class Asynchronous:
         concurrency: clients that train at once; None: all. Others are drawn from those that are free.
         buffer: messages that are fused at once; None: half as many as train at once, at least one.
         delays: how long clients take: a :class:`Delays`.
-        late: how averages take late messages: :class:`~lightning_fedbayes.FedBuff` or
-            :class:`~lightning_fedbayes.FedAsync`.
+        late: how averages take late messages: :class:`~lightning_fedbayes.methods.FedBuff` or
+            :class:`~lightning_fedbayes.methods.FedAsync`.
         max_staleness: a message whose client began more versions of the global posterior ago than this is refused when
             it comes, and nobody waits for it any longer. None: every message counts, however late.
         replay: the log that a federation over Flower has written; clients start and messages arrive as it says, and the
@@ -172,7 +172,7 @@ class Asynchronous:
         if self.buffer is not None:
             check_at_least("buffer", self.buffer, 1)
         check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
-        check_kind("late", self.late, Late, "give fb.FedBuff() or fb.FedAsync()")
+        check_kind("late", self.late, Late, "give fb.methods.FedBuff() or fb.methods.FedAsync()")
         if self.max_staleness is not None:
             check_at_least("max_staleness", self.max_staleness, 0)
         if self.concurrency is not None:

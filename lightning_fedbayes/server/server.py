@@ -108,7 +108,7 @@ class Server:
         posterior: the global posterior to start from.
         buffers: the global buffers to start from (BatchNorm's statistics), name → tensor.
         fusion: name of a method or fusion rule, a :class:`~lightning_fedbayes.Method`, a rule object, or an
-            :class:`~lightning_fedbayes.AutoFusion`.
+            :class:`~lightning_fedbayes.fusion.AutoFusion`.
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
         safeguards: quorum, rounds that may fail in a row before :meth:`finish` raises, and the bound on one client.
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
@@ -154,7 +154,7 @@ class Server:
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
         self.posterior = posterior
         self.method = get_method(fusion)
-        check_kind("late", late, Late | None, "give fb.FedBuff() or fb.FedAsync()")
+        check_kind("late", late, Late | None, "give fb.methods.FedBuff() or fb.methods.FedAsync()")
         self.versions = None if late is None else Versions(self.method, late, posterior)
         self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
         self.rules = candidates(self.method.rule)

@@ -125,7 +125,7 @@ class KnownOverlap:
 
     ::
 
-        FederatedBayes(fusion="weighted_average", weighting=fb.KnownOverlap([[250, 125], [125, 250]]))
+        FederatedBayes(fusion="weighted_average", weighting=fb.server.KnownOverlap([[250, 125], [125, 250]]))
 
     Φ is the covariance of the clients' means, up to a factor: examples that several clients hold do not count several
     times. Without common examples the weights are those of ``"train_size"``. Clients with the same data share the

@@ -13,7 +13,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients import federated_loader
-from lightning_fedbayes.clients.adversaries import assign
+from lightning_fedbayes.clients.adversaries import (
+    ALittleIsEnough,
+    GaussianVector,
+    InnerProductManipulation,
+    LabelFlip,
+    NotANumber,
+    RandomUpdate,
+    ScaledUpdate,
+    SignFlip,
+    assign,
+)
+from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.server.plan import Batching, plan_round
@@ -34,15 +45,15 @@ from tests.federations import (
 ENGINES = ["sequential", "vectorized"]
 SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
 ATTACKS = {
-    "sign flip": fb.SignFlip(0.3),
-    "scaled": fb.ScaledUpdate([0, 4], factor=3.0),
-    "random": fb.RandomUpdate(0.3),
-    "gaussian": fb.GaussianVector([5], std=0.1),
-    "label flip": fb.LabelFlip(0.3),
-    "a little": fb.ALittleIsEnough([0, 5], z=1.5),
-    "inner product": fb.InnerProductManipulation([5, 1], epsilon=2.0),
-    "not a number": fb.NotANumber(["2"]),
-    "several": [fb.LabelFlip([1, 2]), fb.ALittleIsEnough([3, 2]), fb.SignFlip([3]), fb.RandomUpdate(0.3)],
+    "sign flip": SignFlip(0.3),
+    "scaled": ScaledUpdate([0, 4], factor=3.0),
+    "random": RandomUpdate(0.3),
+    "gaussian": GaussianVector([5], std=0.1),
+    "label flip": LabelFlip(0.3),
+    "a little": ALittleIsEnough([0, 5], z=1.5),
+    "inner product": InnerProductManipulation([5, 1], epsilon=2.0),
+    "not a number": NotANumber(["2"]),
+    "several": [LabelFlip([1, 2]), ALittleIsEnough([3, 2]), SignFlip([3]), RandomUpdate(0.3)],
 }
 
 
@@ -98,12 +109,12 @@ def averaged(updates, weights) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_average_under_flipped_signs_is_that_by_hand(engine):
     start, sizes = parameters(Plain()), SIZES.sizes
-    flipped = assign([fb.SignFlip(0.3)], [str(k) for k in range(6)], 0)
+    flipped = assign([SignFlip(0.3)], [str(k) for k in range(6)], 0)
     assert len(flipped) == 2
     updates = [honest_update(client) for client in range(6)]
     for client in flipped:
         updates[client] = {name: 2 * start[name] - value for name, value in updates[client].items()}
-    module, _ = run(fb.SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
+    module, _ = run(SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
     for name, value in averaged(updates, sizes).items():
         torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -147,7 +158,7 @@ def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine, source):
         alone = [TensorDataset(*(tensor[each] for tensor in data.tensors)) for each in rows]
         train = fb.ClientDatasets({str(k): each for k, each in enumerate(subsets if source == "subsets" else alone)})
         partition = None
-    module, fed = run(fb.LabelFlip([1, 4]), engine, 1, train=loader(train, batch_size=90), partition=partition)
+    module, fed = run(LabelFlip([1, 4]), engine, 1, train=loader(train, batch_size=90), partition=partition)
     for name, value in averaged(updates, SIZES.sizes).items():
         torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert torch.equal(data.tensors[1], y)
@@ -155,7 +166,7 @@ def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine, source):
 
 
 def test_two_label_flips_are_none():
-    assert_equal(parameters(run([fb.LabelFlip([1]), fb.LabelFlip([1, 2])])[0]), parameters(run(fb.LabelFlip([2]))[0]))
+    assert_equal(parameters(run([LabelFlip([1]), LabelFlip([1, 2])])[0]), parameters(run(LabelFlip([2]))[0]))
 
 
 def test_flipping_does_not_disturb_the_generators_nor_the_honest_clients():
@@ -165,14 +176,14 @@ def test_flipping_does_not_disturb_the_generators_nor_the_honest_clients():
             return x + torch.randn(FEATURES), y
 
     def batches(adversaries):
-        settings = fb.FederationSettings(SIZES, adversaries=adversaries)
+        settings = FederationSettings(SIZES, adversaries=adversaries)
         plan = plan_round(0, SIZES.sizes, Batching(batch_size=8))
         made = list(federated_loader(loader(Noisy()), settings, lambda made: plan))
         return [made[start:stop] for start, stop in zip(plan.starts, plan.starts[1:], strict=False)]
 
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    flipped, honest = batches(fb.LabelFlip([1])), batches(())
+    flipped, honest = batches(LabelFlip([1])), batches(())
     assert torch.equal(torch.random.get_rng_state(), state)
     for client, (first, second) in enumerate(zip(flipped, honest, strict=True)):
         for (x, y), (same_x, true_y) in zip(first, second, strict=True):
@@ -204,7 +215,7 @@ def test_bayesian_federations_repeat_bit_by_bit(name, engine, weighting):
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_adversaries_wait_beyond_their_own_stack(chunk):
-    attacks = [fb.ALittleIsEnough([0, 3], z=1.0), fb.InnerProductManipulation([1])]
+    attacks = [ALittleIsEnough([0, 3], z=1.0), InnerProductManipulation([1])]
     first, _ = run(attacks, "sequential")
     second, fed = run(attacks, chunk)
     assert_close(first, second)
@@ -213,12 +224,12 @@ def test_adversaries_wait_beyond_their_own_stack(chunk):
 
 def test_attacks_follow_each_other():
     """Reflecting twice changes nothing; scaling by 2 and by 3 is scaling by 6."""
-    both = run([fb.ScaledUpdate([1], factor=2.0), fb.ScaledUpdate([1], factor=3.0)])[0]
-    assert_close(both, run(fb.ScaledUpdate([1], factor=6.0))[0])
-    assert_close(run([fb.SignFlip([1]), fb.SignFlip([1])])[0], run()[0])
+    both = run([ScaledUpdate([1], factor=2.0), ScaledUpdate([1], factor=3.0)])[0]
+    assert_close(both, run(ScaledUpdate([1], factor=6.0))[0])
+    assert_close(run([SignFlip([1]), SignFlip([1])])[0], run()[0])
 
 
-@pytest.mark.parametrize("attack", [fb.ALittleIsEnough(1.0), fb.InnerProductManipulation(1.0)], ids=repr)
+@pytest.mark.parametrize("attack", [ALittleIsEnough(1.0), InnerProductManipulation(1.0)], ids=repr)
 def test_colluders_among_themselves_are_honest(attack):
     assert_equal(parameters(run(attack)[0]), parameters(run()[0]))
 
@@ -236,7 +247,7 @@ class Sick(Plain):
 
 
 def test_invalid_clients_are_not_seen_and_fail_as_before():
-    attack = fb.InnerProductManipulation([0, 3])
+    attack = InnerProductManipulation([0, 3])
     module, fed = run(attack, module=Sick(), rounds=1, train=loader(batch_size=90), weighting="equal")
     start, updates = parameters(Plain()), [honest_update(client) for client in range(6)]
     seen = averaged([updates[k] for k in (1, 4, 5)], [1, 1, 1])
@@ -252,7 +263,7 @@ def test_invalid_clients_are_not_seen_and_fail_as_before():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_updates_that_are_not_a_number_are_left_out_and_the_run_goes_on(engine):
     """The model is that of the other clients alone."""
-    module, fed = run(fb.NotANumber([0, 3]), engine)
+    module, fed = run(NotANumber([0, 3]), engine)
     assert [row["failed_clients"] for row in fed.history] == [2.0, 2.0]
     assert "is not finite" in fed._report.records.last_failure[0]
     sizes = [0 if client in (0, 3) else size for client, size in enumerate(SIZES.sizes)]
@@ -261,7 +272,7 @@ def test_updates_that_are_not_a_number_are_left_out_and_the_run_goes_on(engine):
 
 
 def test_everybody_attacks():
-    module, fed = run(fb.SignFlip(1.0), rounds=1, train=loader(batch_size=90))
+    module, fed = run(SignFlip(1.0), rounds=1, train=loader(batch_size=90))
     start, honest = parameters(Plain()), parameters(run(rounds=1, train=loader(batch_size=90))[0])
     for name, value in parameters(module).items():
         torch.testing.assert_close(value, 2 * start[name] - honest[name], rtol=1e-5, atol=1e-6)
@@ -277,7 +288,7 @@ def test_honest_draws_do_not_depend_on_attacks(engine):
         return [0.0 if each.client == 5 else 1.0 for each in facts]
 
     cohorts = []
-    attacked, _ = run(fb.RandomUpdate([5]), engine, 3, bayesian(), weighting=weighting, fraction=0.8)
+    attacked, _ = run(RandomUpdate([5]), engine, 3, bayesian(), weighting=weighting, fraction=0.8)
     untouched, _ = run((), engine, 3, bayesian(), weighting=weighting, fraction=0.8)
     assert_equal(parameters(attacked), parameters(untouched))
     assert cohorts[:3] == cohorts[3:]
@@ -303,7 +314,7 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
 
     def fit(folder, callbacks=(), ckpt_path=None):
         module = bayesian()
-        attacks = [fb.RandomUpdate(0.3), fb.GaussianVector([0], std=0.1), fb.ALittleIsEnough([1], z=1.0)]
+        attacks = [RandomUpdate(0.3), GaussianVector([0], std=0.1), ALittleIsEnough([1], z=1.0)]
         fed = fb.FederatedBayes(SIZES, fraction=0.8, engine=engine, adversaries=attacks)
         saver = ModelCheckpoint(dirpath=tmp_path / folder)
         federate(module, fed, 4, ckpt_path=ckpt_path, enable_checkpointing=True, callbacks=[saver, *callbacks])
@@ -318,9 +329,9 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
 
 def test_names_of_clients_and_settings():
     data = {name: blobs(18, seed=k) for k, name in enumerate(("north", "south", "east"))}
-    attack = fb.SignFlip(["south"], scale=2.0)
+    attack = SignFlip(["south"], scale=2.0)
     named, fed = run([attack], train=loader(fb.ClientDatasets(data)), partition=None)
-    numbered, _ = run(fb.SignFlip([1], scale=2.0), train=loader(fb.ClientDatasets(data)), partition=None)
+    numbered, _ = run(SignFlip([1], scale=2.0), train=loader(fb.ClientDatasets(data)), partition=None)
     assert_equal(parameters(named), parameters(numbered))
     assert fed.described()["adversaries"] == ["SignFlip(clients=('south',), scale=2.0)"]
     assert copy.deepcopy(attack) == attack
@@ -349,13 +360,13 @@ class LabelFirst(Opaque):
 @pytest.mark.parametrize(
     ("adversaries", "train", "message"),
     [
-        (fb.SignFlip(["7"]), None, "no client is named '7': .*Known: 0, 1"),
-        (fb.SignFlip([6]), None, "numbered 0 to 5"),
-        ([fb.SignFlip(0.6), fb.NotANumber(0.6)], None, "shares are disjoint"),
-        (fb.LabelFlip(0.5), TensorDataset(torch.ones(90, FEATURES), torch.ones(90)), "no classes to flip"),
-        (fb.LabelFlip(0.5), Regression(), "no classes to flip"),
-        (fb.LabelFlip(0.5), Named(), "an example is a dict"),
-        (fb.LabelFlip(0.5), LabelFirst(), "none of the classes"),
+        (SignFlip(["7"]), None, "no client is named '7': .*Known: 0, 1"),
+        (SignFlip([6]), None, "numbered 0 to 5"),
+        ([SignFlip(0.6), NotANumber(0.6)], None, "shares are disjoint"),
+        (LabelFlip(0.5), TensorDataset(torch.ones(90, FEATURES), torch.ones(90)), "no classes to flip"),
+        (LabelFlip(0.5), Regression(), "no classes to flip"),
+        (LabelFlip(0.5), Named(), "an example is a dict"),
+        (LabelFlip(0.5), LabelFirst(), "none of the classes"),
     ],
 )
 def test_mistakes_are_found_before_training(adversaries, train, message):
@@ -367,7 +378,7 @@ def test_mistakes_are_found_before_training(adversaries, train, message):
         run(adversaries, module=Untrained(network()), train=loader(train))
 
 
-@pytest.mark.parametrize("adversaries", ["sign_flip", [fb.SignFlip], None, [fb.SignFlip(0.5), 3]])
+@pytest.mark.parametrize("adversaries", ["sign_flip", [SignFlip], None, [SignFlip(0.5), 3]])
 def test_adversaries_that_are_no_attacks_are_refused_at_once(adversaries):
     with pytest.raises(FederationError, match="is no attack: give one, such as SignFlip"):
         fb.FederatedBayes(SIZES, adversaries=adversaries)
@@ -384,12 +395,12 @@ def test_personal_heads_and_buffers_stay_what_they_are():
     (first, fed), (second, _) = (fit(engine, ATTACKS["several"]) for engine in ENGINES)
     assert_close(first, second)
     assert not [name for name in fed.posterior.names if name.startswith("net.3")]
-    for attack in (fb.GaussianVector([1]), ()):
+    for attack in (GaussianVector([1]), ()):
         _, fed = run(attack, module=Plain(network(batch_norm=True)), rounds=1, local_parameters=["net.3.*"])
         heads.append(fed.federation.engine.states.of(1).local)
     assert_equal(*heads)
     assert set(heads[0]) == {"net.3.weight", "net.3.bias"}
-    one_round = [run(attack, module=Plain(network(batch_norm=True)), rounds=1)[0] for attack in (fb.SignFlip([1]), ())]
+    one_round = [run(attack, module=Plain(network(batch_norm=True)), rounds=1)[0] for attack in (SignFlip([1]), ())]
     assert_equal(*(dict(module.named_buffers()) for module in one_round))
 
 
@@ -397,7 +408,7 @@ def test_a_yaml_file_can_describe_adversaries():
     made = from_yaml("""
     federation:
       adversaries:
-        - {class_path: lightning_fedbayes.SignFlip, init_args: {clients: 0.3}}
-        - {class_path: lightning_fedbayes.LabelFlip, init_args: {clients: [0, north]}}
+        - {class_path: lightning_fedbayes.clients.adversaries.SignFlip, init_args: {clients: 0.3}}
+        - {class_path: lightning_fedbayes.clients.adversaries.LabelFlip, init_args: {clients: [0, north]}}
     """)
-    assert made.settings.adversaries == (fb.SignFlip(0.3), fb.LabelFlip([0, "north"]))
+    assert made.settings.adversaries == (SignFlip(0.3), LabelFlip([0, "north"]))

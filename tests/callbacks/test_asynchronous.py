@@ -7,6 +7,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import NotANumber, ScaledUpdate
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import FedAsync
 from tests.callbacks.test_resume import Everything, state
 from tests.callbacks.test_states_on_disk import everything
 from tests.federations import Plain, assert_equal, bayesian, federate, from_yaml, loader, network
@@ -66,7 +69,7 @@ def test_without_delays_a_part_of_the_clients_is_the_federation_by_rounds():
 SCHEDULES = {
     "half": fb.Asynchronous(delays=DELAYS),
     "few": fb.Asynchronous(3, 1, DELAYS, max_staleness=2),
-    "fedasync": fb.Asynchronous(buffer=1, delays=DELAYS, late=fb.FedAsync()),
+    "fedasync": fb.Asynchronous(buffer=1, delays=DELAYS, late=FedAsync()),
 }
 
 
@@ -95,7 +98,7 @@ def test_an_interrupted_federation_ends_as_one_that_was_not(tmp_path, setting, n
 
 def test_another_schedule_does_not_go_on(tmp_path):
     fit_in(tmp_path, "sites", "half", 2)
-    with pytest.raises(fb.FederationError, match="checkpoint is of another federation: schedule="):
+    with pytest.raises(FederationError, match="checkpoint is of another federation: schedule="):
         fit_in(tmp_path, "sites", "few", 3, ckpt_path="last")
 
 
@@ -135,7 +138,7 @@ def test_the_history_has_times_and_staleness():
 def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives():
     schedule = fb.Asynchronous(buffer=1, delays=fb.Delays(spread=0.0, slow={1: 0.5}))
     _, federation, _ = fit(
-        "barycenter", schedule, 4, adversaries=fb.NotANumber(clients=[2]), safeguards=fb.Safeguards(max_failed_rounds=9)
+        "barycenter", schedule, 4, adversaries=NotANumber(clients=[2]), safeguards=fb.Safeguards(max_failed_rounds=9)
     )
     failed = [row["failed_clients"] for row in federation.history]
     assert sum(failed) == 1
@@ -161,7 +164,7 @@ def test_privacy_counts_messages_that_have_arrived():
 def test_attackers_are_bounded_as_they_are_in_rounds():
     """A liar that is three times as fast as the others, one of ten."""
     found = []
-    for attack in ((), fb.ScaledUpdate(clients=[4], factor=50.0)):
+    for attack in ((), ScaledUpdate(clients=[4], factor=50.0)):
         schedule = fb.Asynchronous(buffer=2, delays=fb.Delays(slow={4: 0.3}))
         federation = fb.FederatedBayes(fb.IIDPartition(10), fusion="sites", schedule=schedule, adversaries=attack)
         federate(bayesian(learning_rate=0.01), federation, 24)
@@ -182,7 +185,7 @@ def test_attackers_are_bounded_as_they_are_in_rounds():
 )
 def test_what_cannot_be_without_rounds_is_refused_before_training(options, message):
     given = {"fusion": "sites", "schedule": fb.Asynchronous(), **options}
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         federate(Plain(), fb.FederatedBayes(fb.SizesPartition(SIZES), **given))
 
 

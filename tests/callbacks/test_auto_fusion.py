@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.scoring import predictive_nll
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.fusion import AutoFusion
 from lightning_fedbayes.fusion.auto import CANDIDATES
 from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, rule_state, trainer
 
@@ -21,7 +23,7 @@ def validation():
 
 
 def choosing(rules=RULES, rounds=2, engine="auto", module=None, **options):
-    fusion = fb.AutoFusion(rules, **options) if rules != "auto" else "auto"
+    fusion = AutoFusion(rules, **options) if rules != "auto" else "auto"
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, engine=engine, seed=3)
     model = bayesian() if module is None else module
     run = federate(model, made, rounds=rounds, val=validation())
@@ -81,9 +83,9 @@ def test_a_rule_that_cannot_fuse_drops_out_of_the_round():
 
 
 def test_no_rule_is_left():
-    fusion = fb.AutoFusion(RULES, score=lambda module, batch: math.nan)
+    fusion = AutoFusion(RULES, score=lambda module, batch: math.nan)
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, safeguards=fb.Safeguards(max_failed_rounds=1))
-    with pytest.raises(fb.FederationError, match="no candidate has a finite loss"):
+    with pytest.raises(FederationError, match="no candidate has a finite loss"):
         federate(Plain(), made, rounds=1, val=validation())
 
 
@@ -100,10 +102,10 @@ def test_states_of_all_candidates_are_kept():
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_resumed_run_chooses_the_same(tmp_path):
     whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)
-    half = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
+    half = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
     run = trainer(2, [half], enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(bayesian(), loader(), validation())
-    resumed = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
+    resumed = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
     again = bayesian()
     trainer(4, [resumed]).fit(again, loader(), validation(), ckpt_path=run.checkpoint_callback.last_model_path)
     for name, value in parameters(again).items():
@@ -112,7 +114,7 @@ def test_resumed_run_chooses_the_same(tmp_path):
 
 
 def test_table_of_choices(tmp_path):
-    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(RULES))
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(RULES))
     federate(bayesian(), made, rounds=2, val=validation(), logger=CSVLogger(tmp_path))
     (file,) = tmp_path.rglob("federation_chosen_rules.csv")
     rows = list(csv.DictReader(file.read_text().splitlines()))
@@ -156,11 +158,11 @@ def test_score_is_the_nll_of_the_mean_prediction():
 
 
 def test_mistakes_are_found_before_training():
-    with pytest.raises(fb.FederationError, match="there are none"):
+    with pytest.raises(FederationError, match="there are none"):
         federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(4), fusion="auto"), rounds=1)
-    with pytest.raises(fb.FederationError, match="score a Plain"):
+    with pytest.raises(FederationError, match="score a Plain"):
         federate(Plain(), fb.FederatedBayes(fb.IIDPartition(4), fusion="auto"), rounds=1, val=validation())
-    with pytest.raises(fb.FusionError, match="two or more"):
-        fb.AutoFusion(["rklb"])
-    with pytest.raises(fb.FusionError, match="twice"):
-        fb.AutoFusion(["rklb", "reverse_kl_barycenter"])
+    with pytest.raises(FusionError, match="two or more"):
+        AutoFusion(["rklb"])
+    with pytest.raises(FusionError, match="twice"):
+        AutoFusion(["rklb", "reverse_kl_barycenter"])

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import predictions_of
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, blobs, federate, network, trainer
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -285,7 +286,7 @@ def test_a_function_says_what_a_batch_holds():
         torch.testing.assert_close(value, expected[name], **TOLERANCE)
     with pytest.raises(fb.FedBayesError, match="unpack='labels': give a function"):
         fb.PosteriorPredictive(module, unpack="labels")
-    with pytest.raises(fb.FederationError, match="unpack='labels': give a function"):
+    with pytest.raises(FederationError, match="unpack='labels': give a function"):
         fb.Laplace(unpack="labels")
 
 
@@ -314,5 +315,5 @@ def test_what_cannot_be_divided_is_linearised_as_one():
     with torch.inference_mode():
         inside = fb.PosteriorPredictive(module, found)._linearised(SimpleNamespace(x=batch.x.clone()))
     torch.testing.assert_close(inside, wanted, rtol=1e-5, atol=1e-6)
-    with pytest.raises(fb.FederationError, match="give as many of both"):
+    with pytest.raises(FederationError, match="give as many of both"):
         fb.Laplace().posterior(module, [SimpleNamespace(x=batch.x, y=batch.y[:3])])

@@ -16,9 +16,12 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients.adversaries import assign
+from lightning_fedbayes.clients.adversaries import SignFlip, assign
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.clients import Clients, check_classes, clients_of
+from lightning_fedbayes.methods import Ditto
 from lightning_fedbayes.server import RoundResult
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
@@ -188,7 +191,7 @@ def scores_of(clients):
     accuracy = torch.linspace(1, 0.5, clients)
     accuracy[-1] = torch.nan
     names = tuple(map(str, range(clients)))
-    return fb.ClientScores(names, (3,) * clients, {"accuracy": accuracy, "nll": torch.ones(clients)})
+    return ClientScores(names, (3,) * clients, {"accuracy": accuracy, "nll": torch.ones(clients)})
 
 
 def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
@@ -200,7 +203,7 @@ def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
     assert scores._repr_html_().count("<tr>") == 1 + MOST_ROWS + 3
     scores.to_csv(tmp_path / "scores.csv")
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 10_001
-    assert len(fb.ClientScores(scores.names, scores.num_examples, {}).table()[1]) == MOST_ROWS
+    assert len(ClientScores(scores.names, scores.num_examples, {}).table()[1]) == MOST_ROWS
     few = scores_of(100)
     assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
 
@@ -251,7 +254,7 @@ def test_a_federation_with_one_client_of_another_size_is_another(clients):
     sizes = [2] * clients
     check_same_federation(trainer(), settings_of(sizes), settings_of(list(sizes)))
     for other in ([3, *sizes[1:]], [*sizes[:-2], 1, 3], [*sizes[:-2], 3, 1], [*sizes, 2]):  # two of them of equal sum
-        with pytest.raises(fb.FederationError, match="client_sizes"):
+        with pytest.raises(FederationError, match="client_sizes"):
             check_same_federation(trainer(), settings_of(sizes), settings_of(other))
 
 
@@ -311,7 +314,7 @@ def lines_of(module, method, targets):
             patch.setattr(f"lightning_fedbayes.{place}", lines.append)
         try:
             run.fit(module, DataLoader(fb.ClientDatasets(parts), 1))
-        except fb.FederationError as error:
+        except FederationError as error:
             lines.append(str(error))
     return lines
 
@@ -326,7 +329,7 @@ def test_attributes_that_clients_share_are_named_up_to_a_few(layers):
 
 
 def test_clients_whose_own_networks_fail_are_one_line():
-    lines = lines_of(Regression([nn.Linear(1, 1)]), fb.Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
+    lines = lines_of(Regression([nn.Linear(1, 1)]), Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
     assert lines == [
         "Clients whose own networks stay as they were, because their training failed: 0, 1, 2 and 6 others; the first: "
         "torn",
@@ -367,11 +370,11 @@ def idle(clients, classes):
 
 
 def unknown_attacker(clients, classes):
-    assign([fb.SignFlip(["clinic"])], clinics(clients), 0)
+    assign([SignFlip(["clinic"])], clinics(clients), 0)
 
 
 def unknown_attackers(clients, classes):
-    assign([fb.SignFlip([*clinics(clients), "nobody"])], clinics(clients), 0)
+    assign([SignFlip([*clinics(clients), "nobody"])], clinics(clients), 0)
 
 
 def other_parameters(clients, classes):

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from tests.clients.test_evaluation import clients
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 
@@ -103,7 +104,7 @@ def test_own_posteriors_of_the_users_own_module_and_of_another_model():
     expected = fb.evaluate_clients(own, fb.ClientDatasets({"c1": clients(9, 12).datasets[1]}), batch_size=8)
     assert report.scores["personal/val"].rows()[1] == expected.rows()[0]
     torch.nn.init.zeros_(module.net[0].weight)
-    with pytest.raises(fb.FederationError, match="the module holds another model"), callback.holding(0):
+    with pytest.raises(FederationError, match="the module holds another model"), callback.holding(0):
         pass
     tested = trainer(1, [report]).test(bayesian(), batches(9, 12), verbose=False)
     assert not any("personal" in name for name in tested[0])

@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError, PosteriorError
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.server.plan import Batching, client_order
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
@@ -158,7 +160,7 @@ def test_prior_global_is_the_posterior_that_the_round_starts_from():
             starts.append(federation.posterior.mean["network.2.weight"].clone())
 
     starts = []
-    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging("rklb", prior="global"))
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=Averaging("rklb", prior="global"))
     start = module.network[-1].mu_weight.detach().clone()
     federate(module, federation, rounds=3, callbacks=[Spy()])
     assert torch.equal(starts[0], start)
@@ -171,7 +173,7 @@ def test_dwc_with_the_global_prior_trains():
     from lightning_fedbayes.fusion import DistributedWeightConsolidation
 
     rule = DistributedWeightConsolidation(min_precision=1e-2)
-    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(rule, prior="global"))
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=Averaging(rule, prior="global"))
     federate(bayesian(learning_rate=0.01), federation, 4)
     assert [(row["valid_clients"], row["failed_rounds"]) for row in federation.history] == [(2, 0)] * 4
     losses = [row["train_loss"] for row in federation.history]
@@ -378,7 +380,12 @@ def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(m
             saved.append({name: value.clone() for name, value in pl_module.state_dict().items() if "prior" in name})
 
     initial = {name: value.clone() for name, value in module.state_dict().items() if "prior" in name}
-    federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global")), 2, callbacks=[Save()])
+    federate(
+        module,
+        fb.FederatedBayes(fb.IIDPartition(2), fusion=Averaging(prior="global")),
+        2,
+        callbacks=[Save()],
+    )
     assert saved
     for state in saved:
         assert_equal(initial, state)
@@ -399,7 +406,7 @@ def test_the_global_prior_of_a_bayesian_torch_network_is_that_of_the_round():
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             priors.append((trainer.current_epoch, pl_module.net[0].prior_weight_mu.clone()))
 
-    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global"))
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=Averaging(prior="global"))
     federate(module, federation, 3, callbacks=[Spy()])
     assert {round for round, _ in priors} == {0, 1, 2}
     assert all(torch.equal(prior, posteriors[round]) for round, prior in priors)
@@ -419,7 +426,7 @@ def test_a_personal_bayesian_layer_keeps_its_prior(personal, keeps):
             seen.append(prior())
 
     own, seen = prior(), []
-    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global"), local_parameters=[personal])
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=Averaging(prior="global"), local_parameters=[personal])
     federate(module, federation, callbacks=[Spy()])
     assert seen
     assert all(torch.equal(each.expand(3, 5), own.expand(3, 5)) is keeps for each in seen)
@@ -447,7 +454,7 @@ def test_reloaded_data_may_change_sizes_but_not_the_number_of_clients():
     made.fit(module, datamodule=Growing([(20, 20), (20, 60)]))
     assert seen == [(0, 20), (0, 20), (1, 20), (1, 60)]
     made = trainer(2, [fb.FederatedBayes()], reload_dataloaders_every_n_epochs=1)
-    with pytest.raises(fb.FederationError, match="have 3 clients, and there were 2"):
+    with pytest.raises(FederationError, match="have 3 clients, and there were 2"):
         made.fit(Plain(), datamodule=Growing([(20, 20), (20, 20, 20)]))
 
 
@@ -481,7 +488,7 @@ def test_only_clients_that_train_at_once_change_the_number_of_threads(engine, ch
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
 def test_a_network_that_is_not_initialised_is_refused_before_training(engine):
-    with pytest.raises(fb.PosteriorError, match=r"not initialised have no posterior: .*call the network with a batch"):
+    with pytest.raises(PosteriorError, match=r"not initialised have no posterior: .*call the network with a batch"):
         federate(Plain(torch.nn.LazyLinear(3)), fb.FederatedBayes(fb.IIDPartition(2), engine=engine), 1, loader())
 
 
@@ -493,7 +500,7 @@ def test_a_fit_in_which_no_round_comes_to_anything_does_not_end_normally(rounds)
 
     module = Fails()
     before = [p.clone() for p in module.parameters()]
-    with pytest.raises(fb.FederationError, match=rf"{rounds} rounds? in a row.*RuntimeError: no such column"):
+    with pytest.raises(FederationError, match=rf"{rounds} rounds? in a row.*RuntimeError: no such column"):
         federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion="rklb"), rounds, loader())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before))
 

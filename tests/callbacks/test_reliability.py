@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.fusion import Cohort, get_rule
+from lightning_fedbayes.clients.adversaries import GaussianVector
+from lightning_fedbayes.fusion import Cohort, Reliability, get_rule
 from tests.federations import Plain, bayesian, federate, loader, network, rule_state, trainer
 
 from .wandb_file import read_run
@@ -17,7 +18,7 @@ CLIENTS = 6
 
 
 def federation(fusion, **options):
-    attack = fb.GaussianVector(clients=[4])
+    attack = GaussianVector(clients=[4])
     return fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=fusion, adversaries=attack, **options)
 
 
@@ -32,7 +33,7 @@ def test_adversary_is_found_out(rule, engine):
     assert made.history[-1]["effective_clients"] <= CLIENTS
 
 
-@pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", fb.Reliability("ivar_vb", then="wasserstein_barycenter")])
+@pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", Reliability("ivar_vb", then="wasserstein_barycenter")])
 def test_state_is_that_of_all_rounds(rule):
     """The rule applied by hand to what the clients sent in each round."""
     made = federation(rule, fraction=0.8, seed=3)

@@ -16,7 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import GaussianVector, RandomUpdate
 from lightning_fedbayes.clients.vectorized import engine
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.fusion import Reliability
+from lightning_fedbayes.methods import Averaging
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
 
 ROUNDS = 4
@@ -60,12 +64,12 @@ SETTINGS = {
         "local_parameters": ["network.6.*"],
         "local_epochs": 2,
     },
-    "global prior": {"fusion": fb.Averaging("wb", "global"), "weighting": "distance"},
+    "global prior": {"fusion": Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {
-        "fusion": fb.Reliability("ivar_vb", then="rklb"),
-        "adversaries": fb.GaussianVector(clients=[1]),
+        "fusion": Reliability("ivar_vb", then="rklb"),
+        "adversaries": GaussianVector(clients=[1]),
     },
-    "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
+    "state of covariance": {"fusion": "icov_vb", "adversaries": RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
     "population": {"fusion": "population"},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
@@ -351,7 +355,7 @@ def test_a_checkpoint_of_another_federation_is_refused(tmp_path, options, messag
     made.save_checkpoint(tmp_path / "one.ckpt")
     sizes = (30, 25, 15, 12, 8) if options else (50, 10, 10, 10, 10)
     other = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.6, **{"seed": 3, **options})
-    with pytest.raises(fb.FederationError, match=f"another federation: .*{message}.*load_from_checkpoint"):
+    with pytest.raises(FederationError, match=f"another federation: .*{message}.*load_from_checkpoint"):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
 
 
@@ -361,7 +365,7 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
     other = fb.FederatedBayes(
         fb.SizesPartition((30, 25, 15, 12, 8)), fraction=0.6, seed=3, local_parameters=["network.6.*"]
     )
-    with pytest.raises(fb.FederationError, match=r"local_parameters=\['network.6.\*'\] \(was \[\]\)"):
+    with pytest.raises(FederationError, match=r"local_parameters=\['network.6.\*'\] \(was \[\]\)"):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import UpdateAttack
+from lightning_fedbayes.clients.adversaries import LabelFlip, NotANumber, ScaledUpdate, UpdateAttack
 from lightning_fedbayes.clients.scoring import predictive_nll
-from lightning_fedbayes.fusion import MultiKrum, TrimmedMean
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.fusion import AutoFusion, MultiKrum, Reliability, TrimmedMean
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, rule_state
 
 ROBUST = (
@@ -77,18 +78,18 @@ def test_the_round_is_lost_and_the_run_goes_on(rule):
 
 def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=TrimmedMean(2), safeguards=fb.Safeguards(max_failed_rounds=2))
-    with pytest.raises(fb.FederationError, match=r"2 rounds in a row could not be fused.*trimmed_mean: trim=2"):
+    with pytest.raises(FederationError, match=r"2 rounds in a row could not be fused.*trimmed_mean: trim=2"):
         federate(Plain(), made, rounds=5)
 
 
 @pytest.mark.parametrize("rule", [*ROBUST, "weighted_average", "reverse_kl_barycenter"])
 def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
     made = fb.FederatedBayes(
-        fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2)
+        fb.IIDPartition(5), fusion=rule, adversaries=NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2)
     )
     module = bayesian()
     before = {name: value.clone() for name, value in parameters(module).items()}
-    with pytest.raises(fb.FederationError, match=r"2 rounds in a row had fewer than min_clients=1 .* is not finite"):
+    with pytest.raises(FederationError, match=r"2 rounds in a row had fewer than min_clients=1 .* is not finite"):
         federate(module, made, rounds=5)
     for name, value in parameters(module).items():
         assert torch.equal(value, before[name])
@@ -97,7 +98,7 @@ def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
 @pytest.mark.parametrize("rule", ["ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median"])
 def test_a_client_beyond_all_bounds_leaves_a_finite_model(rule):
     made = fb.FederatedBayes(
-        fb.IIDPartition(5), fusion=rule, adversaries=fb.ScaledUpdate([2], factor=1e24), weighting="equal"
+        fb.IIDPartition(5), fusion=rule, adversaries=ScaledUpdate([2], factor=1e24), weighting="equal"
     )
     module = bayesian()
     federate(module, made, rounds=2)
@@ -112,7 +113,7 @@ def test_bootstrap_leaves_out_the_clients_that_the_rule_leaves_out(rule):
     x = torch.randn(60, 3)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
     model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="residual", predictive="bootstrap", learning_rate=0.05)
-    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=fb.ScaledUpdate([0], factor=1e3))
+    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=ScaledUpdate([0], factor=1e3))
     federate(model, made, rounds=2, train=data)
     assert 0 in made.federation.result.excluded
     assert len(model.global_round.clients) == 5 - len(made.federation.result.excluded)
@@ -122,7 +123,7 @@ def test_bootstrap_leaves_out_the_clients_that_the_rule_leaves_out(rule):
 def test_state_of_another_rule_is_not_read():
     first = fb.FederatedBayes(fb.IIDPartition(4), fusion="ivar_vb")
     federate(Plain(), first, rounds=1)
-    second = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.Reliability("ivar_vb", then="linear_pool"))
+    second = fb.FederatedBayes(fb.IIDPartition(4), fusion=Reliability("ivar_vb", then="linear_pool"))
     federate(Plain(), second, rounds=1)
     second.federation.load_state_dict(first.federation.state_dict())
     assert rule_state(first) != {}
@@ -139,7 +140,7 @@ def test_labels_of_examples_that_no_client_has_are_ignored():
     data = blobs(60)
     labels = torch.arange(60) % 6
     kept = Subset(TensorDataset(data.tensors[0], labels), [i for i in range(60) if int(labels[i]) < 3])
-    made = fb.FederatedBayes(fb.IIDPartition(3), adversaries=fb.LabelFlip([0]))
+    made = fb.FederatedBayes(fb.IIDPartition(3), adversaries=LabelFlip([0]))
     federate(Plain(), made, rounds=1, train=loader(kept))
     assert made.history[0]["valid_clients"] == 3
 
@@ -153,7 +154,7 @@ def test_interrupted_choice_leaves_the_last_good_posterior():
             raise KeyboardInterrupt
         return 0.0
 
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["fedavg", "linear_pool"], score=score))
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=AutoFusion(["fedavg", "linear_pool"], score=score))
     module = Plain()
     before = []
 
@@ -175,7 +176,7 @@ def test_candidates_are_scored_in_the_trainer_s_precision(precision):
         dtypes.add(module.network(batch[0]).dtype)
         return predictive_nll(module, batch)
 
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["rklb", "linear_pool"], score=score))
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=AutoFusion(["rklb", "linear_pool"], score=score))
     federate(bayesian(), made, rounds=1, val=DataLoader(blobs(20), 10), precision=precision)
     assert made.history[0]["failed_rounds"] == 0
     assert dtypes == {torch.float64 if precision == "64-true" else torch.bfloat16}
@@ -186,7 +187,7 @@ def test_candidates_are_scored_on_batches_that_the_module_has_changed():
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [batch[0] * 0, batch[1]]
 
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["fedavg", "linear_pool"]), engine="sequential")
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=AutoFusion(["fedavg", "linear_pool"]), engine="sequential")
     module = Scaled(network(), bayesian_last=0)
     federate(module, made, rounds=1, val=DataLoader(blobs(20), 10))
     scores = [value for name, value in made.history[0].items() if "held_out" in name]

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine as vectorized
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, blobs, federate, loader, network, parameters, trainer
 
 
@@ -145,7 +146,7 @@ def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_g
         def on_train_epoch_end(self, trainer, pl_module):
             good.append(parameters(pl_module))
 
-    with pytest.raises(fb.FederationError, match=r"2 rounds in a row .*min_clients=1.*disk on fire") as info:
+    with pytest.raises(FederationError, match=r"2 rounds in a row .*min_clients=1.*disk on fire") as info:
         federate(module, federation, 9, callbacks=[Keep()])
     assert isinstance(info.value.__cause__, RuntimeError)
     assert_equal(good[1], parameters(module))
@@ -159,7 +160,7 @@ def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
     made = fb.FederatedBayes(
         fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=fb.Safeguards(max_failed_rounds=2)
     )
-    with pytest.raises(fb.FederationError, match=r"2 rounds in a row could .* precision is not positive: 'network\.2"):
+    with pytest.raises(FederationError, match=r"2 rounds in a row could .* precision is not positive: 'network\.2"):
         federate(module, made, 4)
     assert_equal(before, parameters(module))
 

@@ -5,6 +5,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import NotANumber
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
 from tests.callbacks.test_resume import Everything, kill, killed, state
 from tests.federations import Plain, assert_equal, federate, loader
@@ -14,7 +16,7 @@ SETTINGS = {
     "sites": {"fusion": "sites", "local_epochs": 2},
     "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
     "ditto": {"fusion": "ditto"},
-    "refused": {"fusion": "fedavg", "adversaries": fb.NotANumber(clients=[0, 1])},
+    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])},
     "ivon": {"fusion": "sites"},
     "late": {
         "fusion": "sites",
@@ -82,9 +84,9 @@ def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_p
     fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=2)
     parts = fit(tmp_path / "parts", "sites", "sequential", ckpt_path="last")
     assert_equal(everything(*whole), everything(*parts))
-    with pytest.raises(fb.FederationError, match=r"states lie in .*clients: resume with keep=fb\.Kept\(folder="):
+    with pytest.raises(FederationError, match=r"states lie in .*clients: resume with keep=fb\.Kept\(folder="):
         fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=ROUNDS + 1, ckpt_path="last")
-    with pytest.raises(fb.FederationError, match="holds the clients of another run, of 3 rounds"):
+    with pytest.raises(FederationError, match="holds the clients of another run, of 3 rounds"):
         fit(tmp_path / "parts", "sites", "sequential")
 
 
@@ -108,7 +110,7 @@ def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "put", full)
-        with pytest.raises(fb.FederationError, match=r"cannot keep their states in .*clients: .*full"):
+        with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*full"):
             fit(tmp_path / "parts", "everything", "sequential")
     parts = fit(tmp_path / "parts", "everything", "sequential", ckpt_path="last")
     assert_equal(everything(*fit(tmp_path / "whole", "everything", "sequential")), everything(*parts))

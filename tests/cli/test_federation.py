@@ -11,6 +11,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.cli import main
 from lightning_fedbayes.cli.federation import FederationCLI
 from lightning_fedbayes.cli.results import curves_of
+from lightning_fedbayes.clients.adversaries import GaussianVector
+from lightning_fedbayes.data import DiabetesDataModule
+from lightning_fedbayes.fusion import Reliability
 from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
 
 pytestmark = lightnings_warnings
@@ -54,8 +57,8 @@ def test_the_file_makes_the_federation_that_python_would():
     federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
     by_hand = fb.FederatedBayes(
         fb.IIDPartition(10),
-        fusion=fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
-        adversaries=fb.GaussianVector(clients=0.3),
+        fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"),
+        adversaries=GaussianVector(clients=0.3),
         seed=5,
     )
     assert federation.described() == by_hand.described()
@@ -102,7 +105,7 @@ def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
     assert main(["predict", *config, "--ckpt_path", str(checkpoint)]) == 0
     (file,) = elsewhere.glob("outputs/fedbayes/*/predictions.pt")
     batches = torch.load(file, weights_only=True)
-    data = fb.DiabetesDataModule()
+    data = DiabetesDataModule()
     data.setup()
     assert sum(len(batch["mean"]) for batch in batches) == len(data.validation)
     for batch in batches:  # of a bootstrap, the clients' networks are the samples

@@ -12,14 +12,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.across import threshold
+from lightning_fedbayes.clients.across import CrossScores, threshold
+from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from tests.clients.test_evaluation import clients, point
 from tests.federations import FEATURES, blobs, network
 
 
-def named(values: torch.Tensor, figure: str = "nll") -> fb.CrossScores:
-    return fb.CrossScores(tuple(f"c{k}" for k in range(len(values))), {figure: values})
+def named(values: torch.Tensor, figure: str = "nll") -> CrossScores:
+    return CrossScores(tuple(f"c{k}" for k in range(len(values))), {figure: values})
 
 
 def chance(seed: int = 0) -> torch.Generator:
@@ -208,7 +209,7 @@ def test_ties_and_two_clients_give_nothing_to_measure_by():
 
 def test_tables_and_files(tmp_path):
     values = {"accuracy": torch.rand(3, 3, generator=chance()), "nll": torch.arange(9.0).view(3, 3)}
-    scores = fb.CrossScores(("a", "b<", "c"), values)
+    scores = CrossScores(("a", "b<", "c"), values)
     head, rows = scores.table()
     assert head == ["nll: model on data of", "a", "b<", "c"]
     assert rows == [["a", 0.0, 1.0, 2.0], ["b<", 3.0, 4.0, 5.0], ["c", 6.0, 7.0, 8.0]]
@@ -259,12 +260,12 @@ PAIR = named(torch.ones(2, 2))
         (lambda: fb.evaluate_across(network(), clients(5)), "name of the client → module"),
         (lambda: fb.evaluate_across({}, blobs()), "ClientDatasets"),
         (lambda: fb.evaluate_across(own_models(clients(5, 4)), clients(5, 4), figure="nl"), "did you mean 'nll'"),
-        (lambda: fb.CrossScores(("a",), {}), "values is empty"),
-        (lambda: fb.CrossScores(("a",), {"nll": torch.ones(2, 2)}), "a row for each client's model"),
+        (lambda: CrossScores(("a",), {}), "values is empty"),
+        (lambda: CrossScores(("a",), {"nll": torch.ones(2, 2)}), "a row for each client's model"),
         (lambda: PAIR.table("mll"), "did you mean 'nll'"),
         (lambda: PAIR.effects(), "from 3 on"),
         (lambda: PAIR.outlying(rate=0), "rate"),
-        (lambda: fb.CrossScores.of({"a": fb.ClientScores(("b",), (1,), {"nll": torch.ones(1)})}), "models of one task"),
+        (lambda: CrossScores.of({"a": ClientScores(("b",), (1,), {"nll": torch.ones(1)})}), "models of one task"),
     ],
 )
 def test_errors_say_what_to_do(call, says):

@@ -12,7 +12,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients import default
 from lightning_fedbayes.layers import LinearReparameterization
 from lightning_fedbayes.layers.priors import ScaleMixturePrior
-from lightning_fedbayes.methods import averaging
+from lightning_fedbayes.methods import Averaging, averaging
 from tests.federations import Plain, bayesian, federate
 
 
@@ -102,7 +102,7 @@ def test_another_fit_chooses_anew():
         ({"fusion": "conflation"}, 0),
         ({"fusion": "gaussian_fit"}, 0),
         ({"fusion": "sites"}, 0),
-        ({"fusion": fb.Averaging("rklb", "global")}, 0),
+        ({"fusion": Averaging("rklb", "global")}, 0),
         ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from tests.federations import FEATURES, Plain, bayesian, blobs, federate, network
@@ -80,7 +81,7 @@ def test_every_part_of_the_module_stays_in_its_mode():
 
 def test_the_worst_are_the_lowest_accuracies_and_the_highest_of_the_rest():
     values = torch.linspace(0, 1, 21)
-    scores = fb.ClientScores(tuple(map(str, range(21))), (1,) * 21, {"accuracy": values, "nll": values})
+    scores = ClientScores(tuple(map(str, range(21))), (1,) * 21, {"accuracy": values, "nll": values})
     assert scores.worst("accuracy") == pytest.approx(0.05)  # three of 21, as for accuracies elsewhere
     assert scores.worst("nll") == pytest.approx(0.95)
     assert scores.worst("nll", 1.0) == pytest.approx(0.5)
@@ -89,14 +90,14 @@ def test_the_worst_are_the_lowest_accuracies_and_the_highest_of_the_rest():
 
 def test_a_client_without_a_value_counts_nowhere():
     values = {"val/accuracy": torch.tensor([0.5, math.nan, 1.0]), "nll": torch.tensor([1.0, 2.0, 3.0])}
-    scores = fb.ClientScores(("a", "b", "c"), (10, 1000, 30), values)
+    scores = ClientScores(("a", "b", "c"), (10, 1000, 30), values)
     assert scores.mean("val/accuracy") == 0.875
     assert (scores.worst("val/accuracy"), scores.spread("val/accuracy")) == (0.5, 0.25)
     assert scores.mean("nll", "clients") == 2
 
 
 def test_tables_say_the_same(tmp_path):
-    scores = fb.ClientScores(("a", "b"), (3, 1), {"accuracy": torch.tensor([1.0, 0.5])})
+    scores = ClientScores(("a", "b"), (3, 1), {"accuracy": torch.tensor([1.0, 0.5])})
     assert "| a | 3 | 1 |" in scores.markdown()
     assert "| worst 10 % |  | 0.5 |" in scores.markdown()
     assert "<td>0.875</td>" in scores._repr_html_()
@@ -187,7 +188,7 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
         ),
         (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
         (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
-        (lambda: fb.ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
+        (lambda: ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
         (

@@ -10,6 +10,7 @@ from torch import nn
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import LinearReparameterization
+from lightning_fedbayes.methods import Averaging
 from tests.federations import Plain, federate, loader, network
 
 ENGINES = ("sequential", "vectorized")
@@ -80,7 +81,7 @@ def test_frozen_weights_do_not_move_by_a_bit_under_noise(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", [{}, {"fusion": fb.Averaging(prior="global")}, {"fusion": "sites"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fusion": Averaging(prior="global")}, {"fusion": "sites"}], ids=str)
 def test_a_frozen_bayesian_layer_keeps_its_posterior_and_its_prior(engine, options):
     module = fb.with_kl(Plain(bayesian()))
     layer = module.net[0] if hasattr(module, "net") else next(m for m in module.modules() if hasattr(m, "mu_weight"))

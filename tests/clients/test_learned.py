@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import FalseVariance, SignFlip
 from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
+from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.sources.ivon_state import first_state
 from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
 
@@ -46,7 +48,7 @@ def run(engine, rounds=3, module=None, options=None, **settings):
 @pytest.mark.parametrize("keep", [(), "optimizer"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3}, {"local_parameters": ["*2*"]}]
+    "settings", [{}, {"fusion": Averaging(prior="global")}, {"stack": 3}, {"local_parameters": ["*2*"]}]
 )
 def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, keep, settings):
     if fusion == "sites" and "fusion" in settings:
@@ -292,7 +294,7 @@ def test_a_second_optimizer_is_refused_as_lightning_does():
         run("sequential", module=Two())
 
 
-@pytest.mark.parametrize("attack", [fb.SignFlip(clients=[0]), fb.FalseVariance(clients=[0])])
+@pytest.mark.parametrize("attack", [SignFlip(clients=[0]), FalseVariance(clients=[0])])
 def test_attacks_and_clipping_see_the_learned_variance(attack):
     federation, _ = run("vectorized", adversaries=attack)
     assert all(bool(v.isfinite().all() and v.all()) for v in federation.posterior.variance.values())

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, federate, loader
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -52,5 +53,5 @@ def test_it_is_resumed_bit_by_bit(tmp_path):
 
 
 def test_what_is_no_source_is_refused():
-    with pytest.raises(fb.FederationError, match=r"give .*PosteriorSource"):
+    with pytest.raises(FederationError, match=r"give .*PosteriorSource"):
         fb.FederatedBayes(posterior="laplace")  # pyright: ignore[reportArgumentType]

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.methods import FedProx
 from tests.federations import Plain, bayesian, federate, loader, parameters
 
 from .test_sites import EXAMPLES, FEATURES, Squares, data, fit, unlike
@@ -24,7 +25,7 @@ def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
         x, y = part.tensors
         hessian = x.T @ x / len(x) + strength * torch.eye(FEATURES).double()
         expected += len(x) / EXAMPLES * torch.linalg.solve(hessian, x.T @ y / len(x) + strength)
-    fit(module, 1, clients, partition=None, fusion=fb.FedProx(strength, "weighted_average"), engine="sequential")
+    fit(module, 1, clients, partition=None, fusion=FedProx(strength, "weighted_average"), engine="sequential")
     torch.testing.assert_close(module.layer.weight[0].detach(), expected, rtol=1e-7, atol=1e-8)
 
 
@@ -50,7 +51,7 @@ def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
     ours, theirs, batches = Squares(), Own(), DataLoader(data(), batch_size=15)
     for module, strength in ((ours, 0.7), (theirs, 0.0)):
         partition = fb.SizesPartition((30, 30))
-        method = fb.FedProx(strength) if strength else "rklb"
+        method = FedProx(strength) if strength else "rklb"
         federation = fb.FederatedBayes(partition, fusion=method, local_epochs=3, engine="sequential")
         federate(module, federation, 2, batches, **options)
     torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-6, atol=1e-9)
@@ -60,7 +61,7 @@ def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
 def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
     moves = {}
     for strength in (0.0, 1e4):
-        method = fb.FedProx(strength) if strength else "rklb"
+        method = FedProx(strength) if strength else "rklb"
         module = kind(optimizer=partial(torch.optim.Adam, lr=0.05))
         before = parameters(module)
         name = next(iter(before))
@@ -82,4 +83,4 @@ def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
 @pytest.mark.parametrize("strength", [-0.1, 0.0, float("nan")])
 def test_a_term_that_cannot_be_is_refused_at_once(strength):
     with pytest.raises(FusionError, match=f"strength={strength}: give a finite number above 0"):
-        fb.FedProx(strength)
+        FedProx(strength)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
+from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.methods.method import split
 from tests.federations import Plain, federate
 
@@ -230,10 +231,10 @@ def test_a_client_without_data_is_refused_before_training():
 @pytest.mark.parametrize(
     ("method", "warned"),
     [
-        (fb.Averaging("conflation", "global"), 1),
-        (fb.Averaging("weighted_sum", "global"), 1),
+        (Averaging("conflation", "global"), 1),
+        (Averaging("weighted_sum", "global"), 1),
         ("conflation", 0),
-        (fb.Averaging("weighted_average", "global"), 0),
+        (Averaging("weighted_average", "global"), 0),
     ],
     ids=str,
 )

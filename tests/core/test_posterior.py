@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
-from lightning_fedbayes import GaussianPosterior, PosteriorError
+from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core import posterior as posterior_module
+from lightning_fedbayes.core.errors import PosteriorError
 from lightning_fedbayes.core.posterior import is_zero, zeros_like
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (2, 2), (0,), (1, 2, 3)]), min_size=1, max_size=3)

@@ -8,6 +8,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
+from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.arrivals import read_arrivals
 from lightning_fedbayes.server.schedule import Timeline
@@ -43,18 +44,18 @@ def lines(folder):
 
 def again(folder, late=None, **options):
     """The schedule that repeats what the folder's log says."""
-    return fb.Asynchronous(replay=folder / "server.jsonl", late=late or fb.FedBuff(), **options)
+    return fb.Asynchronous(replay=folder / "server.jsonl", late=late or FedBuff(), **options)
 
 
-class Held(fb.Averaging):
+class Held(Averaging):
     """Clients are held to the global values, the fewer they are the closer."""
 
     def problem(self, shared, client):
-        return LocalProblem(fb.Quadratic(shared.share))
+        return LocalProblem(Quadratic(shared.share))
 
 
 HELD = Held("linear_pool")
-LATE = fb.Asynchronous(buffer=1, late=fb.FedAsync(mixing=0.4))
+LATE = fb.Asynchronous(buffer=1, late=FedAsync(mixing=0.4))
 CASES = {
     "sites": (hybrid, {"fusion": "sites"}, BY_TWO),
     "sites one by one": (hybrid, {"fusion": "sites", "local_epochs": 2}, fb.Asynchronous(buffer=1)),

@@ -164,7 +164,7 @@ def test_a_file_that_is_no_state_of_a_client_is_named(tmp_path, wrong):
     assert anew.before == anew.messages == {}
     privacy = fb.UpdatePrivacy()
     assert anew.count(privacy) == privacy.figures(4)["privacy/epsilon"], "with the rounds before"
-    with pytest.raises(fb.FederationError, match=r"client-7\.pt is no state of a client"):
+    with pytest.raises(FederationError, match=r"client-7\.pt is no state of a client"):
         personal_posterior(hybrid(), tmp_path, 7, fb.read_posterior(hybrid()))
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_and_leaves_the_state_before(tmp_path, entries):
     state(tmp_path, 1, 0).write({7: {"local": {"w": torch.ones(2)}, "optimizers": []}})
     (tmp_path / "client-7.pt.new").symlink_to("/dev/full")
     kept = state(tmp_path, 2, 1)
-    with pytest.raises(fb.FederationError, match=r"client-7\.pt cannot be written: .*disk full.*is whole; make room"):
+    with pytest.raises(FederationError, match=r"client-7\.pt cannot be written: .*disk full.*is whole; make room"):
         kept.write({7: {"local": {"w": torch.zeros(entries)}}})
     assert torch.equal(state(tmp_path, 2, 1).before[7]["local"]["w"], torch.ones(2))
     assert [path.name for path in tmp_path.iterdir()] == ["client-7.pt"]

@@ -10,6 +10,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
+from lightning_fedbayes.methods import FedProx
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
@@ -33,7 +34,7 @@ def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
     ("make", "options"),
     [
         (frozen, {}),
-        (frozen, {"fusion": fb.FedProx(0.1)}),
+        (frozen, {"fusion": FedProx(0.1)}),
         (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
     ],
     ids=["averaged", "FedProx", "IVON by sites"],

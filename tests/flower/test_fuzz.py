@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import from_arrays, message_in, to_arrays
 from lightning_fedbayes.transport.checkpoint import ServerState
@@ -161,7 +162,7 @@ def test_the_good_reply_counts():
     ],
 )
 def test_figures_that_must_not_count_are_refused(metrics, config, says):
-    with pytest.raises(fb.FusionError, match=says):
+    with pytest.raises(FusionError, match=says):
         read(reply(good(), metrics, config))
 
 
@@ -173,7 +174,7 @@ def test_figures_that_must_not_count_are_refused(metrics, config, says):
     ],
 )
 def test_arrays_that_no_client_of_ours_sends_are_refused(array, says):
-    with pytest.raises(fb.FusionError, match=says):
+    with pytest.raises(FusionError, match=says):
         from_arrays(ArrayRecord({"mean/w": Array(array)}), "client 0")
 
 
@@ -183,7 +184,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path, kept):
     ServerState("name", 0, begun().state_dict()).save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole))])
-    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a server.*path of its own"):
+    with pytest.raises(FederationError, match=r"is no checkpoint of a server.*path of its own"):
         ServerState.load(path)
 
 
@@ -195,7 +196,7 @@ def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path):
     data[data.find(value.numpy().tobytes()) + 1] ^= 0x10
     path.write_bytes(data)
     torch.load(path, weights_only=True)  # silently
-    with pytest.raises(fb.FederationError, match=r"the checksum of .* is wrong"):
+    with pytest.raises(FederationError, match=r"the checksum of .* is wrong"):
         ServerState.load(path)
 
 
@@ -216,17 +217,17 @@ def test_a_checkpoint_of_other_content_is_named(tmp_path, name, value):
     path = tmp_path / "server.pt"
     state = vars(ServerState("name", 0, begun().state_dict()))
     torch.save({**state, name: {**state[name], **value} if name == "server" and value else value}, path)
-    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a server.*path of its own"):
+    with pytest.raises(FederationError, match=r"is no checkpoint of a server.*path of its own"):
         ServerState.load(path)
 
 
 def test_a_full_disk_is_named(tmp_path):
     (tmp_path / "server.pt.new").symlink_to("/dev/full")
-    with pytest.raises(fb.FederationError, match=r"server\.pt cannot be written: .*disk full"):
+    with pytest.raises(FederationError, match=r"server\.pt cannot be written: .*disk full"):
         ServerState("name", 0, begun().state_dict()).save(tmp_path / "server.pt")
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(fb.FederationError, match="is no checkpoint of a server"):
+    with pytest.raises(FederationError, match="is no checkpoint of a server"):
         ServerState.load(tmp_path / "nowhere.pt")

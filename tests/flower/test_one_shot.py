@@ -49,7 +49,7 @@ def test_a_linear_mixed_model_is_that_of_one_process():
     apps = [client_app(Plain(), Schools(), one_shot=method)] * SCHOOLS
     found = ask(apps, method, Plain)
     alone = method.fit(
-        {str(number): fb.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())}
+        {str(number): fb.modules.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())}
     )
     assert sorted(found.clients) == [str(number) for number in range(SCHOOLS)]
     for field in ("fixed", "fixed_covariance", "random_covariance", "noise_variance", "log_likelihood"):

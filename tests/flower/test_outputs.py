@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app
 from tests.federations import Plain, federate, network
 from tests.flower.clients import run
@@ -114,6 +115,6 @@ def test_a_client_refuses_before_training_what_its_callbacks_cannot_use(caplog):
         make(), BlobData(), share_errors=True, trainer={"accelerator": "cpu", "callbacks": [fb.FederatedTemperature()]}
     )
     strategy = FusionStrategy(wait_for=CLIENTS, evaluate=True, safeguards=fb.Safeguards(max_failed_rounds=1))
-    with caplog.at_level("INFO"), pytest.raises(fb.FederationError, match="in a row"):
+    with caplog.at_level("INFO"), pytest.raises(FederationError, match="in a row"):
         run(LocalGrid([app] * CLIENTS), strategy, rounds=2, make=make)
     assert "client 0 failed in training: FedBayesError: Untrained: outputs (8, 1) and targets (8,)" in caplog.text

@@ -9,6 +9,7 @@ from flwr.app import Error, Message
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, personal_posterior
+from lightning_fedbayes.methods import Averaging, FedProx
 from tests.federations import Plain, blobs, federate, loader, network, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
@@ -58,7 +59,11 @@ def assert_same(strategy, federation):
 
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
-    "dwc": (hybrid, {"fusion": fb.Averaging("dwc", "global")}, {"fusion": fb.Averaging("dwc", "global")}),
+    "dwc": (
+        hybrid,
+        {"fusion": Averaging("dwc", "global")},
+        {"fusion": Averaging("dwc", "global")},
+    ),
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
@@ -75,13 +80,13 @@ CASES = {
     "IVON with the global prior": (
         Learned,
         {"fusion": "linear_pool"},
-        {"fusion": fb.Averaging("linear_pool", "global")},
+        {"fusion": Averaging("linear_pool", "global")},
     ),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
-    "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": fb.FedProx(0.3)}),
+    "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": FedProx(0.3)}),
     "Laplace with sites": (
         Scheduled,
         {"fusion": "sites", "fraction": 0.5},

@@ -11,7 +11,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint, server_app
 from lightning_fedbayes.flower.roster import Roster
-from lightning_fedbayes.fusion import rule_name
+from lightning_fedbayes.fusion import available_fusions, rule_name
 from tests.federations import Plain, assert_equal, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import NODE, LocalGrid
@@ -316,7 +316,7 @@ def test_weightings_by_divergence_are_refused_for_deterministic_networks():
 
 
 def test_any_registered_rule_will_do(tmp_path):
-    for name in fb.available_fusions():
+    for name in available_fusions():
         strategy = FusionStrategy(name, wait_for=4)
         run(LocalGrid(client_apps(fusion=name, state_folder=tmp_path / name)), strategy, rounds=1)
         assert [rule_name(rule) for rule in strategy.server.rules.values()] == [name]

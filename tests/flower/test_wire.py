@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays
@@ -212,7 +212,7 @@ def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
 SENT = [
     ("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
     ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
-    ("statistics", fb.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
+    ("statistics", fb.modules.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
     (
         "curvature",
         KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9),
@@ -237,8 +237,8 @@ def test_what_a_client_sends_comes_back_field_by_field(kind, value, known):
             same = others[key] == each
             assert bool(same.all()) if isinstance(same, torch.Tensor) else same
     more = replace(came, tensors={**came.tensors, "names": torch.ones(1)})
-    with pytest.raises(fb.FusionError, match="'names' is no part of a"):
+    with pytest.raises(FusionError, match="'names' is no part of a"):
         more.read(type(value), **known)
     if kind != "curvature":  # whose parts are all dicts, which are checked when sites are fused
-        with pytest.raises(fb.FusionError, match="its message has no"):
+        with pytest.raises(FusionError, match="its message has no"):
             replace(came, tensors={}, figures={}).read(type(value), **known)

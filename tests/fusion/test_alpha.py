@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from lightning_fedbayes import FusionError, fuse
+from lightning_fedbayes import fuse
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import AlphaBarycenter
 
 from .strategies import assert_same, cohorts, posterior

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_fedbayes import FusionError, Reliability
-from lightning_fedbayes.fusion import AlphaBarycenter, AutoFusion, Krum, NormClipping
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.fusion import AlphaBarycenter, AutoFusion, Krum, NormClipping, Reliability
 from lightning_fedbayes.fusion.auto import CANDIDATES
 
 

@@ -6,9 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, GaussianPosterior, Reliability
+from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.exchange import Collective
-from lightning_fedbayes.fusion import Cohort, FusionRule, NearestNeighbourMixing, NormClipping, SumRule, get_rule
+from lightning_fedbayes.fusion import (
+    Cohort,
+    FusionRule,
+    NearestNeighbourMixing,
+    NormClipping,
+    Reliability,
+    SumRule,
+    get_rule,
+)
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 
 from .strategies import RULES, assert_same

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FusionError, GaussianPosterior
+from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort
 from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.gram import combine, squared_distances_to

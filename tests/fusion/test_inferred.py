@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, GaussianPosterior, Reliability, fuse
-from lightning_fedbayes.fusion import Cohort, get_rule
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.fusion import Cohort, Reliability, get_rule
 from lightning_fedbayes.fusion.inferred import average_rounds, positive_semidefinite, progress
 
 from .untrusted import distances_of, independent, normal, origin, point_masses

@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
 from lightning_fedbayes.fusion.inverse_covariance import (

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FusionError, GaussianPosterior, PosteriorError, fuse
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError, PosteriorError
 from lightning_fedbayes.fusion import DistributedWeightConsolidation, FusionAccumulator, get_rule
 
 from .strategies import RULES, posterior

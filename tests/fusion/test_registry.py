@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, available_fusions, fuse, register_fusion
+from lightning_fedbayes import fuse, register_fusion
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import (
     FusionRule,
     LinearPool,
     SumRule,
     WeightedAverage,
+    available_fusions,
     get_rule,
     rule_name,
     unregister_fusion,

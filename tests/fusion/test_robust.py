@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import trim_mean
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import (
     Cohort,
     GeometricMedian,

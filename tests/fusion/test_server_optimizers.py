@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import FedAdagrad, FedAdam, FedAvgM, FedYogi, FusionAccumulator, get_rule
 
 CHANGES = torch.tensor([[1.0, -0.5, 1e-5], [0.5, 0.25, 0.0], [-1.0, 0.25, 1e-5]], dtype=torch.float64)

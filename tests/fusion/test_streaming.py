@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse, register_fusion
+from lightning_fedbayes import GaussianPosterior, fuse, register_fusion
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import FusionAccumulator, SumRule, get_rule, unregister_fusion
 
 from .strategies import ATOMS, RULES, STEPS, assert_same, cohorts, posterior

@@ -12,11 +12,41 @@ from torch.utils.data import TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes import fusion, layers, methods, metrics, modules
 from lightning_fedbayes.callbacks import calibration
-from lightning_fedbayes.clients import adversaries
-from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
+from lightning_fedbayes.clients import adversaries, privacy
+from lightning_fedbayes.clients.across import CrossScores
+from lightning_fedbayes.clients.adversaries import (
+    ALittleIsEnough,
+    FalseVariance,
+    GaussianVector,
+    InnerProductManipulation,
+    ScaledUpdate,
+    SignFlip,
+)
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.messages import ClientFailure
+from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, clients_of, labels_of
 from lightning_fedbayes.data.partition.base import Split, counts_table
+from lightning_fedbayes.fusion import AutoFusion, available_fusions
+from lightning_fedbayes.methods import (
+    Averaging,
+    Ditto,
+    FedAsync,
+    FedBuff,
+    FedNova,
+    FedProx,
+    LocalProblem,
+    Participant,
+    Quadratic,
+    Report,
+    Scaffold,
+    Shared,
+    Trained,
+)
 from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.server import aggregation, plan, weighting
+from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
+from lightning_fedbayes.server import KnownOverlap, aggregation, plan, weighting
+from lightning_fedbayes.trainer import ClientParallelStrategy
 
 LABELS = torch.arange(60) % 3
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
@@ -125,7 +155,7 @@ def linear_regression(inputs, targets, prior_std, noise, at, samples):
 
 
 def hierarchical(random, bias, inputs, targets, at, client):
-    clients = dict.fromkeys("ab", fb.LinearStatistics.of(inputs, targets, bias))
+    clients = dict.fromkeys("ab", fb.modules.LinearStatistics.of(inputs, targets, bias))
     fb.HierarchicalLinearRegression(random, bias).fit(clients).predict(at, client)
 
 
@@ -135,7 +165,7 @@ def head(inputs, targets, **options):
 
 def registered(name, aliases):
     decorate = fb.register_fusion(name, aliases)
-    if name == "a_rule_of_a_test" and name in fb.available_fusions():
+    if name == "a_rule_of_a_test" and name in available_fusions():
         fusion.unregister_fusion(name)
     decorate(lambda posteriors, weights, previous: posteriors[0])
     fusion.unregister_fusion(name)
@@ -143,7 +173,7 @@ def registered(name, aliases):
 
 def named(name):
     decorate = fb.register_method(name)
-    decorate(type("Own", (fb.FedNova,), {}))
+    decorate(type("Own", (FedNova,), {}))
     methods.unregister_method(name)
 
 
@@ -153,7 +183,7 @@ def unregistered(name):
     try:
         fusion.unregister_fusion(name)
     finally:
-        if "a_rule_of_a_test" in fb.available_fusions():
+        if "a_rule_of_a_test" in available_fusions():
             fusion.unregister_fusion("a_rule_of_a_test")
 
 
@@ -267,18 +297,18 @@ CLIENT = {"number": 0, "num_examples": 5, "kept": {}, "problem": 0, "steps": 3, 
 
 def looped(number, num_examples, kept, problem, steps, rate, **shared):
     """Take a client's round of FedProx in a loop of one's own."""
-    method, client = fb.FedProx(0.1), fb.Participant(number, num_examples, kept, problem, steps, rate)
-    shared = fb.Shared(**shared)
+    method, client = FedProx(0.1), Participant(number, num_examples, kept, problem, steps, rate)
+    shared = Shared(**shared)
     method.problem(shared, client)
-    method.report(shared, client, fb.Trained(shared.posterior)).update(number, num_examples)
+    method.report(shared, client, Trained(shared.posterior)).update(number, num_examples)
 
 
 def sited(gradients, precisions, **arguments):
     """Take a round of sites in a loop of one's own."""
-    method, client = fb.Sites(**arguments), fb.Participant(0, 5)
-    server, shared = begun(fusion=method), fb.Shared(posterior(), method.init(posterior()))
+    method, client = fb.Sites(**arguments), Participant(0, 5)
+    server, shared = begun(fusion=method), Shared(posterior(), method.init(posterior()))
     method.problem(shared, client)
-    report = method.report(shared, client, fb.Trained(posterior(1.0), gradients, precisions))
+    report = method.report(shared, client, Trained(posterior(1.0), gradients, precisions))
     server.admit(report.update(0, 5, {"running": torch.ones(2)}))
     server.finish()
 
@@ -341,19 +371,19 @@ PREDICTIVE = fb.PosteriorPredictive(
     WIDE, fb.GaussianPosterior.point_mass({name: value.detach() for name, value in WIDE.named_parameters()})
 )
 OWN = ClientDatasets({"north": table(6), "south": table(5)})
-ACROSS = fb.CrossScores(("a", "b", "c"), {"nll": torch.rand(3, 3)})
-SCORES = fb.ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
+ACROSS = CrossScores(("a", "b", "c"), {"nll": torch.rand(3, 3)})
+SCORES = ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
 
 DOORS = {
     # settings and the callback
-    "FederationSettings": (fb.FederationSettings, SETTINGS),
+    "FederationSettings": (FederationSettings, SETTINGS),
     "FederatedBayes": (fb.FederatedBayes, SETTINGS),
     "Safeguards": (fb.Safeguards, {"min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
     "Asynchronous": (
         fb.Asynchronous,
-        {"concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": fb.FedBuff(), "max_staleness": 5},
+        {"concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": FedBuff(), "max_staleness": 5},
     ),
-    "KnownOverlap": (fb.KnownOverlap, {"shared": [[9, 4], [4, 6]]}),
+    "KnownOverlap": (KnownOverlap, {"shared": [[9, 4], [4, 6]]}),
     "Delays": (
         fb.Delays,
         {
@@ -366,17 +396,17 @@ DOORS = {
             "trace": {1: [1.0, 2.0]},
         },
     ),
-    "FedBuff": (fb.FedBuff, {"exponent": 0.5}),
-    "FedAsync": (fb.FedAsync, {"exponent": 0.5, "mixing": 0.6}),
+    "FedBuff": (FedBuff, {"exponent": 0.5}),
+    "FedAsync": (FedAsync, {"exponent": 0.5, "mixing": 0.6}),
     "Kept": (fb.Kept, {"what": ("optimizer",), "folder": "clients"}),
     "UpdatePrivacy": (fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
     "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
-    "AutoFusion": (fb.AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
-    "Averaging": (fb.Averaging, {"rule": "linear_pool", "prior": "global"}),
-    "Ditto": (fb.Ditto, {"strength": 0.1, "rule": "linear_pool"}),
-    "FedNova": (fb.FedNova, {"rule": "linear_pool"}),
-    "FedProx": (fb.FedProx, {"strength": 0.1, "rule": "linear_pool"}),
-    "Scaffold": (fb.Scaffold, {"rule": "linear_pool"}),
+    "AutoFusion": (AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
+    "Averaging": (Averaging, {"rule": "linear_pool", "prior": "global"}),
+    "Ditto": (Ditto, {"strength": 0.1, "rule": "linear_pool"}),
+    "FedNova": (FedNova, {"rule": "linear_pool"}),
+    "FedProx": (FedProx, {"strength": 0.1, "rule": "linear_pool"}),
+    "Scaffold": (Scaffold, {"rule": "linear_pool"}),
     "Sites": (
         sited,
         {
@@ -388,12 +418,12 @@ DOORS = {
     ),
     "register_method": (named, {"name": "a_method_of_a_test"}),
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
-    "available_fusions": (fb.available_fusions, {"aliases": True}),
+    "available_fusions": (available_fusions, {"aliases": True}),
     "get_rule": (fusion.get_rule, {"rule": "linear_pool"}),
     "remove_client": (removed, {"federation": None, "client": 0}),
     "rule_name": (fusion.rule_name, {"rule": "rklb"}),
     "unregister_fusion": (unregistered, {"name": "a_rule_of_a_test"}),
-    "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
+    "epsilon_of": (privacy.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
     "noise_multiplier_for": (
         fb.noise_multiplier_for,
         {"epsilon": 8.0, "delta": 1e-5, "rounds": 2},
@@ -427,7 +457,7 @@ DOORS = {
         fb.DigitsDataModule,
         {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False},
     ),
-    "DiabetesDataModule": (fb.DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
+    "DiabetesDataModule": (DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
     # posteriors and rules
     "GaussianPosterior": (fb.GaussianPosterior, {"mean": posterior().mean, "variance": posterior().variance}),
     "GaussianPosterior.point_mass": (fb.GaussianPosterior.point_mass, {"mean": posterior().mean}),
@@ -460,9 +490,9 @@ DOORS = {
     ),
     "Shared": (partial(looped, **CLIENT), SHARED),
     "Participant": (partial(looped, **SHARED), CLIENT),
-    "Trained": (fb.Trained, {"posterior": posterior(), "gradients": {}, "precisions": {}}),
+    "Trained": (Trained, {"posterior": posterior(), "gradients": {}, "precisions": {}}),
     "Quadratic": (
-        lambda strength, slope, names, values, start: fb.Quadratic(strength, slope, names)(values, start),
+        lambda strength, slope, names, values, start: Quadratic(strength, slope, names)(values, start),
         {
             "strength": 1.0,
             "slope": {"w": torch.ones(1, 2)},
@@ -472,12 +502,12 @@ DOORS = {
         },
     ),
     "LocalProblem": (
-        fb.LocalProblem,
-        {"quadratic": fb.Quadratic(), "prior": None, "start": posterior().mean, "measures": False},
+        LocalProblem,
+        {"quadratic": Quadratic(), "prior": None, "start": posterior().mean, "measures": False},
     ),
     "Report": (
         lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
-            fb.Report(posterior, kept, sent).update(client, num_examples, buffers)
+            Report(posterior, kept, sent).update(client, num_examples, buffers)
         ),
         {
             "posterior": posterior(),
@@ -490,7 +520,7 @@ DOORS = {
     ),
     "Method": (fb.Method, {"rule": "linear_pool"}),
     "UncertaintyReport": (fb.UncertaintyReport, {"samples": 2}),
-    "ClientParallelStrategy": (fb.ClientParallelStrategy, {"start_method": "spawn"}),
+    "ClientParallelStrategy": (ClientParallelStrategy, {"start_method": "spawn"}),
     "ClientUpdate": (
         admit,
         {
@@ -503,7 +533,7 @@ DOORS = {
         },
     ),
     "ClientFailure": (
-        lambda **arguments: begun().admit(fb.ClientFailure(**arguments)),
+        lambda **arguments: begun().admit(ClientFailure(**arguments)),
         {"client": 0, "error": RuntimeError("x"), "num_examples": 3, "seconds": 0.1},
     ),
     "RoundPlan": (
@@ -527,14 +557,14 @@ DOORS = {
     "effective_clients": (weighting.effective_clients, {"weights": [0.5, 0.5]}),
     "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
     # attacks
-    "SignFlip": (fb.SignFlip, {**CLIENTS, "scale": 1.0}),
-    "FalseVariance": (fb.FalseVariance, {**CLIENTS, "factor": 2.0}),
-    "ScaledUpdate": (fb.ScaledUpdate, {**CLIENTS, "factor": 2.0}),
-    "GaussianVector": (fb.GaussianVector, {**CLIENTS, "std": 1.0}),
-    "ALittleIsEnough": (fb.ALittleIsEnough, {**CLIENTS, "z": 1.0}),
-    "InnerProductManipulation": (fb.InnerProductManipulation, {**CLIENTS, "epsilon": 0.1}),
-    **{name: (getattr(fb, name), CLIENTS) for name in ("LabelFlip", "NotANumber", "RandomUpdate")},
-    "assign": (adversaries.assign, {"attacks": [fb.SignFlip(0.5)], "names": ["a", "b"], "seed": 0}),
+    "SignFlip": (SignFlip, {**CLIENTS, "scale": 1.0}),
+    "FalseVariance": (FalseVariance, {**CLIENTS, "factor": 2.0}),
+    "ScaledUpdate": (ScaledUpdate, {**CLIENTS, "factor": 2.0}),
+    "GaussianVector": (GaussianVector, {**CLIENTS, "std": 1.0}),
+    "ALittleIsEnough": (ALittleIsEnough, {**CLIENTS, "z": 1.0}),
+    "InnerProductManipulation": (InnerProductManipulation, {**CLIENTS, "epsilon": 0.1}),
+    **{name: (getattr(adversaries, name), CLIENTS) for name in ("LabelFlip", "NotANumber", "RandomUpdate")},
+    "assign": (adversaries.assign, {"attacks": [SignFlip(0.5)], "names": ["a", "b"], "seed": 0}),
     "flip_labels": (adversaries.flip_labels, {"labels": LABELS, "classes": (0, 1, 2)}),
     "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
     # calibration
@@ -596,7 +626,7 @@ DOORS = {
             "collate_fn": None,
         },
     ),
-    "CrossScores": (fb.CrossScores, {"names": ("a", "b"), "values": {"nll": torch.ones(2, 2)}}),
+    "CrossScores": (CrossScores, {"names": ("a", "b"), "values": {"nll": torch.ones(2, 2)}}),
     "CrossScores.others": (ACROSS.others, {"figure": "nll"}),
     "CrossScores.effects": (ACROSS.effects, {"figure": "nll"}),
     "CrossScores.outlying": (ACROSS.outlying, {"figure": "nll", "rate": 0.05}),
@@ -613,7 +643,7 @@ DOORS = {
             "seed": 0,
         },
     ),
-    "ClientScores": (fb.ClientScores, {"names": ("a", "b"), "num_examples": (3, 4), "values": {"nll": torch.ones(2)}}),
+    "ClientScores": (ClientScores, {"names": ("a", "b"), "num_examples": (3, 4), "values": {"nll": torch.ones(2)}}),
     "ClientScores.mean": (SCORES.mean, {"figure": "nll", "weighting": "clients"}),
     "ClientScores.worst": (SCORES.worst, {"figure": "nll", "fraction": 0.5}),
     "ClientScores.spread": (SCORES.spread, {"figure": "nll"}),
@@ -832,7 +862,7 @@ DOORS = {
     ),
     "HierarchicalLinearRegression.fit": (
         fb.HierarchicalLinearRegression().fit,
-        {"clients": {name: fb.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}},
+        {"clients": {name: fb.modules.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}},
     ),
     "BayesianHead": (
         head,
@@ -852,7 +882,7 @@ DOORS = {
     "BayesianHead.personal": (DONE_HEAD.personal, {"fit": DONE_FIT, "features": X, "targets": HALVES, "weight": 0.5}),
     "HeadFit.moments": (FIT.moments, {"features": X}),
     "HeadSlopes": (
-        fb.HeadSlopes,
+        HeadSlopes,
         {
             "loss": torch.ones(()).double(),
             "slope": torch.ones(2, 3).double(),
@@ -863,7 +893,7 @@ DOORS = {
     ),
     "HeadModule": (fb.HeadModule, {"backbone": nn.Identity(), "head": fb.BayesianHead(2), "features": 2, "samples": 3}),
     "LinearStatistics": (
-        fb.LinearStatistics,
+        LinearStatistics,
         {
             "gram": torch.eye(2).double(),
             "moment": torch.ones(2).double(),
@@ -871,7 +901,7 @@ DOORS = {
             "num_examples": 2,
         },
     ),
-    "LinearStatistics.of": (fb.LinearStatistics.of, {"inputs": X, "targets": Y, "bias": True}),
+    "LinearStatistics.of": (fb.modules.LinearStatistics.of, {"inputs": X, "targets": Y, "bias": True}),
     "mlp": (modules.mlp, {"features": 2, "outputs": 2, "hidden": (3,)}),
     "lenet": (modules.lenet, {"channels": 1, "classes": 2, "size": 16}),
     "resnet20": (modules.resnet20, {"channels": 1, "classes": 2}),
@@ -1037,9 +1067,9 @@ VALUES = SimpleNamespace(
         nn.ReLU(),
         table(4),
         fb.IIDPartition(2),
-        fb.SignFlip([0]),
+        SignFlip([0]),
         fusion.LinearPool(),
-        fb.AutoFusion(),
+        AutoFusion(),
         fb.RoundPlan(0, (0,)),
         layers.NormalPrior(),
     ],

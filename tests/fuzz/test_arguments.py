@@ -10,6 +10,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import data, fusion, layers, metrics, modules
 from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.clients import adversaries
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.metrics import functional
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import DOORS, FUNCTIONS, POOL
@@ -146,7 +147,7 @@ def test_the_good_call_of_every_door_works(door):
     """Otherwise the fuzz would test one error message only."""
     function, arguments = DOORS[door]
     if "nowhere" in arguments.values() and not arguments.get("download"):
-        with pytest.raises(fb.FederationError, match="nowhere"):
+        with pytest.raises(FederationError, match="nowhere"):
             function(**arguments)
     else:
         function(**arguments)

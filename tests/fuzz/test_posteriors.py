@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 import lightning_fedbayes as fb
 from lightning_fedbayes import fusion, layers, modules
 from lightning_fedbayes.clients import adversaries
+from lightning_fedbayes.clients.adversaries import SignFlip
 from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.fusion import available_fusions
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import POOL, admit, aggregate, bayesian, begun, posterior
 
@@ -84,7 +86,7 @@ def attacked(q):
         posterior().flatten()[0], torch.Generator(), adversaries.HonestMoments(torch.zeros(3)), 3, 1
     )
     if isinstance(q, fb.GaussianPosterior):
-        fb.SignFlip([0]).send(fb.GaussianPosterior(q.mean, q.variance), knowledge)
+        SignFlip([0]).send(fb.GaussianPosterior(q.mean, q.variance), knowledge)
 
 
 def restored(q):
@@ -95,7 +97,7 @@ def restored(q):
 PLACES = {
     **{
         f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)], previous=posterior()))
-        for rule in fb.available_fusions()
+        for rule in available_fusions()
         if rule != "icov_vb"
     },
     "previous": lambda q: fb.fuse("dwc", [posterior(), posterior()], previous=q),

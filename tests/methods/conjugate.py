@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.methods import Participant, Report, Shared, Trained
 
 GAUSSIAN, POINT = "w", "b"
 
@@ -72,10 +73,10 @@ class Conjugate:
         shift = strength * prior[0] + (self.curvatures * self.optima)[rows].sum(0)
         return self.posterior(shift / precision, 1 / precision[: self.size])
 
-    def train(self, method: fb.Method, shared: fb.Shared, client: int) -> fb.Report:
+    def train(self, method: fb.Method, shared: Shared, client: int) -> Report:
         """Return a client's report."""
         count, curvature, optimum = self.examples[client], self.curvatures[client], self.optima[client]
-        participant = fb.Participant(client, count, self.kept.get(client, {}), gaussian=frozenset({GAUSSIAN}))
+        participant = Participant(client, count, self.kept.get(client, {}), gaussian=frozenset({GAUSSIAN}))
         problem, start = method.problem(shared, participant), torch.cat([*shared.posterior.mean.values()])
         strength, slope = torch.zeros_like(start), torch.zeros_like(start)
         assert problem.measures
@@ -86,7 +87,7 @@ class Conjugate:
             slope[self.size :] = count * problem.quadratic.slope[POINT]
         mean = start + self.effort * (curvature * (optimum - start) + slope) / (curvature + strength)
         gradients = self.posterior(curvature * ((start + mean) / 2 - optimum)).mean
-        trained = fb.Trained(
+        trained = Trained(
             self.posterior(mean, shared.posterior.variance[GAUSSIAN]), gradients, {GAUSSIAN: curvature[: self.size]}
         )
         return method.report(shared, participant, trained)

@@ -10,11 +10,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.methods import Ditto, FedNova, Participant, Quadratic, Scaffold, Trained
 from lightning_fedbayes.server.plan import STRIDE, Batching, choose_cohort, client_batches
 from tests.federations import Plain, blobs, federate, loader
 
 SIZES, EPOCHS, RATE, ROUNDS, SEED, CLIENTS = (50, 26, 14), 2, 0.1, 3, 5, 3
-METHODS = {"scaffold": fb.Scaffold(), "fednova": fb.FedNova(), "ditto": fb.Ditto(0.5)}
+METHODS = {"scaffold": Scaffold(), "fednova": FedNova(), "ditto": Ditto(0.5)}
 FRACTIONS = [1.0, 0.67]
 
 
@@ -148,14 +150,14 @@ def test_each_resumes_bit_by_bit(name, engine, tmp_path):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
 def test_scaffold_needs_plain_sgd(optimizer):
-    with pytest.raises(fb.FederationError, match="plain SGD alone"):
+    with pytest.raises(FederationError, match="plain SGD alone"):
         federate(Plain(optimizer=optimizer), fb.FederatedBayes(fb.IIDPartition(3), fusion="scaffold"), 1)
 
 
 def test_the_term_of_a_loop_of_ones_own():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     values, start = {"w": x, "b": torch.ones(1)}, {"w": torch.zeros(2), "b": torch.zeros(1)}
-    term = fb.Quadratic(0.5, {"w": torch.tensor([1.0, -1.0])}, frozenset({"w"}))
+    term = Quadratic(0.5, {"w": torch.tensor([1.0, -1.0])}, frozenset({"w"}))
     assert term(values, start).item() == pytest.approx(0.25 * 5 - (1 - 2))
     term(values, start).backward()
     assert torch.equal(x.grad, 0.5 * x.detach() - torch.tensor([1.0, -1.0]))
@@ -163,14 +165,14 @@ def test_the_term_of_a_loop_of_ones_own():
 
 def test_what_is_sent_beside_a_posterior_has_no_noise():
     for name in ("scaffold", "fednova"):
-        with pytest.raises(fb.FederationError, match="nothing beside it"):
+        with pytest.raises(FederationError, match="nothing beside it"):
             fb.FederatedBayes(fb.IIDPartition(3), fusion=name, privacy=fb.UpdatePrivacy())
 
 
 def test_a_method_has_a_name_of_its_own_and_an_unknown_one_its_nearest():
-    with pytest.raises(fb.FusionError, match="did you mean 'scaffold'"):
+    with pytest.raises(FusionError, match="did you mean 'scaffold'"):
         fb.FederatedBayes(fusion="scafold")
-    with pytest.raises(fb.FusionError, match="method of the federation"):
+    with pytest.raises(FusionError, match="method of the federation"):
         fb.fuse("scaffold", [fb.GaussianPosterior.point_mass({"w": torch.zeros(1)})])
 
 
@@ -179,8 +181,8 @@ def test_a_plain_loop_has_the_same_server():
     server = fb.Server(fb.GaussianPosterior.point_mass({"w": torch.zeros(2)}), fusion="fednova")
     shared = server.begin(fb.RoundPlan(0, (0, 1)))
     for client, (steps, to) in enumerate(((1, 1.0), (3, 6.0))):
-        who = fb.Participant(client, 10, steps=steps)
-        trained = fb.Trained(fb.GaussianPosterior.point_mass({"w": torch.full((2,), to)}))
+        who = Participant(client, 10, steps=steps)
+        trained = Trained(fb.GaussianPosterior.point_mass({"w": torch.full((2,), to)}))
         report = server.method.report(shared, who, trained)
         assert server.admit(report.update(client, 10)).error is None
     posterior = server.finish().posterior

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import FedAsync, FedBuff, Shared, get_method
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.schedule import Timeline
 
@@ -24,44 +25,44 @@ SENT = gaussian([3.0, 1.0], [1.0, 0.0])
 
 
 def test_fedbuff_adds_the_change_by_its_staleness():
-    found = fb.FedBuff(exponent=1.0).taken(SENT, START, NOW, staleness=3)
+    found = FedBuff(exponent=1.0).taken(SENT, START, NOW, staleness=3)
     assert found.mean["w"].tolist() == [10 + 2 / 4, 20 - 1 / 4]
     assert found.variance["w"].tolist() == [9 * (1 / 4) ** 0.25, 0.0]
-    assert fb.FedBuff().taken(SENT, START, START, 0) is SENT
-    assert fb.FedBuff().weight(3) == 0.5
+    assert FedBuff().taken(SENT, START, START, 0) is SENT
+    assert FedBuff().weight(3) == 0.5
 
 
 def test_fedasync_moves_towards_the_message():
     share = 0.6 / 2
-    found = fb.FedAsync().taken(SENT, START, NOW, staleness=3)
+    found = FedAsync().taken(SENT, START, NOW, staleness=3)
     assert found.mean["w"].tolist() == pytest.approx([(1 - share) * 10 + share * 3, (1 - share) * 20 + share])
     assert found.variance["w"].tolist() == pytest.approx([(1 - share) * 9 + share, 0.0])
-    fresh = fb.FedAsync().taken(SENT, NOW, NOW, 0)
+    fresh = FedAsync().taken(SENT, NOW, NOW, 0)
     assert fresh.mean["w"].tolist() == pytest.approx([0.4 * 10 + 0.6 * 3, 0.4 * 20 + 0.6])
 
 
 def test_a_variance_that_had_none_at_the_start_is_the_clients():
-    found = fb.FedBuff().taken(gaussian([1.0], [0.5]), gaussian([0.0], [0.0]), gaussian([2.0], [0.0]), 1)
+    found = FedBuff().taken(gaussian([1.0], [0.5]), gaussian([0.0], [0.0]), gaussian([2.0], [0.0]), 1)
     assert found.variance["w"].tolist() == [0.5]
 
 
 def test_buffers_are_between_the_present_and_the_clients():
     sent, now = {"m": torch.tensor([4.0]), "n": torch.tensor(7)}, {"m": torch.tensor([0.0]), "n": torch.tensor(2)}
-    found = fb.FedBuff().buffers(sent, now, 3)
+    found = FedBuff().buffers(sent, now, 3)
     assert (found["m"].item(), found["n"].item()) == (2.0, 7)
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova", "ditto", "population"])
 def test_methods_of_one_round_are_refused(name):
-    with pytest.raises(fb.FederationError, match="schedule= with"):
-        fb.Server(START, fusion=name, late=fb.FedBuff())
+    with pytest.raises(FederationError, match="schedule= with"):
+        fb.Server(START, fusion=name, late=FedBuff())
 
 
 def test_sums_of_a_round_are_refused_and_others_exact():
     sums, slopes = (fb.GaussianPosterior.point_mass({name: torch.zeros(2, 2)}) for name in ("sums.gram", "slopes.loss"))
-    with pytest.raises(fb.FederationError, match=r"slopes\.loss are sums over one round's clients"):
-        fb.Server(slopes, fusion="sums", late=fb.FedBuff())
-    server = fb.Server(sums, fusion="sums", late=fb.FedBuff())
+    with pytest.raises(FederationError, match=r"slopes\.loss are sums over one round's clients"):
+        fb.Server(slopes, fusion="sums", late=FedBuff())
+    server = fb.Server(sums, fusion="sums", late=FedBuff())
     for round, (client, started) in enumerate([(0, 0), (1, 0), (2, 1)]):
         server.begin(fb.RoundPlan(round, (client,), clients=3))
         before = server.versions.begun[started].posterior.mean["sums.gram"]
@@ -72,7 +73,7 @@ def test_sums_of_a_round_are_refused_and_others_exact():
 
 
 def test_a_server_refuses_messages_about_rounds_that_nobody_waits_for():
-    server = fb.Server(START, fusion="fedavg", late=fb.FedBuff())
+    server = fb.Server(START, fusion="fedavg", late=FedBuff())
     for round in range(2):
         server.begin(fb.RoundPlan(round, (0,), clients=2))
         server.admit(fb.ClientUpdate(0, 1, SENT), round)
@@ -147,9 +148,9 @@ def test_a_site_is_counted_alike_without_a_bound():
 
 def test_a_late_client_moves_the_present_means_as_far_as_its_own():
     before, after = gaussian([0.5, -1.0], [0.5, 0.0]), gaussian([2.0, 3.0], [0.125, 0.0])
-    shared = [fb.Shared(each, is_new=False) for each in (before, after)]
+    shared = [Shared(each, is_new=False) for each in (before, after)]
     sent = fb.GaussianPosterior.point_mass({"w": torch.tensor([1.0, 4.0]).double()})
-    found = get_method("sites").late(sent, *shared, 4, fb.FedBuff())
+    found = get_method("sites").late(sent, *shared, 4, FedBuff())
     assert found.mean["w"].tolist() == [2.5, 8.0]
     assert found.is_point_mass
-    assert get_method("sites").late(sent, *shared, 0, fb.FedBuff()) is sent
+    assert get_method("sites").late(sent, *shared, 0, FedBuff()) is sent

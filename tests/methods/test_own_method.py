@@ -10,7 +10,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.methods import unregister_method
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.methods import (
+    Averaging,
+    Ditto,
+    FedNova,
+    FedProx,
+    Population,
+    Report,
+    Scaffold,
+    unregister_method,
+)
 from tests.federations import FEATURES, Plain, bayesian, federate, loader
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -107,17 +118,17 @@ def wrong(**hooks):
 def overwrites(self, shared, client, trained):
     for each in trained.posterior.mean.values():
         each.zero_()
-    return fb.Report(trained.posterior)
+    return Report(trained.posterior)
 
 
 @pytest.mark.parametrize(
     ("hooks", "says"),
     [
-        ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an fb.LocalProblem"),
-        ({"report": lambda self, shared, client, trained: trained.posterior}, "return an fb.Report"),
-        ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {"a": 1})}, "kept"),
+        ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an LocalProblem"),
+        ({"report": lambda self, shared, client, trained: trained.posterior}, "return an Report"),
+        ({"report": lambda self, shared, client, trained: Report(trained.posterior, {"a": 1})}, "kept"),
         (
-            {"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {}, {"a": torch.ones(1)})},
+            {"report": lambda self, shared, client, trained: Report(trained.posterior, {}, {"a": torch.ones(1)})},
             "sends a beside its posterior; say sends = True",
         ),
         (
@@ -131,7 +142,7 @@ def overwrites(self, shared, client, trained):
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_hooks_that_return_the_wrong_thing_are_told_so(hooks, says, engine):
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=wrong(**hooks), engine=engine)
-    with pytest.raises(fb.FederationError, match=says):
+    with pytest.raises(FederationError, match=says):
         federate(Plain(), made, 1, loader())
 
 
@@ -140,31 +151,31 @@ def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argumen
         def __init__(self):
             pass
 
-    with pytest.raises(fb.FusionError, match=r"call super\(\).__init__"):
+    with pytest.raises(FusionError, match=r"call super\(\).__init__"):
         fb.FederatedBayes(fusion=Bare())
-    with pytest.raises(fb.FusionError, match=r"give an object, FedProx\(\)"):
-        fb.FederatedBayes(fusion=fb.FedProx)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(fb.FusionError, match="registered as 'fednova' already"):
-        fb.register_method("another")(fb.FedNova)
-    with pytest.raises(fb.FusionError, match="give rule a default"):
+    with pytest.raises(FusionError, match=r"give an object, FedProx\(\)"):
+        fb.FederatedBayes(fusion=FedProx)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FusionError, match="registered as 'fednova' already"):
+        fb.register_method("another")(FedNova)
+    with pytest.raises(FusionError, match="give rule a default"):
         fb.register_method("bare")(fb.Method)
-    assert fb.FederationSettings(fusion=fb.FedProx(0.3)).described()["fusion"] == (
+    assert FederationSettings(fusion=FedProx(0.3)).described()["fusion"] == (
         "fedprox(reverse_kl_barycenter, strength=0.3)"
     )
 
 
-@pytest.mark.parametrize("method", [fb.Averaging, fb.FedProx, fb.Ditto, fb.Scaffold])
+@pytest.mark.parametrize("method", [Averaging, FedProx, Ditto, Scaffold])
 def test_sites_are_no_rule_of_another_method(method):
     """Clients of an average keep no sites: the server would add the same data again in every round."""
     for rule in ("sites", fb.Sites()):
-        with pytest.raises(fb.FusionError):
+        with pytest.raises(FusionError):
             method(rule=rule)
-    assert isinstance(fb.FederationSettings(fusion="sites").method, fb.Sites)
+    assert isinstance(FederationSettings(fusion="sites").method, fb.Sites)
 
 
 def test_both_ends_of_a_method_with_a_half_at_the_server_must_have_it(written):
-    assert (written(0.2).agreement(), fb.FedNova().agreement()) == (
+    assert (written(0.2).agreement(), FedNova().agreement()) == (
         "my_feddyn(weighted_average, strength=0.2)",
         "fednova(weighted_average)",
     )
-    assert [each.agreement() for each in (fb.FedProx(), fb.Ditto(), fb.Population(), fb.Averaging("rklb"))] == [""] * 4
+    assert [each.agreement() for each in (FedProx(), Ditto(), Population(), Averaging("rklb"))] == [""] * 4

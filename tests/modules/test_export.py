@@ -9,6 +9,7 @@ from bayesian_torch.layers import LinearReparameterization as ForeignLinear
 from torch import nn
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, mean_only
 from lightning_fedbayes.modules import lenet, mean_network, mlp, sample_outputs
 from tests.federations import Plain, blobs, loader, trainer
@@ -161,7 +162,7 @@ def exported(network, inputs):
 @pytest.mark.parametrize("name", DRAWING)
 def test_a_layer_that_draws_is_not_exported(name, export):
     network, inputs = DRAWING[name].eval(), INPUTS.get(name, MADE["flipout"][1])
-    with pytest.raises(fb.ConversionError, match=r"exported while it draws.*Export fb\.mean_network\(module\)"):
+    with pytest.raises(ConversionError, match=r"exported while it draws.*Export fb\.mean_network\(module\)"):
         export(network, inputs)
     if name != "draws":
         with mean_only(network):
@@ -271,21 +272,21 @@ def test_a_forward_of_your_own_is_kept():
 
 
 def test_what_it_refuses():
-    with pytest.raises(fb.ConversionError, match=r"'0' is a LinearReparameterization of bayesian-torch"):
+    with pytest.raises(ConversionError, match=r"'0' is a LinearReparameterization of bayesian-torch"):
         mean_network(nn.Sequential(ForeignLinear(2, 2)))
-    with pytest.raises(fb.ConversionError, match=r"is a layer of bayesian-torch, which cannot be exported"):
+    with pytest.raises(ConversionError, match=r"is a layer of bayesian-torch, which cannot be exported"):
         exported(fb.HybridBayesianClassifier(ForeignLinear(2, 2)).eval(), torch.zeros(3, 2))
     hooked = fb.bayesianize(mlp(6, 3), last=1)
     hooked[2].register_forward_hook(lambda *given: None)
-    with pytest.raises(fb.ConversionError, match=r"'2' .* has hooks.*register them anew"):
+    with pytest.raises(ConversionError, match=r"'2' .* has hooks.*register them anew"):
         mean_network(hooked)
-    with pytest.raises(fb.PosteriorError, match=r"no parameter '0.weight' of the posterior"):
+    with pytest.raises(PosteriorError, match=r"no parameter '0.weight' of the posterior"):
         mean_network(nn.Linear(2, 1), fb.read_posterior(mlp(6, 3)))
-    with pytest.raises(fb.PosteriorError, match=r"'0.weight' has shape \(50, 6\) .* but \(50, 5\)"):
+    with pytest.raises(PosteriorError, match=r"'0.weight' has shape \(50, 6\) .* but \(50, 5\)"):
         mean_network(mlp(5, 3), fb.read_posterior(mlp(6, 3)))
 
     class Strange(Reparameterized):
         mean_layer = fb.layers.BayesianLayer.mean_layer
 
-    with pytest.raises(fb.ConversionError, match=r"Strange has no mean_layer: override it"):
+    with pytest.raises(ConversionError, match=r"Strange has no mean_layer: override it"):
         mean_network(Strange(nn.Linear(2, 2)))

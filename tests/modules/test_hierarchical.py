@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FedBayesError, HierarchicalLinearRegression, LinearStatistics
+from lightning_fedbayes import FedBayesError, HierarchicalLinearRegression
+from lightning_fedbayes.modules import LinearStatistics
 
 NOISE_STD = 0.5
 SPREAD = {(0,): [[0.8]], (0, 1): [[0.8, 0.0], [0.2, 0.4]], (1,): [[0.6]], (1, 0): [[0.4, 0.0], [0.1, 0.8]]}

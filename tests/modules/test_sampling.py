@@ -5,7 +5,8 @@ import torch
 from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
-from lightning_fedbayes import GaussianPosterior, PosteriorError
+from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.core.errors import PosteriorError
 from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.fusion import FusionRule, Preaggregation, ReliabilityRule, available_fusions, get_rule
 from lightning_fedbayes.server.aggregation import Aggregation

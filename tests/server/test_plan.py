@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.server.plan import (
     Batching,
     batches_per_epoch,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.server.plan import Batching, choose_cohort, plan_round
 from lightning_fedbayes.server.schedule import Timeline
 
@@ -97,7 +98,7 @@ def test_times_follow_sizes_networks_and_traces(tmp_path):
     assert [delays.duration(0, job, 1.0, 0) for job in range(3)] == [3.0, 5.0, 3.0]
     assert delays.duration(2, 0, 1.0, 0) == 1.0
     file.write_text("client,minutes\n0,3\n")
-    with pytest.raises(fb.FederationError, match=r"trace\.csv is no trace: KeyError\('seconds'\)"):
+    with pytest.raises(FederationError, match=r"trace\.csv is no trace: KeyError\('seconds'\)"):
         fb.Delays.from_file(file)
 
 
@@ -116,7 +117,7 @@ def test_who_is_away_neither_starts_nor_sends():
 def test_a_federation_that_nobody_answers_says_so():
     away = tuple((client, 0.5, math.inf) for client in range(2))
     timeline = Timeline(fb.Asynchronous(buffer=1, delays=fb.Delays(0.2, 0.0, away=away)), [5] * 2, 0)
-    with pytest.raises(fb.FederationError, match="no message is under way any more, and no client can start"):
+    with pytest.raises(FederationError, match="no message is under way any more, and no client can start"):
         timeline.turn(20)
 
 
@@ -147,5 +148,5 @@ def test_one_that_never_answers_holds_a_place_until_it_is_given_up():
     ],
 )
 def test_impossible_schedules_are_refused(wrong, message):
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         wrong()

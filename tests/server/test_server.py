@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import ClientFailure, ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.core.errors import FederationError, FusionError, PosteriorError
+from lightning_fedbayes.core.messages import ClientFailure
+from lightning_fedbayes.fusion import AutoFusion, Reliability
 from lightning_fedbayes.server.versions import moved
 from tests.federations import Plain, federate
 
@@ -114,7 +116,7 @@ def test_too_many_failed_rounds_raise_and_the_state_is_that_after_the_round():
     assert (server.rounds, server.failed_rounds, len(server.history)) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("fusion", ["ivar_vb", fb.AutoFusion(["ivar_vb", "linear_pool"])])
+@pytest.mark.parametrize("fusion", ["ivar_vb", AutoFusion(["ivar_vb", "linear_pool"])])
 def test_a_restored_server_goes_on_as_the_first_would_have(fusion, tmp_path):
     def some(number):
         return [update(client, value=client + number * (client == 2)) for client in range(3)]
@@ -137,7 +139,7 @@ def test_a_restored_server_goes_on_as_the_first_would_have(fusion, tmp_path):
 
 
 def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
-    fusion = fb.AutoFusion(["weighted_average", "weighted_sum", "linear_pool"])
+    fusion = AutoFusion(["weighted_average", "weighted_sum", "linear_pool"])
     losses = {"weighted_average": math.nan, "weighted_sum": 2.0, "linear_pool": 1.0}
     server, order = Server(START, fusion=fusion), iter(losses.values())
     result, _ = round_of(server, update(0), update(2), score=lambda candidate, notes: next(order))
@@ -231,8 +233,8 @@ def trained(rule, rounds=2):
     ("make", "rule"),
     [
         *((fb.fusion.get_rule, rule) for rule in WITH_STATE),
-        (fb.Reliability, "ivar_vb"),
-        (fb.Reliability, "icov_mle"),
+        (Reliability, "ivar_vb"),
+        (Reliability, "icov_mle"),
         (lambda rule: fb.fusion.NearestNeighbourMixing(rule, byzantine=1), "ivar_vb"),
     ],
 )
@@ -243,7 +245,7 @@ def test_a_damaged_state_of_a_rule_is_refused_when_it_is_given(make, rule, damag
     again = Server(update(0).posterior, fusion=whole)
     again.load_state_dict(state)
     (part,) = (dict(each) for each in state["rule_states"].values())
-    path = [*(["by"] if make is fb.Reliability else []), *WITH_STATE[rule].split()]
+    path = [*(["by"] if make is Reliability else []), *WITH_STATE[rule].split()]
     broken = part
     for name in path[:-1]:
         broken[name] = broken = dict(broken[name])

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import LabelFlip, SignFlip
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import Report, Shared
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.guard import FEW, FEWEST
 from lightning_fedbayes.server.site_guard import BEYOND, SiteGuard
@@ -37,7 +40,7 @@ def served(clients: Conjugate, **options) -> fb.Server:
 def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
     """Return what multiplies parts of a message."""
 
-    def told(report: fb.Report, shared: fb.Shared) -> fb.Report:
+    def told(report: Report, shared: Shared) -> Report:
         mean = {
             name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])
             for name, value in report.posterior.mean.items()
@@ -47,7 +50,7 @@ def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
             "gradient": gradient * report.sent["gradient"],
             "precision": precision * report.sent["precision"],
         }
-        return fb.Report(fb.GaussianPosterior.point_mass(mean), report.kept, sent)
+        return Report(fb.GaussianPosterior.point_mass(mean), report.kept, sent)
 
     return told
 
@@ -186,7 +189,7 @@ def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
         figures = clients.round(
             server,
             lies={
-                0: lambda report, shared: fb.Report(
+                0: lambda report, shared: Report(
                     report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)}
                 )
             },
@@ -314,7 +317,7 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
     assert beyond <= 0.005 * 300 * len(rows)
 
 
-@pytest.mark.parametrize("lies", [fb.SignFlip([0], scale=10.0), fb.LabelFlip([1])], ids=str)
+@pytest.mark.parametrize("lies", [SignFlip([0], scale=10.0), LabelFlip([1])], ids=str)
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path, lies):
     """The sums of what clients keep are the server's, whatever they have sent."""
     found = {}
@@ -346,5 +349,5 @@ def test_a_checkpoint_without_a_clients_site_is_refused(tmp_path: Path):
     (state,) = (each for each in content["callbacks"].values() if "rule_states" in each)
     del state["clients"][1]
     torch.save(content, path)
-    with pytest.raises(fb.FederationError, match="no state of 1, and each keeps its site"):
+    with pytest.raises(FederationError, match="no state of 1, and each keeps its site"):
         federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(3), fusion="sites"), 3, ckpt_path=path)

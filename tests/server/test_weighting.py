@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import FusionError, GaussianPosterior
+from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
     PER_COHORT,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 
 CURVATURE = torch.tensor([0.5, 2.0, 10.0])
 CENTRE = torch.tensor([1.0, -2.0, 0.3])
@@ -529,12 +530,12 @@ def test_shared_parameters_are_drawn_once(tmp_path):
     ],
 )
 def test_a_mistake_is_named(make, message):
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         make([nn.Parameter(torch.ones(2))])
 
 
 def test_accumulated_gradients_are_refused(tmp_path):
-    with pytest.raises(fb.FederationError, match="accumulate_grad_batches=1"):
+    with pytest.raises(FederationError, match="accumulate_grad_batches=1"):
         trainer(tmp_path, 1, enable_checkpointing=False, accumulate_grad_batches=2).fit(Module(), data())
 
 
@@ -544,7 +545,7 @@ def test_a_step_that_fails_leaves_the_mean():
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     assert torch.equal(parameter.detach(), torch.ones(3))
-    with pytest.raises(fb.FederationError, match="no gradient at a draw"):
+    with pytest.raises(FederationError, match="no gradient at a draw"):
         optimizer.step()
 
 
@@ -563,18 +564,18 @@ def test_a_copy_steps_as_the_original():
 
 @pytest.mark.parametrize("params", [None, "abc", 3, [1.0], [{"params": 3}]])
 def test_what_are_no_parameters_is_refused_by_name(params):
-    with pytest.raises(fb.FederationError, match=r"params=.*give module\.parameters\(\)"):
+    with pytest.raises(FederationError, match=r"params=.*give module\.parameters\(\)"):
         fb.IVON(params)
 
 
 def test_a_closure_and_a_network_that_are_none_are_refused():
     layer = nn.Linear(2, 1)
     optimizer = fb.IVON(layer.parameters(), num_examples=3)
-    with pytest.raises(fb.FederationError, match="closure=3: give a function"):
+    with pytest.raises(FederationError, match="closure=3: give a function"):
         optimizer.step(3)
-    with pytest.raises(fb.FederationError, match="trains no parameter of the Linear"):
+    with pytest.raises(FederationError, match="trains no parameter of the Linear"):
         optimizer.posterior(nn.Linear(2, 1))
-    with pytest.raises(fb.FederationError, match="give the network"):
+    with pytest.raises(FederationError, match="give the network"):
         optimizer.posterior(None)
     assert optimizer.posterior(layer).num_parameters == 3
 

@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import SignFlip
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.methods import FedProx
 from lightning_fedbayes.trainer import collective_of
 
 SIZES = (40, 9, 25, 14, 31)
@@ -206,7 +208,7 @@ SCENARIOS = {
         "fusion": "sites",
         "engine": "sequential",
         "sizes": (18,) * 8,
-        "adversaries": fb.SignFlip([2], scale=10.0),
+        "adversaries": SignFlip([2], scale=10.0),
     },
     "bounded_on_disk": {
         "bayesian": 1,
@@ -214,7 +216,7 @@ SCENARIOS = {
         "engine": "sequential",
         "sizes": (18,) * 8,
         "disk": True,
-        "adversaries": fb.SignFlip([2], scale=10.0),
+        "adversaries": SignFlip([2], scale=10.0),
     },
     "ivon": {
         "bayesian": 0,
@@ -243,7 +245,7 @@ SCENARIOS = {
     "swag": {"bayesian": 0, "fusion": "reverse_kl_barycenter", "engine": "sequential", "posterior": fb.SWAG()},
     "swag_stacked": {
         "bayesian": 0,
-        "fusion": fb.FedProx(0.3, "weighted_average"),
+        "fusion": FedProx(0.3, "weighted_average"),
         "engine": "vectorized",
         "posterior": fb.SWAG(),
     },

@@ -9,6 +9,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary
 from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
@@ -65,14 +66,14 @@ def test_without_another_the_error_names_the_file_and_the_remedy(tmp_path):
     run(tmp_path, 2)
     for path in tmp_path.glob("*.ckpt"):
         truncate(path, 0.5)
-    with pytest.raises(fb.FederationError, match=r"last\.ckpt is damaged .*give ckpt_path= another checkpoint"):
+    with pytest.raises(FederationError, match=r"last\.ckpt is damaged .*give ckpt_path= another checkpoint"):
         run(tmp_path, 3, "last")
 
 
 def test_a_file_that_was_asked_for_by_name_is_not_replaced(tmp_path):
     run(tmp_path, 2)
     truncate(tmp_path / "epoch=0.ckpt", 0.5)
-    with pytest.raises(fb.FederationError, match=r"epoch=0\.ckpt is damaged"):
+    with pytest.raises(FederationError, match=r"epoch=0\.ckpt is damaged"):
         run(tmp_path, 3, tmp_path / "epoch=0.ckpt")
 
 
@@ -121,7 +122,7 @@ def test_a_checkpoint_of_a_run_without_the_callback_is_refused(tmp_path):
     plain.fit(Plain(), loader())
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     made = trainer(6, [fb.FederatedBayes(fb.IIDPartition(3))])
-    with pytest.raises(fb.FederationError, match=r"run without FederatedBayes: its epochs .*load_from_checkpoint"):
+    with pytest.raises(FederationError, match=r"run without FederatedBayes: its epochs .*load_from_checkpoint"):
         made.fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt")
     made.validate(Plain(), loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, loader, parameters, trainer
 
 
@@ -50,13 +51,13 @@ def test_arguments(options, message):
 )
 def test_trainer_options_that_cut_across_rounds(options, message):
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], **options)
-    with pytest.raises(fb.FederationError, match=f"(?s)cannot run a federation.*{message}"):
+    with pytest.raises(FederationError, match=f"(?s)cannot run a federation.*{message}"):
         made.fit(Plain(), loader())
 
 
 def test_a_limit_that_leaves_a_client_without_batches_is_refused():
     made = trainer(1, [fb.FederatedBayes(fb.SizesPartition((80, 10)))], limit_train_batches=0.4)
-    with pytest.raises(fb.FederationError, match=r"limit_train_batches=0.4 leaves no batch to the clients 1 \(10\)"):
+    with pytest.raises(FederationError, match=r"limit_train_batches=0.4 leaves no batch to the clients 1 \(10\)"):
         made.fit(Plain(), loader())
     assert made.limit_train_batches == 0.4
 
@@ -71,7 +72,7 @@ def test_a_limit_that_leaves_a_client_without_batches_is_refused():
 )
 def test_callbacks_that_cut_across_rounds(callback, message):
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), callback])
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         made.fit(Plain(), loader())
 
 
@@ -81,7 +82,7 @@ def test_the_tuner_is_refused_before_any_step():
 
     module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
     before = parameters(module)
-    with pytest.raises(fb.FederationError, match=r"LearningRateFinder trains on part of a round"):
+    with pytest.raises(FederationError, match=r"LearningRateFinder trains on part of a round"):
         Tuner(trainer(2, [federation])).lr_find(module, loader())
     assert_equal(before, parameters(module))
     federate(module, federation)
@@ -95,7 +96,7 @@ def test_ema_weight_averaging_is_refused():
     if averaging is None:
         pytest.skip("this Lightning has no WeightAveraging")
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), averaging()])
-    with pytest.raises(fb.FederationError, match=r"WeightAveraging"):
+    with pytest.raises(FederationError, match=r"WeightAveraging"):
         made.fit(Plain(), loader())
 
 
@@ -107,20 +108,20 @@ def test_a_trainer_of_the_twin_package_is_refused_by_the_name_of_the_package(tmp
 
     federation = fb.FederatedBayes(fb.IIDPartition(3))
     made = twin.Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", callbacks=[federation])
-    with pytest.raises(fb.FederationError, match=r"package pytorch_lightning.*import lightning as L"):
+    with pytest.raises(FederationError, match=r"package pytorch_lightning.*import lightning as L"):
         federation.setup(made, Own(), "fit")
 
 
 def test_all_reasons_are_named_at_once():
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], max_steps=5, overfit_batches=2)
-    with pytest.raises(fb.FederationError, match=r"(?s)overfit_batches=2.*max_steps=5"):
+    with pytest.raises(FederationError, match=r"(?s)overfit_batches=2.*max_steps=5"):
         made.fit(Plain(), loader())
 
 
 def test_manual_optimization_is_refused():
     module = Plain()
     module.automatic_optimization = False
-    with pytest.raises(fb.FederationError, match=r"automatic_optimization is False.*use automatic optimization"):
+    with pytest.raises(FederationError, match=r"automatic_optimization is False.*use automatic optimization"):
         federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
 
 
@@ -130,7 +131,7 @@ def test_a_step_that_fetches_its_own_batches_is_refused():
         def training_step(self, dataloader_iter):
             raise AssertionError
 
-    with pytest.raises(fb.FederationError, match=r"dataloader_iter"):
+    with pytest.raises(FederationError, match=r"dataloader_iter"):
         federate(Greedy(), fb.FederatedBayes(fb.IIDPartition(3)))
 
 
@@ -143,7 +144,7 @@ def test_step_wise_schedulers_are_refused_before_any_step():
 
     module = Scheduled()
     before = parameters(module)["net.0.weight"]
-    with pytest.raises(fb.FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
+    with pytest.raises(FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
         federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
     assert torch.equal(before, module.net[0].weight)
 
@@ -153,7 +154,7 @@ def test_weightings_by_divergence_are_refused_for_deterministic_networks_before_
     module = Plain()
     before = parameters(module)["net.0.weight"]
     federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
-    with pytest.raises(fb.FusionError, match=f"'{weighting}' compares probabilistic.*use '{weighting}_l2'"):
+    with pytest.raises(FusionError, match=f"'{weighting}' compares probabilistic.*use '{weighting}_l2'"):
         federate(module, federation)
     assert torch.equal(before, module.net[0].weight)
     federate(module, fb.FederatedBayes(fb.IIDPartition(3), weighting=f"{weighting}_l2"))
@@ -163,14 +164,14 @@ class TestFinishedTrainers:
     def test_a_trainer_that_has_finished_is_refused(self):
         module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
         made = federate(module, federation)
-        with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2 rounds.*max_epochs"):
+        with pytest.raises(FederationError, match=r"has finished: 2 of max_epochs=2 rounds.*max_epochs"):
             made.fit(module, loader())
 
     def test_even_with_its_own_checkpoint(self, tmp_path):
         module = Plain()
         made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
         made.save_checkpoint(tmp_path / "done.ckpt")
-        with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2"):
+        with pytest.raises(FederationError, match=r"has finished: 2 of max_epochs=2"):
             made.fit(module, loader(), ckpt_path=tmp_path / "done.ckpt")
 
     def test_a_new_trainer_loads_a_complete_federation_and_trains_nothing(self, tmp_path, caplog):
@@ -227,7 +228,7 @@ class TestData:
         self.refuse(loader(shuffle=False, sampler=sampler), "WeightedRandomSampler.*shuffle=")
 
     def test_something_that_is_no_partition(self):
-        with pytest.raises(fb.FederationError, match=r"partition='iid' is no Partition.*IIDPartition"):
+        with pytest.raises(FederationError, match=r"partition='iid' is no Partition.*IIDPartition"):
             fb.FederatedBayes("iid")
 
     def test_a_partition_with_a_mistake_shows_it(self):
@@ -240,7 +241,7 @@ class TestData:
     def test_complex_parameters(self):
         module = Plain()
         module.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(fb.FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
+        with pytest.raises(FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
             federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
 
     def test_several_loaders(self):

@@ -13,7 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import ALittleIsEnough, SignFlip
 from lightning_fedbayes.clients.log import TrainingLog
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion.auto import CANDIDATES
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.trainer import check_trainer, checks
@@ -156,7 +159,7 @@ from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.core.quiet import quietly
 with quietly():
     federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
-    strategy = fb.ClientParallelStrategy("fork")
+    strategy = ClientParallelStrategy("fork")
     module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1)
     L.Trainer(max_epochs=2, accelerator="cpu", strategy=strategy, devices=2, callbacks=[federation], logger=False,
               enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
@@ -175,7 +178,7 @@ def test_processes_that_were_forked_bring_the_federation_back():
 def test_a_figure_that_each_process_would_make_of_its_own_clients_is_refused():
     log = TrainingLog(fb.HybridBayesianClassifier(mlp(64, 10)), in_training_step=lambda: True)
     log.is_shared = True
-    with pytest.raises(fb.FederationError, match="give on_step=False, on_epoch=True"):
+    with pytest.raises(FederationError, match="give on_step=False, on_epoch=True"):
         log.log("train_loss", 1.0, on_step=True, on_epoch=True)
 
 
@@ -269,23 +272,23 @@ def test_options_that_several_processes_cannot_use_are_refused_before_training(t
         **trainer,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
     )
-    with pytest.raises(fb.FederationError, match=message):
-        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings())
+    with pytest.raises(FederationError, match=message):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings())
 
 
 def test_an_attack_that_looks_at_all_honest_clients_needs_one_process():
     made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
 
     def check(*attacks):
-        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings(adversaries=attacks))
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings(adversaries=attacks))
 
-    with pytest.raises(fb.FederationError, match="ALittleIsEnough looks at what the honest clients"):
-        check(fb.SignFlip(clients=[1]), fb.ALittleIsEnough(clients=[1]))
-    check(fb.SignFlip(clients=[1]))
+    with pytest.raises(FederationError, match="ALittleIsEnough looks at what the honest clients"):
+        check(SignFlip(clients=[1]), ALittleIsEnough(clients=[1]))
+    check(SignFlip(clients=[1]))
 
 
 def test_strategies_that_split_the_network_are_refused(monkeypatch):
     made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
     monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
-    with pytest.raises(fb.FederationError, match="ClientParallelStrategy: it splits the network"):
-        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings())
+    with pytest.raises(FederationError, match="ClientParallelStrategy: it splits the network"):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings())

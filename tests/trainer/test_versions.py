@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, federate, parameters
 
 WITHOUT = """
@@ -14,7 +15,7 @@ import lightning.pytorch.strategies.launchers as launchers
 del launchers._MultiProcessingLauncher, launchers._SubprocessScriptLauncher
 import lightning_fedbayes as fb
 from tests.federations import Plain, blobs, federate, loader
-auto = fb.AutoFusion(["fedavg", "linear_pool"], score=lambda m, b: 0.0)
+auto = AutoFusion(["fedavg", "linear_pool"], score=lambda m, b: 0.0)
 callback = fb.FederatedBayes(fb.IIDPartition(3), fusion=auto)
 federate(Plain(), callback, val=loader(blobs(20), shuffle=False))
 print(len(callback.history), callback.history[-1]["failed_clients"])
@@ -42,5 +43,5 @@ def test_an_untested_version_takes_lightning_s_own_loop_and_one_line_says_so(eng
 
 def test_the_vectorized_engine_is_refused_with_an_untested_version(monkeypatch):
     monkeypatch.setattr(L, "__version__", "2.99.0")
-    with pytest.raises(fb.FederationError, match=r"the fast loop is not tested with lightning 2\.99\.0"):
+    with pytest.raises(FederationError, match=r"the fast loop is not tested with lightning 2\.99\.0"):
         federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"))

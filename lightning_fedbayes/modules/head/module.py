@@ -34,7 +34,7 @@ class HeadModule(PosteriorPredictive):
     the inner product with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange; a
     softmax takes an epoch for the sums and one for each further exchange, and ends the fit when it is done, so give it
     ``max_epochs=-1`` or enough of them. ``FederatedBayes`` adds the clients' sums up, by the method
-    :class:`~lightning_fedbayes.Sums`; a softmax needs all clients in every round.
+    :class:`~lightning_fedbayes.methods.Sums`; a softmax needs all clients in every round.
 
     When to use it: to have the head in place of a fine-tuned one in an existing Trainer, with its data, loggers,
     reports and calibration. Where features lie in memory, :meth:`BayesianHead.fit_clients` is the shorter way.

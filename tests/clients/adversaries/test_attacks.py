@@ -12,18 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import HonestMoments, Knowledge, flip_labels, largest_unnoticed_shift
+from lightning_fedbayes.clients.adversaries import (
+    ALittleIsEnough,
+    FalseVariance,
+    GaussianVector,
+    HonestMoments,
+    InnerProductManipulation,
+    Knowledge,
+    NotANumber,
+    RandomUpdate,
+    ScaledUpdate,
+    SignFlip,
+    flip_labels,
+    largest_unnoticed_shift,
+)
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
 
 UPDATE_ATTACKS = (
-    fb.GaussianVector(0.5),
-    fb.SignFlip(0.5),
-    fb.ScaledUpdate(0.5),
-    fb.RandomUpdate(0.5),
-    fb.ALittleIsEnough(0.5),
-    fb.InnerProductManipulation(0.5),
-    fb.NotANumber(0.5),
+    GaussianVector(0.5),
+    SignFlip(0.5),
+    ScaledUpdate(0.5),
+    RandomUpdate(0.5),
+    ALittleIsEnough(0.5),
+    InnerProductManipulation(0.5),
+    NotANumber(0.5),
 )
 
 
@@ -63,27 +76,27 @@ def test_structure_stays_that_of_the_client(attack):
         assert sent.mean[name].dtype == mean.dtype
         assert torch.equal(mean, before.mean[name]), "the client's own tensors are untouched"
         assert not torch.equal(sent.mean[name], mean)
-    if not isinstance(attack, fb.NotANumber):
+    if not isinstance(attack, NotANumber):
         assert torch.equal(sent.variance["w"], honest.variance["w"])
 
 
 def test_sign_flip_reflects_the_update():
     update = vector(1) - vector(0)
-    torch.testing.assert_close(falsify(fb.SignFlip(0.5)) - vector(0), -update)
-    torch.testing.assert_close(falsify(fb.SignFlip(0.5, scale=3.0)) - vector(0), -3 * update)
-    twice = fb.SignFlip(0.5).falsify(falsify(fb.SignFlip(0.5)), knowledge())
+    torch.testing.assert_close(falsify(SignFlip(0.5)) - vector(0), -update)
+    torch.testing.assert_close(falsify(SignFlip(0.5, scale=3.0)) - vector(0), -3 * update)
+    twice = SignFlip(0.5).falsify(falsify(SignFlip(0.5)), knowledge())
     torch.testing.assert_close(twice, vector(1))
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.0, 10.0])
 def test_scaled_update_scales(factor):
-    sent = falsify(fb.ScaledUpdate(0.5, factor=factor))
+    sent = falsify(ScaledUpdate(0.5, factor=factor))
     torch.testing.assert_close(sent - vector(0), factor * (vector(1) - vector(0)))
 
 
 def test_random_update_has_honest_length_and_no_direction():
     update = vector(1) - vector(0)
-    sent = torch.stack([falsify(fb.RandomUpdate(0.5), seed=seed) - vector(0) for seed in range(4000)])
+    sent = torch.stack([falsify(RandomUpdate(0.5), seed=seed) - vector(0) for seed in range(4000)])
     torch.testing.assert_close(sent.norm(dim=1), update.norm().expand(4000))
     # a uniform direction has mean 0 and covariance ‖u‖²/P · I
     second = sent.T @ sent / 4000
@@ -95,14 +108,14 @@ def test_random_update_has_honest_length_and_no_direction():
 def test_gaussian_vector_has_its_moments_and_ignores_the_model(std):
     size = 40_000
     known = knowledge(seed=3, size=size)
-    sent = fb.GaussianVector(0.5, std=std).falsify(vector(1, size), known)
+    sent = GaussianVector(0.5, std=std).falsify(vector(1, size), known)
     assert abs(sent.mean()) < 4 * std / math.sqrt(size)
     assert sent.std() == pytest.approx(std, rel=4 / math.sqrt(2 * size))
-    other = fb.GaussianVector(0.5, std=std).falsify(vector(2, size) + 7, knowledge(seed=3, size=size))
+    other = GaussianVector(0.5, std=std).falsify(vector(2, size) + 7, knowledge(seed=3, size=size))
     assert torch.equal(sent, other)
 
 
-@pytest.mark.parametrize("attack", [fb.GaussianVector(0.5), fb.RandomUpdate(0.5)], ids=repr)
+@pytest.mark.parametrize("attack", [GaussianVector(0.5), RandomUpdate(0.5)], ids=repr)
 def test_draws_come_from_the_generator_alone(attack):
     state = torch.random.get_rng_state()
     assert torch.equal(falsify(attack, seed=1), falsify(attack, seed=1))
@@ -111,7 +124,7 @@ def test_draws_come_from_the_generator_alone(attack):
 
 
 def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
-    sent = fb.NotANumber(0.5).send(posterior(), knowledge())
+    sent = NotANumber(0.5).send(posterior(), knowledge())
     assert all(mean.isnan().all() for mean in sent.mean.values())
     assert sent.variance["w"].isnan().all()
     assert not sent.variance["b"].any()
@@ -120,7 +133,7 @@ def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
 @pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
 def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
     honest = posterior()
-    sent = fb.FalseVariance(0.5, factor=factor).send(honest, knowledge())
+    sent = FalseVariance(0.5, factor=factor).send(honest, knowledge())
     torch.testing.assert_close(sent.variance["w"], factor * honest.variance["w"])
     assert is_zero(sent.variance["b"])
     assert all(torch.equal(sent.mean[name], mean) for name, mean in honest.mean.items())
@@ -128,21 +141,21 @@ def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
 
 def test_a_negative_variance_is_no_attack():
     with pytest.raises(FederationError, match=r"FalseVariance: factor=-1\.0: give a finite number of at least 0"):
-        fb.FalseVariance(0.5, factor=-1.0)
+        FalseVariance(0.5, factor=-1.0)
 
 
 @pytest.mark.parametrize("z", [-1.0, 0.0, 2.5])
 def test_a_little_is_enough_shifts_the_honest_mean(z):
     honest = torch.stack([vector(100 + client) for client in range(5)])
     expected = honest.mean(0) - z * honest.std(0, correction=0)
-    torch.testing.assert_close(falsify(fb.ALittleIsEnough(0.5, z=z), honest=5), expected)
+    torch.testing.assert_close(falsify(ALittleIsEnough(0.5, z=z), honest=5), expected)
 
 
 def test_a_little_is_enough_takes_the_largest_unnoticed_shift():
     """n = 12 and m = 3: s = 7 − 3 = 4 of 9."""
     z = NormalDist().inv_cdf(5 / 9)
-    expected = falsify(fb.ALittleIsEnough(0.5, z=z), honest=5)
-    torch.testing.assert_close(falsify(fb.ALittleIsEnough(0.5), honest=5), expected)
+    expected = falsify(ALittleIsEnough(0.5, z=z), honest=5)
+    torch.testing.assert_close(falsify(ALittleIsEnough(0.5), honest=5), expected)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +175,7 @@ def test_the_largest_unnoticed_shift_is_finite(cohort, share):
 
 def test_inner_product_manipulation_reverses_the_mean_honest_update():
     updates = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
-    sent = falsify(fb.InnerProductManipulation(0.5, epsilon=0.5), honest=5)
+    sent = falsify(InnerProductManipulation(0.5, epsilon=0.5), honest=5)
     torch.testing.assert_close(sent - vector(0), -0.5 * updates.mean(0))
 
 
@@ -170,12 +183,12 @@ def test_inner_product_of_an_average_turns_negative_at_the_documented_strength()
     """n = 8, m = 3: ε m > n − m from ε = 5/3 on."""
     honest = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
     for epsilon, sign in ((1.6, 1), (1.7, -1)):
-        sent = falsify(fb.InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
+        sent = falsify(InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
         fused = (honest.sum(0) + 3 * sent) / 8
         assert torch.sign(fused @ honest.mean(0)) == sign
 
 
-@pytest.mark.parametrize("attack", [fb.ALittleIsEnough(0.5), fb.InnerProductManipulation(0.5)], ids=repr)
+@pytest.mark.parametrize("attack", [ALittleIsEnough(0.5), InnerProductManipulation(0.5)], ids=repr)
 def test_without_an_honest_client_the_own_update_is_sent(attack):
     honest = posterior()
     assert attack.send(honest, knowledge(honest=0)) is honest
@@ -202,12 +215,12 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
 @pytest.mark.parametrize(
     ("attack", "options"),
     [
-        (fb.GaussianVector, {"std": 0.0}),
-        (fb.GaussianVector, {"std": float("inf")}),
-        (fb.SignFlip, {"scale": -1.0}),
-        (fb.ScaledUpdate, {"factor": float("nan")}),
-        (fb.ALittleIsEnough, {"z": float("inf")}),
-        (fb.InnerProductManipulation, {"epsilon": 0.0}),
+        (GaussianVector, {"std": 0.0}),
+        (GaussianVector, {"std": float("inf")}),
+        (SignFlip, {"scale": -1.0}),
+        (ScaledUpdate, {"factor": float("nan")}),
+        (ALittleIsEnough, {"z": float("inf")}),
+        (InnerProductManipulation, {"epsilon": 0.0}),
     ],
 )
 def test_invalid_strengths_are_refused(attack, options):

@@ -7,8 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import HonestMoments, assign
+from lightning_fedbayes.clients.adversaries import (
+    GaussianVector,
+    HonestMoments,
+    LabelFlip,
+    NotANumber,
+    RandomUpdate,
+    ScaledUpdate,
+    SignFlip,
+    assign,
+)
 from lightning_fedbayes.core.errors import FederationError
 
 NAMES = ("north", "south", "east", "west")
@@ -24,24 +32,24 @@ def test_a_share_is_that_many_clients(clients, share, seed):
     count = int(share * clients + 0.5)
     if count == 0:
         with pytest.raises(FederationError, match="none of them"):
-            assign([fb.SignFlip(share)], numbered(clients), seed)
+            assign([SignFlip(share)], numbered(clients), seed)
     else:
-        chosen = assign([fb.SignFlip(share)], numbered(clients), seed)
+        chosen = assign([SignFlip(share)], numbered(clients), seed)
         assert len(chosen) == count
         assert set(chosen) <= set(range(clients))
-        assert chosen == assign([fb.SignFlip(share)], numbered(clients), seed)
+        assert chosen == assign([SignFlip(share)], numbered(clients), seed)
 
 
 def test_the_draw_is_uniform_over_seeds():
     counts = [0] * 10
     for seed in range(1000):
-        for client in assign([fb.SignFlip(0.3)], numbered(10), seed):
+        for client in assign([SignFlip(0.3)], numbered(10), seed):
             counts[client] += 1
     assert all(abs(count - 300) < 4 * (1000 * 0.3 * 0.7) ** 0.5 for count in counts)
 
 
 def test_shares_are_disjoint():
-    flip, noise = fb.SignFlip(0.3), fb.GaussianVector(0.5)
+    flip, noise = SignFlip(0.3), GaussianVector(0.5)
     assigned = assign([flip, noise], numbered(10), seed=1)
     assert sorted(map(str, assigned.values())) == sorted(map(str, [(flip,)] * 3 + [(noise,)] * 5))
     first = {client for client, attacks in assigned.items() if attacks == (flip,)}
@@ -49,30 +57,30 @@ def test_shares_are_disjoint():
 
 
 def test_everybody_may_attack():
-    assert set(assign([fb.SignFlip(1.0)], numbered(7), 0)) == set(range(7))
-    assert set(assign([fb.SignFlip(0.5), fb.NotANumber(0.5)], numbered(8), 0)) == set(range(8))
+    assert set(assign([SignFlip(1.0)], numbered(7), 0)) == set(range(7))
+    assert set(assign([SignFlip(0.5), NotANumber(0.5)], numbered(8), 0)) == set(range(8))
 
 
 def test_names_and_numbers():
-    flip = fb.SignFlip(["west", 0, "north"])
+    flip = SignFlip(["west", 0, "north"])
     assert assign([flip], NAMES, 0) == {3: (flip,), 0: (flip,)}
 
 
 def test_attacks_that_name_the_same_client_follow_each_other():
-    flip, scale, noise = fb.SignFlip(["east"]), fb.ScaledUpdate([2, 1]), fb.RandomUpdate(["south"])
+    flip, scale, noise = SignFlip(["east"]), ScaledUpdate([2, 1]), RandomUpdate(["south"])
     assert assign([flip, scale, noise], NAMES, 0) == {2: (flip, scale), 1: (scale, noise)}
-    every = fb.NotANumber(1.0)
+    every = NotANumber(1.0)
     assert assign([flip, every], NAMES, 0)[2] == (flip, every)
 
 
 @pytest.mark.parametrize(
     ("attacks", "message"),
     [
-        ([fb.SignFlip(["nroth"])], "did you mean 'north'"),
-        ([fb.SignFlip([4])], "no client 4; clients are numbered 0 to 3"),
-        ([fb.SignFlip([-1])], "no client -1"),
-        ([fb.SignFlip(0.1)], "none of them; give at least 0.125"),
-        ([fb.SignFlip(0.75), fb.NotANumber(0.5)], "2 of 4 clients, and the attacks before it leave 1"),
+        ([SignFlip(["nroth"])], "did you mean 'north'"),
+        ([SignFlip([4])], "no client 4; clients are numbered 0 to 3"),
+        ([SignFlip([-1])], "no client -1"),
+        ([SignFlip(0.1)], "none of them; give at least 0.125"),
+        ([SignFlip(0.75), NotANumber(0.5)], "2 of 4 clients, and the attacks before it leave 1"),
     ],
 )
 def test_what_cannot_be_assigned_is_refused(attacks, message):
@@ -95,7 +103,7 @@ def test_running_moments_are_those_of_all_at_once(values, offset):
 
 
 @pytest.mark.parametrize("clients", [0.0, -0.1, 1.5, float("nan"), 1, 0, "north", [], (), [0.5], [True], [None], None])
-@pytest.mark.parametrize("attack", [fb.SignFlip, fb.LabelFlip])
+@pytest.mark.parametrize("attack", [SignFlip, LabelFlip])
 def test_invalid_clients_are_refused(attack, clients):
     with pytest.raises(FederationError, match=attack.__name__):
         attack(clients)

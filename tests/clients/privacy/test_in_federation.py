@@ -7,6 +7,7 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
+from lightning_fedbayes.clients.adversaries import ScaledUpdate
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import read_posterior
@@ -77,7 +78,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 def test_adversaries_begin_with_what_they_would_have_sent():
     """A free rider sends the global posterior's means; its variances are protected as those of any client."""
-    free_riders = fb.ScaledUpdate(clients=1.0, factor=0.0)
+    free_riders = ScaledUpdate(clients=1.0, factor=0.0)
     (_, fed), (_, honest), (_, unprotected) = (
         run(bayesian(), privacy, rounds=1, adversaries=adversaries)
         for privacy, adversaries in ((UpdatePrivacy(1.0, 1.0), free_riders), (UpdatePrivacy(1.0, 1.0), ()), (None, ()))

@@ -22,6 +22,7 @@ from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import step
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
 
 PARTITION = fb.SizesPartition((1, 7, 30, 8, 44))
@@ -283,7 +284,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     metric, feed, reason = REFUSED[case]
-    with pytest.raises(fb.FederationError, match="engine='vectorized' cannot be used") as refusal:
+    with pytest.raises(FederationError, match="engine='vectorized' cannot be used") as refusal:
         run("vectorized", metric, feed, rounds=1)
     assert reason in str(refusal.value)
     if case == "several values":  # which no engine takes
@@ -291,7 +292,7 @@ def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     results = []
     for engine in ("auto", "sequential"):
         module, federation = Fed(metric(), feed), fb.FederatedBayes(PARTITION, engine=engine)
-        none_trains = pytest.raises(fb.FederationError, match=r"1 round in a row.*has no attribute 'items'")
+        none_trains = pytest.raises(FederationError, match=r"1 round in a row.*has no attribute 'items'")
         with none_trains if case == "items" else nullcontext():  # its clients fail one by one, too
             federate(module, federation, 1)
         assert federation.federation.engine.name == "sequential"

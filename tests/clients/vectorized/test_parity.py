@@ -16,6 +16,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import step
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
+from lightning_fedbayes.methods import FedProx
 from tests.federations import CLASSES, FEATURES, Plain, bayesian, blobs, federate, loader, network, parameters
 
 from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
@@ -84,7 +85,7 @@ SETTINGS = {
     "a third of the clients": {"fraction": 0.34},
     "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
-    "proximal": {"fusion": fb.FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
+    "proximal": {"fusion": FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
     "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
 }
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise, counts_by_row
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
 
 
@@ -209,7 +210,7 @@ FAIL_ALONE = ("optimizer", "backward hook")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     make, options, reason = REFUSED[case]
-    with pytest.raises(fb.FederationError, match="engine='vectorized' cannot be used") as refusal:
+    with pytest.raises(FederationError, match="engine='vectorized' cannot be used") as refusal:
         federate(make(), fb.FederatedBayes(fb.IIDPartition(2), engine="vectorized"), 1, **options)
     assert reason in str(refusal.value)
     if case == "vector loss":  # which no engine takes
@@ -217,7 +218,7 @@ def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     results = []
     for engine in ("auto", "sequential"):
         module, federation = make(), fb.FederatedBayes(fb.IIDPartition(2), engine=engine)
-        none_trains = pytest.raises(fb.FederationError, match="1 round in a row had fewer than min_clients=1")
+        none_trains = pytest.raises(FederationError, match="1 round in a row had fewer than min_clients=1")
         with caplog.at_level(logging.INFO), none_trains if case in FAIL_ALONE else nullcontext():
             federate(module, federation, 1, **options)
         assert federation.federation.engine.name == "sequential"
@@ -357,5 +358,5 @@ def test_a_number_of_steps_that_all_rows_would_share_is_noticed(monkeypatch):
 
 def test_optimizers_that_look_at_whole_tensors_are_refused():
     parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.randn(30))]
-    with pytest.raises(fb.FederationError, match="Adafactor"):
+    with pytest.raises(FederationError, match="Adafactor"):
         check_elementwise(torch.optim.Adafactor(parameters))

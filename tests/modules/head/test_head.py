@@ -310,7 +310,7 @@ def test_slopes_at_no_weights_follow_from_the_sums(large, monkeypatch):
     sums = head.sums(x, y)
     fit = head.fit(sums)
     found = at_weights(head, fit, torch.zeros(3, 7).double(), x, y)
-    for name, value in vars(fb.HeadSlopes.at_zero(sums, not large)).items():
+    for name, value in vars(fb.modules.HeadSlopes.at_zero(sums, not large)).items():
         torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(getattr(found, name)))
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from tests.federations import trainer
 
 
@@ -127,9 +128,9 @@ def test_noise_of_privacy_leaves_a_head():
 
 
 def test_what_it_is_not_for_is_refused():
-    with pytest.raises(fb.FederationError, match="federates by fusion='sums' alone"):
+    with pytest.raises(FederationError, match="federates by fusion='sums' alone"):
         fit(module(), fusion="fedavg")
-    with pytest.raises(fb.FederationError, match="local_epochs=1"):
+    with pytest.raises(FederationError, match="local_epochs=1"):
         fit(module(), local_epochs=2, safeguards=fb.Safeguards(max_failed_rounds=1))
     with pytest.raises(fb.FedBayesError, match="has seen no examples yet"):
         module().predict_step(torch.zeros(2, 4).double())

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import Averaging
 from tests.federations import Plain, blobs, federate, from_yaml, loader, network, trainer
 
 ENGINES = ("sequential", "vectorized")
@@ -190,7 +192,7 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
     [
         {},
         {"fusion": "sites", "local_epochs": 2},
-        {"fusion": fb.Averaging(prior="global")},
+        {"fusion": Averaging(prior="global")},
         {"stack": 3},
         {"fusion": "sites", "local_parameters": ["*bias"]},
         {"fusion": "coordinate_median", "keep": ["optimizer"]},
@@ -275,9 +277,7 @@ def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
     assert all(torch.equal(whole.posterior.mean[name], rest.posterior.mean[name]) for name in whole.posterior.names)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"stack": 3}, {"keep": ["optimizer"], "fusion": fb.Averaging(prior="global")}]
-)
+@pytest.mark.parametrize("settings", [{}, {"stack": 3}, {"keep": ["optimizer"], "fusion": Averaging(prior="global")}])
 @pytest.mark.parametrize("adam", [False, True])
 def test_both_engines_see_the_same_path(settings, adam):
     settings = dict(settings)
@@ -325,7 +325,7 @@ def test_swag_is_the_mean_and_the_variance_of_the_path():
 def test_another_source_is_another_federation(tmp_path):
     _, half = run("sequential", 2)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    with pytest.raises(fb.FederationError, match=r"posterior=None.*source of the posterior"):
+    with pytest.raises(FederationError, match=r"posterior=None.*source of the posterior"):
         federate(Own(), fb.FederatedBayes(SIZES, seed=1), 4, loader(), ckpt_path=tmp_path / "half.ckpt")
 
 
@@ -393,7 +393,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_round(engine, modul
     own = module()
     own.on_train_epoch_start = lambda: pytest.fail("a round has begun")
     own.training_step = lambda batch, batch_idx: own(torch.zeros(2, 6)).sum()
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         federate(own, fb.FederatedBayes(SIZES, engine=engine, posterior=source), 1, loader(collate_fn=collate))
 
 
@@ -452,5 +452,5 @@ def test_data_that_cannot_be_read_again_fail_their_client_alone(caplog):
     ],
 )
 def test_a_mistake_is_named(make, message):
-    with pytest.raises(fb.FederationError, match=message):
+    with pytest.raises(FederationError, match=message):
         make()

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 NOISE, PRIOR = 0.5, 0.8
@@ -296,7 +297,7 @@ DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
     ],
 )
 def test_what_has_no_factors_is_refused(network, patterns, data, expected):
-    with pytest.raises(fb.FederationError) as error:
+    with pytest.raises(FederationError) as error:
         fb.KroneckerLaplace(fb.Laplace(parameters=patterns)).site(network, data)
     assert expected in str(error.value)
 
@@ -304,13 +305,13 @@ def test_what_has_no_factors_is_refused(network, patterns, data, expected):
 def test_sites_that_do_not_go_together_are_refused():
     one_shot = fb.KroneckerLaplace()
     small, large = (one_shot.site(nn.Linear(3, n), DATA) for n in (3, 4))
-    with pytest.raises(fb.FederationError, match=r"sites\[1\].mean: .* and that of sites\[0\]"):
+    with pytest.raises(FederationError, match=r"sites\[1\].mean: .* and that of sites\[0\]"):
         one_shot.fuse([small, large])
     broken = one_shot.site(nn.Linear(3, 3), DATA)
     broken.inputs[""][0, 0] = float("nan")
-    with pytest.raises(fb.FederationError, match=r"sites\[1\].inputs\[''\] is not finite"):
+    with pytest.raises(FederationError, match=r"sites\[1\].inputs\[''\] is not finite"):
         one_shot.fuse([small, broken])
-    with pytest.raises(fb.FederationError, match="no site"):
+    with pytest.raises(FederationError, match="no site"):
         one_shot.fuse([])
 
 
@@ -325,5 +326,5 @@ def test_weights_of_clients_in_different_units_are_not_fused(same):
     if same:
         one_shot.fuse(sites)
     else:
-        with pytest.raises(fb.FederationError, match=r"target_units'\] is not that of sites\[0\]"):
+        with pytest.raises(FederationError, match=r"target_units'\] is not that of sites\[0\]"):
             one_shot.fuse(sites)
