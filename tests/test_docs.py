@@ -45,7 +45,6 @@ ROOMS = (
     "callbacks",
     "callbacks.calibration",
     "clients",
-    "clients.adversaries",
     "core.exchange",
     "data",
     "data.partition",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import SignFlip
+from benchmarks.untrusted.adversaries import SignFlip
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import available_fusions
 from lightning_fedbayes.methods import Ditto, FedNova, FedProx, Scaffold

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.posterior.images import scores
-from lightning_fedbayes.clients.adversaries import flip_labels
+from benchmarks.untrusted.adversaries import flip_labels
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp

@@ -22,15 +22,16 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.clients.adversaries import (
+from benchmarks.untrusted.adversaries import (
     ALittleIsEnough,
-    Attack,
+    Attacks,
     FalseVariance,
     InnerProductManipulation,
     ScaledUpdate,
     SignFlip,
+    UpdateAttack,
 )
+from benchmarks.untrusted.report import options, write
 from lightning_fedbayes.core.plots import DPI
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -52,7 +53,7 @@ RULES: dict[str, str | FusionRule] = {
 }
 
 
-def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
+def attacks_of(clients: list[int]) -> dict[str, list[UpdateAttack]]:
     """Return the attacks of the table by ``clients``, title → what each of them applies one after the other."""
     flip = SignFlip(clients)
     return {
@@ -82,7 +83,9 @@ class Digits(fb.HybridBayesianClassifier):
         return {}
 
 
-def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **options: fb.Safeguards) -> tuple[float, float]:
+def run(
+    rule: str | FusionRule, attacks: list[UpdateAttack], seed: int, **options: fb.Safeguards
+) -> tuple[float, float]:
     """Return accuracy and NLL of the global model after the last round."""
     L.seed_everything(seed, verbose=False)
     module = Digits(mlp(64, 10), bayesian_last=2, learning_rate=RATE)
@@ -90,7 +93,7 @@ def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **options: fb.
         fb.IIDPartition(CLIENTS),
         fusion=rule,
         weighting="equal",
-        adversaries=attacks,
+        adversaries=Attacks(attacks),
         local_epochs=LOCAL_EPOCHS,
         engine="vectorized",
         seed=seed,
@@ -123,7 +126,7 @@ def fill(seeds: int, path: Path) -> Cells:
         for seed in range(seeds):
             for title, rule in RULES.items():
                 unbounded = {"safeguards": fb.Safeguards(max_influence=None)}
-                runs: list[tuple[str, int, list[Attack], dict[str, fb.Safeguards]]] = [
+                runs: list[tuple[str, int, list[UpdateAttack], dict[str, fb.Safeguards]]] = [
                     ("none", 0, [], {}),
                     ("none, without guard", 0, [], unbounded),
                 ]

@@ -11,10 +11,10 @@ import torch
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.adversaries import GaussianVector
 from benchmarks.untrusted.images import deal, examples
 from benchmarks.untrusted.one_round import GENUINE, LOCAL_EPOCHS, MOST, RATE, SIZE, score, updates_of
 from benchmarks.untrusted.report import RULES, options, table, write
-from lightning_fedbayes.clients.adversaries import GaussianVector
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion.registry import get_rule
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import Attack
+from benchmarks.untrusted.adversaries import UpdateAttack
 from lightning_fedbayes.fusion import FusionRule
 
 Examples = tuple[Tensor, Tensor]
@@ -91,7 +91,7 @@ def federate(
     parties: Sequence[Examples],
     validation: Examples,
     rule: str | FusionRule,
-    attack: Attack | None,
+    attack: UpdateAttack | None,
     *,
     rounds: int,
     local_epochs: int = 1,
@@ -124,7 +124,7 @@ def federate(
             fusion=rule,
             weighting="equal",
             engine="auto",
-            adversaries=() if attack is None else attack,
+            adversaries=attack,
             seed=seed,
             safeguards=fb.Safeguards(max_influence=None),  # the rules themselves are compared
         ),

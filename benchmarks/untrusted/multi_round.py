@@ -11,10 +11,10 @@ import lightning as L
 import torch
 from tqdm import tqdm
 
+from benchmarks.untrusted.adversaries import GaussianVector
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import deal, read
 from benchmarks.untrusted.report import RULES, options, panels, table, write
-from lightning_fedbayes.clients.adversaries import GaussianVector
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.modules import mlp
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.adversaries import ALittleIsEnough, GaussianVector, SignFlip, UpdateAttack
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import DATASETS, FEATURES, deal, examples
 from benchmarks.untrusted.report import PUBLISHED, RULES, cell, options, panels, table, write
-from lightning_fedbayes.clients.adversaries import ALittleIsEnough, Attack, GaussianVector, SignFlip
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
 
@@ -65,7 +65,7 @@ def logistic_regression(inputs: int) -> nn.Linear:
 
 
 def updates_of(
-    parties: Sequence[Examples], test: Examples, attack: Attack | None, seed: int, rate: float, local_epochs: int
+    parties: Sequence[Examples], test: Examples, attack: UpdateAttack | None, seed: int, rate: float, local_epochs: int
 ) -> tuple[Updates, str]:
     """Train one round; return what the parties send, in their order, and the engine."""
     keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=rate)

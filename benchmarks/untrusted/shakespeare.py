@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.untrusted.adversaries import GaussianVector, RandomUpdate, UpdateAttack
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.report import PUBLISHED, options, panels, table, write
 from benchmarks.untrusted.report import RULES as ALL_RULES
-from lightning_fedbayes.clients.adversaries import Attack, GaussianVector, RandomUpdate
 from lightning_fedbayes.core.quiet import quietly
 
 SPEAKER_OR_LINE = re.compile(r'<a name="?(?:speech\d+"?><b>(.*?)</b>|[\d.]+"?>(.*?)</a>)', re.IGNORECASE | re.DOTALL)
@@ -176,7 +176,7 @@ def run(
     """Return the test accuracy after every round, and the engine; ``sizes``: characters of the genuine parties."""
     torch.set_num_threads(1)  # the fastest for networks this small
     how, attack = TRAININGS[training], ATTACKS[attack_name]
-    given: Attack | None = attack
+    given: UpdateAttack | None = attack
     parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), how.test, LENGTH, seed)
     for party, size in enumerate(sizes):
         parties[party] = parties[party][0][: size // LENGTH], parties[party][1][: size // LENGTH]

@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.clients.adversaries import (
+from benchmarks.untrusted.adversaries import (
     ALittleIsEnough,
-    Attack,
+    Attackers,
+    Attacks,
     FalseVariance,
     GaussianVector,
     InnerProductManipulation,
@@ -37,7 +37,7 @@ from lightning_fedbayes.clients.adversaries import (
     SignFlip,
     UpdateAttack,
 )
-from lightning_fedbayes.clients.adversaries.base import Attackers
+from benchmarks.untrusted.report import options, write
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -119,7 +119,7 @@ class Foreign(UpdateAttack):
         return mean[torch.randperm(len(mean), generator=torch.Generator().manual_seed(0))]
 
 
-def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
+def attacks_of(clients: list[int]) -> dict[str, list[UpdateAttack]]:
     """Return the attacks of the table by ``clients``, title → what each of them applies one after the other."""
     flip = SignFlip(clients)
     return {
@@ -175,7 +175,7 @@ def run(
     split: str,
     rounds: int,
     seed: int,
-    attacks: Sequence[Attack] = (),
+    attacks: Sequence[UpdateAttack] = (),
     *,
     without: bool = False,
     start: GaussianPosterior | None = None,
@@ -213,7 +213,7 @@ def run(
     federation = fb.FederatedBayes(
         local_epochs=LOCAL_EPOCHS,
         fusion="sites" if rule in (LATE, IVON, ADAPTERS) else rule,
-        adversaries=attacks,
+        adversaries=Attacks(attacks),
         seed=seed,
         **settings,
     )

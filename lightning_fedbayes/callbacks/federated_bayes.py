@@ -100,12 +100,12 @@ class FederatedBayes(L.Callback):
             client. In the global model they keep their initial value.
         safeguards: what happens in rounds of too few clients, and how much one client may do: a
             :class:`~lightning_fedbayes.Safeguards`.
-        adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
-            ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
-            honestly, report what they measured then, and send honest buffers.
+        adversaries: for tests of a defence: a function that is called at the start of each round with a
+            :class:`~lightning_fedbayes.clients.settings.Sending`. What it returns is called with each update, after
+            privacy, and yields what is sent in its place; after the round's last update with None, to send what it
+            has held back. Over several processes each has the clients that it trains.
         privacy: an :class:`~lightning_fedbayes.UpdatePrivacy`: every client clips its update and adds noise
-            before it sends it, and the ε given away is logged as ``privacy/epsilon``. Adversaries replace what they
-            would have sent then.
+            before it sends it, and the ε given away is logged as ``privacy/epsilon``.
         posterior: where the posterior of parameters outside of Bayesian layers comes from: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it, or a :class:`~lightning_fedbayes.clients.learned.PosteriorSource` of your own. None: from an
@@ -135,7 +135,7 @@ class FederatedBayes(L.Callback):
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
         safeguards: Safeguards = USUAL,
-        adversaries: Adversaries = (),
+        adversaries: Adversaries | None = None,
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
         schedule: Asynchronous | None = None,

@@ -17,7 +17,6 @@ from lightning_fedbayes.callbacks.calibration import FederatedConformal
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
-from lightning_fedbayes.clients import adversaries  # noqa: F401
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of

@@ -10,12 +10,10 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedbayes.clients.adversaries import assign
-from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.clients.engine import Engine, Results
 from lightning_fedbayes.clients.in_flight import InFlight
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
-from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.clients.settings import FederationSettings, Sending
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
@@ -42,6 +40,11 @@ class ProcessNote:
     trained: Results | None
     sent: Mapping[int, GaussianPosterior]
     extra: Any
+
+
+def honest(update: ClientUpdate | None) -> tuple[ClientUpdate, ...]:
+    """Return what a client sends where there are no adversaries: its update."""
+    return () if update is None else (update,)
 
 
 class Federation:
@@ -89,7 +92,7 @@ class Federation:
         self.result: RoundResult | None = None
         self._is_shared = engine.log.is_shared = engine.states.is_shared = collective.size > 1
         self._received = 0
-        self._waiting: list[ClientUpdate] = []
+        self._falsify = honest
         self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
@@ -128,9 +131,10 @@ class Federation:
         advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
         if advice is not None and self.settings.posterior is None:
             rank_zero_info(advice)
-        attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
-        self._adversaries = RoundAdversaries(attackers, plan.senders, self.server.posterior, self.settings.seed)
-        self._received, self._waiting, self._not_kept, self._sent = 0, [], {}, {}
+        if self.settings.adversaries is not None:
+            names, seed = tuple(self.engine.names), self.settings.seed
+            self._falsify = self.settings.adversaries(Sending(plan.senders, self.server.posterior, names, seed))
+        self._received, self._not_kept, self._sent = 0, {}, {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
 
@@ -143,10 +147,7 @@ class Federation:
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
-        """Bring the clients' updates to the server, or on their way. Returns the outcomes that are known.
-
-        An adversary that waits for the honest clients sends its update, and has its outcome, with the round's last.
-        """
+        """Bring the clients' updates to the server, or on their way. Returns the outcomes that are known."""
         outcomes = []
         if results == ():  # most batches end no client
             return outcomes
@@ -158,8 +159,6 @@ class Federation:
                     if isinstance(result, ClientFailure):
                         self.engine.forget(result.client)
                         self._not_kept[self.engine.names[result.client]] = result.error
-                elif isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
-                    self._waiting.append(held_back(result))
                 else:
                     outcomes += self._send(result)
             if self.is_complete:
@@ -168,8 +167,7 @@ class Federation:
                         "Clients whose own networks stay as they were, because their training failed: "
                         f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
                     )
-                outcomes += [outcome for update in self._waiting for outcome in self._send(update)]
-                self._waiting = []
+                outcomes += [outcome for each in self._falsify(None) for outcome in self._leave(each)]
         return outcomes
 
     def land(self) -> list[ClientOutcome]:
@@ -199,19 +197,23 @@ class Federation:
         return self.stage == "training" and self._received == len(self.share.cohort)
 
     def _send(self, result: ClientUpdate | ClientFailure) -> list[ClientOutcome]:
-        """Send one client's update, as privacy and its own attacks make it, to the server, or on its way there."""
-        if isinstance(result, ClientUpdate):
-            try:
-                if self.settings.privacy is not None:
-                    result = self.settings.privacy.send(result, self.server.posterior, self.settings.seed, self.round)
-                result = self._adversaries.send(result)
-            except FusionError as refusal:
-                result = ClientFailure(result.client, refusal, result.num_examples, result.seconds)
+        """Send one client's update as privacy, and adversaries if there are any, make it."""
+        if not isinstance(result, ClientUpdate):
+            return self._leave(result)
+        try:
+            if self.settings.privacy is not None:
+                result = self.settings.privacy.send(result, self.server.posterior, self.settings.seed, self.round)
+            sent = list(self._falsify(result))
+        except FusionError as refusal:
+            sent = [ClientFailure(result.client, refusal, result.num_examples, result.seconds)]
+        return [outcome for each in sent for outcome in self._leave(each)]
+
+    def _leave(self, result: ClientUpdate | ClientFailure) -> list[ClientOutcome]:
+        """Bring one message to the server, or on its way there."""
         if self.settings.schedule is None:
             return [self._admit(result)]
         if isinstance(result, ClientUpdate):
-            self._adversaries.observe(result)
-            result = held_back(result)
+            result = result.clone()
         self.in_flight.send(result, self.round, self.engine.states.withdraw(result.client))
         return []
 
@@ -220,11 +222,8 @@ class Federation:
         outcome = self.server.admit(result, started)
         if outcome.error is not None:
             self.engine.forget(outcome.client)
-        elif isinstance(result, ClientUpdate):
-            if self._keeps_clients:
-                self._sent[result.client] = result.posterior.clone()
-            if started is None:
-                self._adversaries.observe(result)
+        elif isinstance(result, ClientUpdate) and self._keeps_clients:
+            self._sent[result.client] = result.posterior.clone()
         return outcome
 
     def finish(self, note: Any = None) -> RoundResult:

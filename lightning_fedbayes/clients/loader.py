@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from lightning_fedbayes.clients.adversaries import assign
-from lightning_fedbayes.clients.attacks import poisoned
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError
@@ -285,7 +283,7 @@ def federated_loader(
     limit: int | float = 1.0,
     clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
-    """Deal the examples of the user's training ``loader`` out to clients; adversaries may get poisoned labels.
+    """Deal the examples of the user's training ``loader`` out to clients.
 
     Args:
         loader, settings, plan, part, limit: see :func:`batching_of` and :class:`FederatedLoader`.
@@ -313,7 +311,6 @@ def federated_loader(
     else:
         first = 0 if settings.safeguards.max_influence is None else FEWEST
         timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, first, clients_in_a_round)
-    trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))
-    made = FederatedLoader(loader, trained, batching, lambda: plan(made), part)
+    made = FederatedLoader(loader, clients, batching, lambda: plan(made), part)
     made.timeline = timeline
     return made

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from lightning_fedbayes.clients.adversaries import Attack
 from lightning_fedbayes.clients.learned import PosteriorSource
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.core.errors import (
@@ -20,11 +19,13 @@ from lightning_fedbayes.core.errors import (
     check_strings,
     shown,
 )
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods import Method, get_method
-from lightning_fedbayes.server.plan import Fraction, check_fraction, cohort_size
+from lightning_fedbayes.server.plan import Fraction, RoundPlan, check_fraction, cohort_size
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.schedule import Asynchronous
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
@@ -35,10 +36,29 @@ Keep = Literal["optimizer", "posterior"]
 BufferPolicy = Literal["average", "local", "frozen"]
 Fusion = str | FusionRule | AutoFusion | Method
 Weighting = str | CohortWeights
-Adversaries = Attack | Sequence[Attack]
 Source = Laplace | SWAG | PosteriorSource
 MOST_DESCRIBED = 300
-"""Most characters of a partition, or of an attack, among the settings that are logged."""
+"""Most characters of a partition, or of adversaries, among the settings that are logged."""
+
+
+class Sending(NamedTuple):
+    """A round as its adversaries see it.
+
+    Attributes:
+        plan: its number and the clients that send.
+        posterior: the global posterior that they started from.
+        names: name of every client of the federation.
+        seed: of the federation.
+    """
+
+    plan: RoundPlan
+    posterior: GaussianPosterior
+    names: tuple[str, ...]
+    seed: int
+
+
+Adversaries = Callable[[Sending], Callable[[ClientUpdate | None], Iterable[ClientUpdate | ClientFailure]]]
+"""Called at the start of a round; what it returns is called with each update, and with None after the last."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,7 @@ class FederationSettings:
     """Every choice of a federation; :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
 
     Making one has no effect but its checks. Arguments are brought into one form: ``fusion`` becomes a
-    :class:`~lightning_fedbayes.Method`, one attack a tuple of one, one pattern of local parameters likewise.
+    :class:`~lightning_fedbayes.Method`, one pattern of local parameters a tuple of one.
 
     Raises:
         FusionError, FederationError: an argument cannot be used; the message names it, the rule and the remedy.
@@ -88,7 +108,7 @@ class FederationSettings:
     buffers: BufferPolicy = "average"
     local_parameters: Sequence[str] = ()
     safeguards: Safeguards = USUAL
-    adversaries: Adversaries = ()
+    adversaries: Adversaries | None = None
     privacy: UpdatePrivacy | None = None
     posterior: Source | None = None
     schedule: Asynchronous | None = None
@@ -116,7 +136,11 @@ class FederationSettings:
         check_at_least("seed", self.seed, -LARGEST)
         remedy = "give patterns of names, such as ['head.*']"
         self._set("local_parameters", check_strings("local_parameters", self.local_parameters, remedy))
-        self._set("adversaries", attacks_of(self.adversaries))
+        if self.adversaries is not None and not callable(self.adversaries):
+            raise FederationError(
+                f"adversaries={shown(self.adversaries)}: give a function of a round that returns what changes its "
+                "updates, or None"
+            )
         if self.privacy is not None and not isinstance(self.privacy, UpdatePrivacy):
             raise FederationError(
                 f"privacy={shown(self.privacy)} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, "
@@ -170,11 +194,6 @@ class FederationSettings:
         """Replace an argument by its one form, while the value is being made."""
         object.__setattr__(self, name, value)
 
-    @property
-    def attacks(self) -> tuple[Attack, ...]:
-        """The attacks of adversaries."""
-        return attacks_of(self.adversaries)
-
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
         names = ("fusion", "weighting", "safeguards")
@@ -192,7 +211,7 @@ class FederationSettings:
             "weighting": weighting if not rules or any(rule.uses_weights for rule in rules) else "none",
             "keep": list(self.kept.what),
             "local_parameters": list(self.local_parameters),
-            "adversaries": [shown(attack, MOST_DESCRIBED) for attack in self.attacks],
+            "adversaries": None if self.adversaries is None else shown(self.adversaries, MOST_DESCRIBED),
             "privacy": repr(self.privacy),
             "posterior": repr(self.posterior),
             "schedule": None if self.schedule is None else repr(self.schedule),
@@ -209,15 +228,3 @@ def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
             f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
             "every round would fail"
         )
-
-
-def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
-    """Return one attack or several as a tuple; raise FederationError for anything else."""
-    several = isinstance(adversaries, Sequence) and not isinstance(adversaries, str)
-    attacks = adversaries if several else (adversaries,)
-    wrong = [each for each in attacks if not isinstance(each, Attack)]
-    if wrong:
-        raise FederationError(
-            f"adversaries: {shown(wrong[0])} is no attack: give one, such as SignFlip(clients=0.3), or a list"
-        )
-    return tuple(attacks)

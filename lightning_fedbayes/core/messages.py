@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -144,6 +144,11 @@ class ClientUpdate:
     def num_bytes(self) -> int:
         """Bytes of posterior and buffers."""
         return self.posterior.num_bytes + bytes_of(self.buffers)
+
+    def clone(self) -> ClientUpdate:
+        """Return a copy that shares no memory, so that later batches do not overwrite it."""
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        return replace(self, posterior=self.posterior.clone(), buffers=buffers)
 
 
 @dataclass(frozen=True)

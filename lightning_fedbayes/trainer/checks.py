@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_fedbayes.clients.adversaries import UpdateAttack
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data.clients import Clients
@@ -30,14 +29,6 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: Feder
     reasons = list(_reasons(trainer, module))
     if reasons:
         raise FederationError("this Trainer cannot run a federation:\n" + "\n".join(f"  * {each}" for each in reasons))
-    waiting = [
-        type(attack).__name__ for attack in settings.attacks if isinstance(attack, UpdateAttack) and attack.needs_honest
-    ]
-    if waiting and trainer.world_size > 1:
-        raise FederationError(
-            f"{waiting[0]} looks at what the honest clients of a round have sent, and with devices="
-            f"{trainer.world_size} other processes train some of them; use devices=1"
-        )
     if settings.schedule is not None and isinstance(trainer.strategy, ClientParallelStrategy):
         raise FederationError(
             f"schedule= with strategy='fedbayes', devices={trainer.world_size}: messages are under way for many "

@@ -16,7 +16,6 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients.adversaries import SignFlip, assign
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.tables import MOST_ROWS
@@ -369,14 +368,6 @@ def idle(clients, classes):
     check_batches(clinics(clients), [1] * clients, Batching(batch_size=2, drop_last=True))
 
 
-def unknown_attacker(clients, classes):
-    assign([SignFlip(["clinic"])], clinics(clients), 0)
-
-
-def unknown_attackers(clients, classes):
-    assign([SignFlip([*clinics(clients), "nobody"])], clinics(clients), 0)
-
-
 def other_parameters(clients, classes):
     sides = [{f"{side}{number}": torch.zeros(1) for number in range(classes)} for side in "ab"]
     fb.fuse("weighted_average", [fb.GaussianPosterior.point_mass(side) for side in sides])
@@ -417,8 +408,6 @@ def unknown_threshold(clients, classes):
         absent,
         gaps,
         idle,
-        unknown_attacker,
-        unknown_attackers,
         other_parameters,
         other_sizes,
         trained_on,

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import GaussianVector
+from benchmarks.untrusted.adversaries import GaussianVector
 from lightning_fedbayes.fusion import Cohort, Reliability, get_rule
 from tests.federations import Plain, bayesian, federate, loader, network, rule_state, trainer
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import GaussianVector, RandomUpdate
+from benchmarks.untrusted.adversaries import GaussianVector, RandomUpdate
 from lightning_fedbayes.clients.vectorized import engine
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import Reliability

@@ -6,14 +6,14 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import LabelFlip, NotANumber, ScaledUpdate, UpdateAttack
+from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate, UpdateAttack
 from lightning_fedbayes.clients.scoring import predictive_nll
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, Reliability, TrimmedMean
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, rule_state
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, network, parameters, rule_state
 
 ROBUST = (
     "ivar_vb",
@@ -134,15 +134,6 @@ def test_distance_weights_after_a_rule_that_gives_spread_to_deterministic_layers
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion="linear_pool", weighting="distance")
     federate(bayesian(), made, rounds=3)
     assert made.history[-1]["failed_rounds"] == 0
-
-
-def test_labels_of_examples_that_no_client_has_are_ignored():
-    data = blobs(60)
-    labels = torch.arange(60) % 6
-    kept = Subset(TensorDataset(data.tensors[0], labels), [i for i in range(60) if int(labels[i]) < 3])
-    made = fb.FederatedBayes(fb.IIDPartition(3), adversaries=LabelFlip([0]))
-    federate(Plain(), made, rounds=1, train=loader(kept))
-    assert made.history[0]["valid_clients"] == 3
 
 
 def test_interrupted_choice_leaves_the_last_good_posterior():

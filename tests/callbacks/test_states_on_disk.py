@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import NotANumber
+from benchmarks.untrusted.adversaries import NotANumber
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
 from tests.callbacks.test_resume import Everything, kill, killed, state

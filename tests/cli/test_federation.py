@@ -11,7 +11,6 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.cli import main
 from lightning_fedbayes.cli.federation import FederationCLI
 from lightning_fedbayes.cli.results import curves_of
-from lightning_fedbayes.clients.adversaries import GaussianVector
 from lightning_fedbayes.data import DiabetesDataModule
 from lightning_fedbayes.fusion import Reliability
 from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
@@ -58,7 +57,6 @@ def test_the_file_makes_the_federation_that_python_would():
     by_hand = fb.FederatedBayes(
         fb.IIDPartition(10),
         fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"),
-        adversaries=GaussianVector(clients=0.3),
         seed=5,
     )
     assert federation.described() == by_hand.described()

@@ -52,8 +52,6 @@ def test_the_help_of_a_class_lists_its_arguments(capsys):
         ),
         (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),
         (["--federation.partition.clients=0"], "clients=0: give at least 1"),
-        (["--federation.adversaries=SignFlp"], "did you mean 'SignFlip'?"),
-        (["--federation.adversaries=SignFlip"], "federation.adversaries: clients missing"),
         (
             ["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
             "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import FalseVariance, SignFlip
+from benchmarks.untrusted.adversaries import FalseVariance, SignFlip
 from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.methods import Averaging

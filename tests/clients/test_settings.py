@@ -6,7 +6,7 @@ import os
 import pytest
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import SignFlip
+from benchmarks.untrusted.adversaries import SignFlip
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.fusion.auto import AutoFusion
@@ -22,7 +22,7 @@ WRONG = {
     "did you mean 'conflation'": {"fusion": "conflatoin"},
     "did you mean 'train_size'": {"weighting": "trainsize"},
     "is no Partition": {"partition": 3},
-    "is no attack": {"adversaries": ["SignFlip"]},
+    "give a function of a round": {"adversaries": ["SignFlip"]},
     "is no UpdatePrivacy": {"privacy": 1.0},
 }
 
@@ -39,10 +39,9 @@ def test_settings_cannot_be_changed():
 
 
 def test_arguments_are_brought_into_one_form():
-    settings = FederationSettings(fusion="auto", local_parameters="head.*", adversaries=SignFlip([0]))
+    settings = FederationSettings(fusion="auto", local_parameters="head.*")
     assert isinstance(settings.method.rule, AutoFusion)
     assert settings.local_parameters == ("head.*",)
-    assert settings.attacks == (SignFlip([0]),)
 
 
 def test_making_settings_has_no_side_effect(monkeypatch):
@@ -66,5 +65,5 @@ def test_the_callback_prints_what_was_chosen():
     chosen = repr(fb.FederatedBayes(fb.IIDPartition(4), fusion="conflation", adversaries=SignFlip([0]), seed=3))
     assert chosen == (
         "FederatedBayes(partition=IIDPartition(clients=4), fusion='conflation', "
-        "adversaries=['SignFlip(clients=(0,), scale=1.0)'], seed=3)"
+        "adversaries='SignFlip(clients=(0,), scale=1.0)', seed=3)"
     )

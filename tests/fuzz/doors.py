@@ -12,16 +12,8 @@ from torch.utils.data import TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes import fusion, layers, methods, metrics, modules
 from lightning_fedbayes.callbacks import calibration
-from lightning_fedbayes.clients import adversaries, privacy
+from lightning_fedbayes.clients import privacy
 from lightning_fedbayes.clients.across import CrossScores
-from lightning_fedbayes.clients.adversaries import (
-    ALittleIsEnough,
-    FalseVariance,
-    GaussianVector,
-    InnerProductManipulation,
-    ScaledUpdate,
-    SignFlip,
-)
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.messages import ClientFailure
@@ -248,7 +240,7 @@ SETTINGS = {
     "buffers": "average",
     "local_parameters": (),
     "safeguards": fb.Safeguards(),
-    "adversaries": (),
+    "adversaries": None,
     "privacy": None,
     "seed": 0,
 }
@@ -556,17 +548,6 @@ DOORS = {
     ),
     "effective_clients": (weighting.effective_clients, {"weights": [0.5, 0.5]}),
     "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
-    # attacks
-    "SignFlip": (SignFlip, {**CLIENTS, "scale": 1.0}),
-    "FalseVariance": (FalseVariance, {**CLIENTS, "factor": 2.0}),
-    "ScaledUpdate": (ScaledUpdate, {**CLIENTS, "factor": 2.0}),
-    "GaussianVector": (GaussianVector, {**CLIENTS, "std": 1.0}),
-    "ALittleIsEnough": (ALittleIsEnough, {**CLIENTS, "z": 1.0}),
-    "InnerProductManipulation": (InnerProductManipulation, {**CLIENTS, "epsilon": 0.1}),
-    **{name: (getattr(adversaries, name), CLIENTS) for name in ("LabelFlip", "NotANumber", "RandomUpdate")},
-    "assign": (adversaries.assign, {"attacks": [SignFlip(0.5)], "names": ["a", "b"], "seed": 0}),
-    "flip_labels": (adversaries.flip_labels, {"labels": LABELS, "classes": (0, 1, 2)}),
-    "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
     # calibration
     "temperature_message": (
         calibration.temperature_message,
@@ -1067,7 +1048,6 @@ VALUES = SimpleNamespace(
         nn.ReLU(),
         table(4),
         fb.IIDPartition(2),
-        SignFlip([0]),
         fusion.LinearPool(),
         AutoFusion(),
         fb.RoundPlan(0, (0,)),

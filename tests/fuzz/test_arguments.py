@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import lightning_fedbayes as fb
 from lightning_fedbayes import data, fusion, layers, metrics, modules
 from lightning_fedbayes.callbacks import calibration
-from lightning_fedbayes.clients import adversaries
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.metrics import functional
 from tests.fuzz import EXAMPLES, many, only_own_errors
@@ -48,7 +47,6 @@ NO_DOORS = {
     "gram_of",
     "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
-    "Attack",
     "BayesianLayer",
     "FusionRule",
     "GramRule",
@@ -63,7 +61,6 @@ NO_DOORS = {
     "SplitDataModule",
     "SumRule",
     "TensorDataModule",
-    "UpdateAttack",
     # without arguments of their own
     "Bernoulli",
     "Cox",
@@ -128,7 +125,7 @@ def test_there_are_five_thousand_examples():
 
 @pytest.mark.parametrize(
     "room",
-    [fb, adversaries, calibration, data, functional, fusion, layers, metrics, modules],
+    [fb, calibration, data, functional, fusion, layers, metrics, modules],
     ids=lambda room: room.__name__,
 )
 def test_every_public_callable_is_a_door(room):

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import fusion, layers, modules
-from lightning_fedbayes.clients import adversaries
-from lightning_fedbayes.clients.adversaries import SignFlip
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.fusion import available_fusions
 from tests.fuzz import EXAMPLES, many, only_own_errors
@@ -81,14 +79,6 @@ def privatise(q):
     fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), 0, 0)
 
 
-def attacked(q):
-    knowledge = adversaries.Knowledge(
-        posterior().flatten()[0], torch.Generator(), adversaries.HonestMoments(torch.zeros(3)), 3, 1
-    )
-    if isinstance(q, fb.GaussianPosterior):
-        SignFlip([0]).send(fb.GaussianPosterior(q.mean, q.variance), knowledge)
-
-
 def restored(q):
     """What a checkpoint holds of it."""
     fb.GaussianPosterior.from_state_dict({"mean": getattr(q, "mean", q), "variance": getattr(q, "variance", q)})
@@ -112,7 +102,6 @@ PLACES = {
     "kl": lambda q: posterior().kl(q),
     "from_state_dict": restored,
     "UpdatePrivacy": privatise,
-    "an attack": attacked,
     "draws_from_posterior": lambda q: modules.draws_from_posterior(q, 2),
     "draws_from_clients": lambda q: modules.draws_from_clients([posterior(), q]),
 }

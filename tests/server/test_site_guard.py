@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import LabelFlip, SignFlip
+from benchmarks.untrusted.adversaries import SignFlip
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Report, Shared
 from lightning_fedbayes.methods.method import split
@@ -317,8 +317,7 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
     assert beyond <= 0.005 * 300 * len(rows)
 
 
-@pytest.mark.parametrize("lies", [SignFlip([0], scale=10.0), LabelFlip([1])], ids=str)
-def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path, lies):
+def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path):
     """The sums of what clients keep are the server's, whatever they have sent."""
     found = {}
     for name, engine, keep in (
@@ -326,7 +325,9 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
         ("disk", "sequential", fb.Kept(folder=tmp_path / "s")),
         ("stack", "vectorized", fb.Kept(folder=tmp_path / "v")),
     ):
-        made = fb.FederatedBayes(fb.IIDPartition(9), fusion="sites", adversaries=lies, engine=engine, keep=keep)
+        made = fb.FederatedBayes(
+            fb.IIDPartition(9), fusion="sites", adversaries=SignFlip([0], scale=10.0), engine=engine, keep=keep
+        )
         federate(bayesian(), made, 4)
         if name == "memory":
             tensors, sites = split(made.federation.server.buffers)[1], made.state_dict()["clients"]

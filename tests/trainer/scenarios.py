@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import SignFlip
+from benchmarks.untrusted.adversaries import SignFlip
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.methods import FedProx

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import ALittleIsEnough, SignFlip
 from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
@@ -274,17 +273,6 @@ def test_options_that_several_processes_cannot_use_are_refused_before_training(t
     )
     with pytest.raises(FederationError, match=message):
         check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings())
-
-
-def test_an_attack_that_looks_at_all_honest_clients_needs_one_process():
-    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
-
-    def check(*attacks):
-        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings(adversaries=attacks))
-
-    with pytest.raises(FederationError, match="ALittleIsEnough looks at what the honest clients"):
-        check(SignFlip(clients=[1]), ALittleIsEnough(clients=[1]))
-    check(SignFlip(clients=[1]))
 
 
 def test_strategies_that_split_the_network_are_refused(monkeypatch):

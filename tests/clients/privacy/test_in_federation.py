@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.adversaries import ScaledUpdate
 from lightning_fedbayes import ExamplePrivacy
-from lightning_fedbayes.clients.adversaries import ScaledUpdate
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import read_posterior

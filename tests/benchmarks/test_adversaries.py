@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.adversaries import (
+from benchmarks.untrusted.adversaries import (
     ALittleIsEnough,
     FalseVariance,
     GaussianVector,
@@ -23,6 +23,7 @@ from lightning_fedbayes.clients.adversaries import (
     RandomUpdate,
     ScaledUpdate,
     SignFlip,
+    assign,
     flip_labels,
     largest_unnoticed_shift,
 )
@@ -139,11 +140,6 @@ def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
     assert all(torch.equal(sent.mean[name], mean) for name, mean in honest.mean.items())
 
 
-def test_a_negative_variance_is_no_attack():
-    with pytest.raises(FederationError, match=r"FalseVariance: factor=-1\.0: give a finite number of at least 0"):
-        FalseVariance(0.5, factor=-1.0)
-
-
 @pytest.mark.parametrize("z", [-1.0, 0.0, 2.5])
 def test_a_little_is_enough_shifts_the_honest_mean(z):
     honest = torch.stack([vector(100 + client) for client in range(5)])
@@ -216,8 +212,8 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
     ("attack", "options"),
     [
         (GaussianVector, {"std": 0.0}),
-        (GaussianVector, {"std": float("inf")}),
         (SignFlip, {"scale": -1.0}),
+        (FalseVariance, {"factor": -1.0}),
         (ScaledUpdate, {"factor": float("nan")}),
         (ALittleIsEnough, {"z": float("inf")}),
         (InnerProductManipulation, {"epsilon": 0.0}),
@@ -226,3 +222,24 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
 def test_invalid_strengths_are_refused(attack, options):
     with pytest.raises(FederationError, match=f"{next(iter(options))}=.*give a finite number"):
         attack(0.5, **options)
+
+
+def test_shares_are_disjoint_draws_and_names_are_numbers():
+    names = [f"site {k}" for k in range(20)]
+    first, second = SignFlip(0.3), ScaledUpdate(0.5)
+    found = assign([first, second], names, seed=0)
+    assert sorted(len([c for c, own in found.items() if own == (each,)]) for each in (first, second)) == [6, 10]
+    counts = torch.zeros(20)
+    for seed in range(2000):
+        counts[list(assign([first], names, seed))] += 1
+    assert (counts / 2000 - 0.3).abs().max() < 4 * math.sqrt(0.21 / 2000)
+    named = [SignFlip(["site 3", 5]), ScaledUpdate([5])]
+    assert assign(named, names, 0) == {3: (named[0],), 5: (named[0], named[1])}
+
+
+@pytest.mark.parametrize(
+    "attacks", [[SignFlip([20])], [SignFlip(["nobody"])], [SignFlip(0.01)], [SignFlip(0.6), ScaledUpdate(0.6)]], ids=str
+)
+def test_what_cannot_be_assigned_is_refused(attacks):
+    with pytest.raises(FederationError, match=r"there is no client|of 20 clients"):
+        assign(attacks, [str(k) for k in range(20)], 0)
