@@ -81,7 +81,11 @@ def test_adversaries_begin_with_what_they_would_have_sent():
     free_riders = ScaledUpdate(clients=1.0, factor=0.0)
     (_, fed), (_, honest), (_, unprotected) = (
         run(bayesian(), privacy, rounds=1, adversaries=adversaries)
-        for privacy, adversaries in ((UpdatePrivacy(1.0, 1.0), free_riders), (UpdatePrivacy(1.0, 1.0), None), (None, None))
+        for privacy, adversaries in (
+            (UpdatePrivacy(1.0, 1.0), free_riders),
+            (UpdatePrivacy(1.0, 1.0), None),
+            (None, None),
+        )
     )
     for name, value in read_posterior(bayesian()).mean.items():
         torch.testing.assert_close(fed.posterior.mean[name], value)
