@@ -44,7 +44,12 @@ def turned(round: Sending) -> Callable[[fb.ClientUpdate | None], Iterator[fb.Cli
         if update.client == 2:
             start, sent = round.posterior.mean, update.posterior
             mean = {name: start[name] - 5 * (value - start[name]) for name, value in sent.mean.items()}
-            update = replace(update, posterior=fb.GaussianPosterior(mean, sent.variance))
+            beside = {  # what sites send beside the means, in the same way
+                name: -5 * value if name.startswith("method/") and value.numel() > 1 else value
+                for name, value in update.buffers.items()
+            }
+            posterior = fb.GaussianPosterior(mean, sent.variance)
+            update = replace(update, posterior=posterior, buffers=beside, kept=None)
         yield update
 
     return send

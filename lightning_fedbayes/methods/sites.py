@@ -23,7 +23,8 @@ from lightning_fedbayes.methods.method import (
 )
 
 MEMORY = 0.5
-"""Part of a site that stays when its client measures it again: training is noisy, and all clients move at once."""
+"""Part of a site that stays after a round: training is noisy, and all clients move at once. Clients that train in a
+tenth of the rounds have measured theirs ten rounds ago, at another model: little of it stays."""
 WIDTH = 0.1
 """Width that a first site begins with, as a part of its tensor's weights, as layers and IVON have it at the start."""
 
@@ -80,7 +81,8 @@ class Sites(Method):
        H is unbiased (Price's theorem) and noisy, the squares F of single examples' gradients are neither. So the
        curvature is F times one factor per tensor, :math:`\sum H / \Lambda` over :math:`\sum F / \Lambda`, which gives
        way to 1 as far as it is noise (:func:`~lightning_fedbayes.clients.problems.factor_of`).
-    3. It moves its site half of the way there, and sends :math:`\theta_k` and the changes of its site.
+    3. It moves its site there, but for :math:`2^{-a}` of the way, and sends :math:`\theta_k` and the changes of its
+       site; a is the mean number of rounds from one message of a client to its next, 1 where all train in each round.
     4. The server moves m by the weighted mean of :math:`\theta_k - m`, and adds the changes up.
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
@@ -119,7 +121,7 @@ class Sites(Method):
     keeps_optimizer: ClassVar[bool] = True
     sends: ClassVar[bool] = True
     sent: ClassVar[tuple[str, ...]] = ("gradient", "precision", "examples", "clients")
-    told: ClassVar[tuple[str, ...]] = ("gradient", "examples", "clients")
+    told: ClassVar[tuple[str, ...]] = ("gradient", "examples", "clients", "age")
     adds: ClassVar[bool] = True
     sends_means: ClassVar[bool] = True
 
@@ -219,11 +221,13 @@ class Sites(Method):
             else:
                 found.append(part)
         precision = torch.cat(found) if found else like[:0]
+        rounds, age = shared.tensors["age"].float().tolist()  # as they travel
+        stays = MEMORY ** (age if kept else rounds + 1)
         if kept:
-            gradient = torch.lerp(before["gradient"], gradient, 1 - MEMORY)
-            precision = torch.lerp(before["precision"], precision, 1 - MEMORY)
+            gradient = torch.lerp(before["gradient"], gradient, 1 - stays)
+            precision = torch.lerp(before["precision"], precision, 1 - stays)
         elif found:
-            precision = torch.lerp(shared.share * self._first(common, shared), precision, 1 - MEMORY)
+            precision = torch.lerp(shared.share * self._first(common, shared), precision, 1 - stays)
         counts = {"examples": like.new_tensor(float(client.num_examples)), "clients": like.new_ones(())}
         changes, own = {}, {}
         for name, new in {"gradient": gradient, "precision": precision, **counts}.items():
@@ -255,8 +259,8 @@ class Sites(Method):
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        "_marks" are the means after two earlier rounds, "_trail" the number of rounds, the Newton decrements there, and
-        the largest of all such.
+        "age" are the number of rounds, and of those from one message of a client to its next, in the mean; "_marks"
+        the means after two earlier rounds, "_trail" the Newton decrements there, and the largest of all such.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
@@ -266,8 +270,9 @@ class Sites(Method):
             "precision": (gaussian,),
             "examples": (),
             "clients": (),
+            "age": (2,),
             "_marks": (2, gaussian),
-            "_trail": (4,),
+            "_trail": (3,),
         }
         return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
@@ -284,15 +289,16 @@ class Sites(Method):
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
         after = Shared(posterior, tensors, shared.share, False)
-        rounds, _, last, most = trail = tensors["_trail"].tolist()
-        marks = tensors["_marks"]
-        trail[0] = rounds = rounds + 1
+        rounds, age = tensors["age"].tolist()
+        messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
+        marks, trail = tensors["_marks"], tensors["_trail"].tolist()
         if names and int(rounds) & (int(rounds) - 1) == 0:  # a power of two
             common = self._common(after)
             marks = torch.stack([marks[1], common.mean[common.rows]])
             decrement = float(self._decrement(common))
-            trail[1:] = last, decrement, max(most, decrement)
-        return posterior, {**tensors, "_marks": marks, "_trail": marks.new_tensor(trail)}
+            trail = [trail[1], decrement, max(trail[2], decrement)]
+        age = marks.new_tensor([rounds, rounds / max(messages, shared.share)])
+        return posterior, {**tensors, "age": age, "_marks": marks, "_trail": marks.new_tensor(trail)}
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return change and distance; nothing of a network without Gaussian parameters."""
@@ -303,7 +309,7 @@ class Sites(Method):
         ratio = before.precision / common.precision
         moved = before.precision * (flat - before.mean[before.rows]).square()
         found = {"sites/change": float((ratio - 1 - ratio.log() + moved).mean() / 2)}
-        rounds, begun, _, most = tensors["_trail"].tolist()
+        rounds, (begun, _, most) = float(tensors["age"][0]), tensors["_trail"].tolist()
         decrement = float(self._decrement(common))
         on_its_way = begun / 2 >= decrement > 0
         if rounds >= 2 and (on_its_way or decrement > most / 2):  # as far to go as it has come, where it only sets out

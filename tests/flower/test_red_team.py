@@ -93,11 +93,11 @@ def main(grid, context):
     for callback in (fb.FederatedTemperature(), exact, noisy):
         try:
             strategy.calibrate(tap, arrays, [callback], timeout=600)
-        except FederationError as error:
+        except fb.core.errors.FederationError as error:
             print("refused:", error)
     try:
         strategy.one_shot(tap, arrays, fb.KroneckerLaplace(), timeout=600)
-    except FederationError as error:
+    except fb.core.errors.FederationError as error:
         print("refused:", error)
     torch.save(tap.seen, "{folder}/seen.pt")
     again = FusionStrategy("rklb", wait_for=2)

@@ -124,8 +124,8 @@ def overwrites(self, shared, client, trained):
 @pytest.mark.parametrize(
     ("hooks", "says"),
     [
-        ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an LocalProblem"),
-        ({"report": lambda self, shared, client, trained: trained.posterior}, "return an Report"),
+        ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an fb.methods.LocalProblem"),
+        ({"report": lambda self, shared, client, trained: trained.posterior}, "return an fb.methods.Report"),
         ({"report": lambda self, shared, client, trained: Report(trained.posterior, {"a": 1})}, "kept"),
         (
             {"report": lambda self, shared, client, trained: Report(trained.posterior, {}, {"a": torch.ones(1)})},

@@ -126,6 +126,30 @@ def test_draws_do_not_take_an_untrained_network_apart(std):
     torch.testing.assert_close(1 / server.posterior.variance[GAUSSIAN], wanted, rtol=1e-6, atol=0)
 
 
+def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
+    """A fifth of the clients in a round: 2 to the power of -5; of the width at the start, by the rounds since."""
+    clients, method = Conjugate.drawn(SIZES), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: [number % 5], 20)
+    assert shared.tensors["age"].tolist() == pytest.approx([20, 5])
+    everybody = by_hand(Conjugate.drawn(SIZES), method, lambda number: range(5), 20)
+    assert everybody.tensors["age"].tolist() == pytest.approx([20, 1])
+
+    def site(number, age, kept):
+        clients.kept[2] = kept
+        tensors = {**shared.tensors, "age": shared.tensors["age"].new_tensor([number, age])}
+        return clients.train(method, Shared(shared.posterior, tensors, shared.share, False), 2).kept
+
+    kept = dict(clients.kept[2])
+    for name in ("gradient", "precision"):
+        one, five, ten = (site(20, age, kept)[name] for age in (1, 5, 10))
+        measured = 2 * one - kept[name]
+        torch.testing.assert_close(five, torch.lerp(measured, kept[name], 2**-5), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ten, torch.lerp(measured, kept[name], 2**-10), rtol=1e-5, atol=1e-6)
+    first, late = (site(number, 5, {})["precision"] for number in (0, 9))
+    start = method._first(method._common(shared), shared) * shared.share
+    torch.testing.assert_close(late, torch.lerp(2 * first - start, start, 2**-10), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("effort", [0.1, 0.3])
 @pytest.mark.parametrize("sizes", [SIZES, (30, 20, 10)])
 def test_the_distance_is_about_the_divergence_while_it_moves(effort, sizes):

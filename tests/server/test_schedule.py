@@ -139,7 +139,7 @@ def test_one_that_never_answers_holds_a_place_until_it_is_given_up():
         (lambda: fb.Asynchronous(buffer=0), "buffer=0"),
         (lambda: fb.Asynchronous(2, 3), "buffer=3 with concurrency=2: no more messages can arrive"),
         (lambda: fb.Asynchronous(delays=3.0), r"give fb\.Delays"),
-        (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.FedBuff"),
+        (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.methods\.FedBuff"),
         (lambda: fb.Asynchronous(max_staleness=-1), "max_staleness=-1"),
         (lambda: Timeline(fb.Asynchronous(5), [1] * 4, 0), "concurrency=5, but there are 4 clients"),
         (lambda: Timeline(fb.Asynchronous(buffer=5), [1] * 4, 0), "buffer=5, but there are 4 clients"),

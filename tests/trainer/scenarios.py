@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import SignFlip
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.methods import FedProx
@@ -20,6 +20,21 @@ from lightning_fedbayes.trainer import collective_of
 
 SIZES = (40, 9, 25, 14, 31)
 FEATURES, CLASSES = 6, 3
+
+
+def turned(round):
+    """Client 2 sends ten times its update in the opposite direction."""
+
+    def send(update):
+        if update is None:
+            return
+        if update.client == 2:
+            start, sent = round.posterior.mean, update.posterior
+            mean = {name: start[name] - 10 * (value - start[name]) for name, value in sent.mean.items()}
+            update = replace(update, posterior=fb.GaussianPosterior(mean, sent.variance), kept=None)
+        yield update
+
+    return send
 
 
 class Broken(Dataset):
@@ -208,7 +223,7 @@ SCENARIOS = {
         "fusion": "sites",
         "engine": "sequential",
         "sizes": (18,) * 8,
-        "adversaries": SignFlip([2], scale=10.0),
+        "adversaries": turned,
     },
     "bounded_on_disk": {
         "bayesian": 1,
@@ -216,7 +231,7 @@ SCENARIOS = {
         "engine": "sequential",
         "sizes": (18,) * 8,
         "disk": True,
-        "adversaries": SignFlip([2], scale=10.0),
+        "adversaries": turned,
     },
     "ivon": {
         "bayesian": 0,

@@ -158,7 +158,7 @@ from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.core.quiet import quietly
 with quietly():
     federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
-    strategy = ClientParallelStrategy("fork")
+    strategy = fb.trainer.ClientParallelStrategy("fork")
     module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1)
     L.Trainer(max_epochs=2, accelerator="cpu", strategy=strategy, devices=2, callbacks=[federation], logger=False,
               enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(

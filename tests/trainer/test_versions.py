@@ -15,7 +15,7 @@ import lightning.pytorch.strategies.launchers as launchers
 del launchers._MultiProcessingLauncher, launchers._SubprocessScriptLauncher
 import lightning_fedbayes as fb
 from tests.federations import Plain, blobs, federate, loader
-auto = AutoFusion(["fedavg", "linear_pool"], score=lambda m, b: 0.0)
+auto = fb.fusion.AutoFusion(["fedavg", "linear_pool"], score=lambda m, b: 0.0)
 callback = fb.FederatedBayes(fb.IIDPartition(3), fusion=auto)
 federate(Plain(), callback, val=loader(blobs(20), shuffle=False))
 print(len(callback.history), callback.history[-1]["failed_clients"])
