@@ -221,7 +221,7 @@ class Sites(Method):
             else:
                 found.append(part)
         precision = torch.cat(found) if found else like[:0]
-        rounds, age = shared.tensors["age"].float().tolist()  # as they travel
+        rounds, age = shared.tensors["age"].float().clamp_min(0).tolist()  # as they travel
         stays = MEMORY ** (age if kept else rounds + 1)
         if kept:
             gradient = torch.lerp(before["gradient"], gradient, 1 - stays)

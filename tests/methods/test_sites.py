@@ -145,6 +145,7 @@ def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
         measured = 2 * one - kept[name]
         torch.testing.assert_close(five, torch.lerp(measured, kept[name], 2**-5), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ten, torch.lerp(measured, kept[name], 2**-10), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(site(20, -3, kept)["gradient"], kept["gradient"])  # whatever a server says
     first, late = (site(number, 5, {})["precision"] for number in (0, 9))
     start = method._first(method._common(shared), shared) * shared.share
     torch.testing.assert_close(late, torch.lerp(2 * first - start, start, 2**-10), rtol=1e-5, atol=1e-6)
