@@ -12,11 +12,10 @@ from lightning_fedbayes import (
     ClassPartition,
     ClientDatasets,
     DirichletPartition,
-    FederationError,
     IIDPartition,
-    PartitionError,
     SizesPartition,
 )
+from lightning_fedbayes.core.errors import FederationError, PartitionError
 from lightning_fedbayes.data import clients_of, labels_of
 
 FOUR_LABELS = [3, 1, 2, 1]
