@@ -7,7 +7,8 @@
 "rules": every rule on digits, 200 rounds.
 "networks": what ``fusion=None`` takes, beside federated averaging, at every tenth round of 300: six data sets, all
 layers Bayesian or the last one, 2 and 20 local epochs, 10 clients, and 50 of which a tenth trains in each round. The
-three estimators take turns over the seeds.
+three estimators take turns over the seeds. Beside them one client that holds all data, by the same optimizer: what the
+rate and the length of training alone do.
 Three of the data sets ship with scikit-learn; the others lie in DIR/uci_regression and DIR/FashionMNIST, and without
 --data their cells are left out. Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The
 tables are written into ROUNDS.md.
@@ -86,7 +87,11 @@ OTHERS = (
 )
 """Rules that "rules" runs beside those of ``METHODS``."""
 METHODS |= {name: {"fusion": name} for name in OTHERS}
-ONLY = {"networks": ("default", "last layer"), "rules": ("one client", "IVON + reverse_kl_barycenter", *OTHERS)}
+METHODS |= {f"one client, {each}": METHODS["one client"] for each in ("default", "last layer")}
+ONLY = {
+    "networks": ("default", "last layer", "one client, default", "one client, last layer"),
+    "rules": ("one client", "IVON + reverse_kl_barycenter", *OTHERS),
+}
 """Methods of one study."""
 ESTIMATORS: tuple[Estimator, ...] = ("flipout", "local_reparameterization", "reparameterization")
 COHORTS = {10: 1.0, 50: 0.1}
@@ -175,10 +180,12 @@ def cells(seeds: int = 3) -> list[Cell]:
     found += [Cell("widths", data, "sites", seed) for seed in range(seeds) for data in SHORT]
     found += [Cell("rules", "digits", method, 0) for method in METHODS if method not in ONLY["networks"]]
     for seed, epochs in itertools.product(range(seeds), (2, 20)):
-        found += [Cell("networks", data, f"pooled, {each}", seed) for data in SOURCES for each in ONLY["networks"]]
+        ways = itertools.product(SOURCES, ("pooled", "one client"), ONLY["networks"][:2])
+        found += [Cell("networks", data, f"{way}, {each}", seed) for data, way, each in ways]
         for place, (data, clients) in enumerate(itertools.product(SOURCES, COHORTS)):
             estimator = ESTIMATORS[(seed + place + epochs) % 3]
-            found += [Cell("networks", data, method, seed, epochs, clients, estimator) for method in ONLY["networks"]]
+            for method in ONLY["networks"][:2]:
+                found.append(Cell("networks", data, method, seed, epochs, clients, estimator))
             found.append(Cell("networks", data, "fedavg", seed, epochs, clients))
     return list(dict.fromkeys(found))
 
@@ -250,7 +257,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     least = 1 if cell.clients == 50 and cell.data in ("breast cancer", "concrete") else None  # else there is no draw
     partition = (
         fb.IIDPartition(1)
-        if cell.method == "one client"
+        if cell.method.startswith("one client")
         else fb.DirichletPartition(cell.clients, alpha=0.5, min_examples=least)
     )
     federation = fb.FederatedBayes(
@@ -259,6 +266,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     rounds = rounds_of(cell)
     tenths = range(10, rounds + 1, 10)
     every = {"rules": tenths, "networks": tenths, "widths": WIDTHS}.get(cell.study, LOOKS)
+    every = range(1, rounds + 1) if cell.method.startswith("one client, ") else every
     looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
     trainer = L.Trainer(
         max_epochs=rounds,
@@ -420,10 +428,11 @@ def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell
 def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
     """Return NLL by round, how far above federated averaging's it is at any tenth, and the information over the pooled.
 
-    Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on.
+    Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on. One client with
+    all data is compared with the same averaging, after as many passes over the data.
     """
     rows = []
-    kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"]})
+    kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"][:2]})
     for data, method, epochs, clients in kinds:
         mine = {cell: found for cell, found in done.items() if cell[1:3] + cell[4:6] == (data, method, epochs, clients)}
         pairs = [
@@ -445,6 +454,7 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
             n: statistics.fmean(found[n]["mutual_information"] for found, *_ in pairs) / pooled for n in tenths[2:]
         }
         farthest = max(factors, key=lambda n: max(factors[n], 1 / factors[n]))
+        alone = above_alone(done, data, method, clients, epochs)
         last = tenths[-1]
         rows.append(
             [
@@ -458,6 +468,7 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
                     for n in ("20", "40", "100", "300")
                 ),
                 f"{nll[highest][0] - nll[highest][1]:+.3f} ({highest})",
+                "–" if alone is None else f"{alone:+.3f}",
                 f"{factors['40']:.2f}, {factors[last]:.2f}; {factors[farthest]:.2f} ({farthest})",
                 f"{max(found[n]['largest'] for found, *_ in pairs for n in tenths):.3f}",
             ]
@@ -470,10 +481,24 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
         "seeds",
         *(f"NLL {n}" for n in (20, 40, 100, 300)),
         "most above FedAvg",
+        "one client",
         "information / pooled",
         "largest σ",
     ]
     return markdown_table(columns, rows)
+
+
+def above_alone(done: Mapping[Cell, dict[str, Any]], data: str, method: str, clients: int, epochs: int) -> float | None:
+    """Return how far one client with all data is above averaging at most, after as many passes over the data."""
+    above: dict[int, list[float]] = {}
+    for cell, found in done.items():
+        averaged = Cell("networks", data, "fedavg", cell.seed, epochs, clients)
+        if cell[:3] == ("networks", data, f"one client, {method}") and averaged in done:
+            for number in range(20, LAST["networks"] + 1, 10):
+                at = str(round(number * COHORTS[clients] * epochs / cell.epochs))
+                if at in found:
+                    above.setdefault(number, []).append(found[at]["nll"] - done[averaged][str(number)]["nll"])
+    return max(map(statistics.fmean, above.values()), default=None)
 
 
 def grown(mine: Mapping[str, dict[str, Any]]) -> str:

@@ -53,6 +53,7 @@ class ClientState:
         kept: what the method keeps at the client, such as its site; empty for nothing.
         own: the posterior that the client has trained last, as :meth:`GaussianPosterior.state_dict` has it; empty if
             it keeps none.
+        rounds: of the federation, when the optimizers' states were kept; 0 if they are not.
     """
 
     local: dict[str, Tensor] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class ClientState:
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
         """Return the barycenter of the global ``posterior`` and the own one, of weight ``weight``.

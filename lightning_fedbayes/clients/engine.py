@@ -19,7 +19,7 @@ from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.clients.optimizers import OptimizerState, after_absence
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
 from lightning_fedbayes.clients.states import States
 from lightning_fedbayes.clients.states import Trained as NewStates
@@ -205,15 +205,17 @@ class Engine(ABC):
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
     def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
-        """Return the states with which a client's optimizers start; none if they are new.
+        """Return the states with which a client's optimizers start, :func:`after_absence`; none if they are new.
 
         One that learns a posterior starts from the global one.
         """
+        missed = self._under_way[client.job][0].steps * (client.round - state.rounds)
+        states = [after_absence(*each, missed) for each in zip(self.context.optimizers, state.optimizers)]
         if self.model.learned is None:
-            return state.optimizers
-        kept = state.optimizers[0] if state.optimizers else {}
+            return states
+        kept = states[0] if states else {}
         started = self.model.learned.start(kept, client.num_examples, self._priors(problem), state.local)
-        return [started, *state.optimizers[1:]]
+        return [started, *states[1:]]
 
     def terms(
         self, clients: Sequence[Client], problems: Sequence[LocalProblem], *, stacked: bool = False
@@ -298,7 +300,7 @@ class Engine(ABC):
         """
         self.model.check_frozen()
         is_last = client // STRIDE == self.method.problems - 1
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"rounds": self.plan.round + 1} if self.keep_optimizer else {}
         if self.keep_posteriors and is_last:
             own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
         assert self.shared is not None

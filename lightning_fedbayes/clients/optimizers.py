@@ -20,6 +20,9 @@ OptimizerState = dict[int, dict[str, Any]]
 Changes = dict[str, tuple[Any, Any]]
 """Name of an option → its value before a client's training and after it."""
 
+MOMENTA = frozenset({"exp_avg", "momentum", "momentum_buffer"})
+"""Entries of torch's optimizers and of IVON that are running means of gradients."""
+
 PLAIN = (int, float, complex, str, bool, type(None))
 
 
@@ -109,6 +112,27 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
     return {
         i: {
             name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for i, entries in state.items()
+    }
+
+
+def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> OptimizerState:
+    """Return a client's state of ``optimizer`` after missed ``steps``: of its momentum what they would leave.
+
+    Momentum is the way that the model went when the client trained last, and the others have moved the model since.
+    """
+    if steps <= 0 or not state:
+        return state
+    decays = [
+        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+        for group in optimizer.param_groups
+        for _ in group["params"]
+    ]
+    return {
+        i: {
+            name: value * decays[i] ** steps if name in MOMENTA and isinstance(value, Tensor) else value
             for name, value in entries.items()
         }
         for i, entries in state.items()

@@ -1,14 +1,20 @@
 """What clients keep from round to round, in memory."""
 
+from functools import partial
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_fedbayes as fb
 from lightning_fedbayes.clients.client import ClientState
-from lightning_fedbayes.clients.optimizers import with_counts
+from lightning_fedbayes.clients.optimizers import after_absence, with_counts
 from lightning_fedbayes.clients.states import States
 from lightning_fedbayes.server.plan import STRIDE
+from tests.federations import Plain, federate
 
 
 def test_a_client_that_keeps_nothing_takes_no_memory_and_one_that_ceases_to_is_forgotten():
@@ -67,3 +73,63 @@ def test_counts_of_fused_steps_lie_beside_the_parameters(options, device):
     (entries,) = with_counts(optimizer, {0: {"step": torch.ones(()), "exp_avg": torch.ones(2)}}).values()
     assert entries["step"].device.type == device
     assert entries["exp_avg"].device.type == "cpu"
+
+
+class Downhill(Plain):
+    """The loss is the sum of the parameters: every gradient is 1, so that a step's size is its momentum."""
+
+    def __init__(self, optimizer) -> None:
+        super().__init__(nn.Linear(1, 1, bias=False), 1.0, optimizer)
+        nn.init.zeros_(self.net.weight)
+
+    def training_step(self, batch, batch_idx):
+        return self.net.weight.sum() + 0 * self(batch[0]).sum()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_momentum_fades_with_every_step_that_its_client_has_missed(engine, epochs):
+    module = Downhill(partial(torch.optim.SGD, momentum=0.8))
+    data = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=1)
+    federation = fb.FederatedBayes(
+        fb.IIDPartition(3),
+        local_epochs=epochs,
+        fraction=0.3,
+        seed=4,
+        engine=engine,
+        fusion="fedavg",
+        keep=["optimizer"],
+    )
+    cohorts = []
+    note = L.pytorch.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda *_: cohorts.append(federation.federation.engine.plan.cohort)
+    )
+    federate(module, federation, 12, data, callbacks=[note])
+    expected, last, missed = 0.0, {}, []
+    for number, (client,) in enumerate(cohorts):
+        before, momentum = last.get(client, (number - 1, 0.0))
+        missed += [number - before - 1]
+        momentum *= 0.8 ** (epochs * missed[-1])
+        for _ in range(epochs):
+            momentum = 1 + 0.8 * momentum
+            expected -= momentum
+        last[client] = number, momentum
+    assert len(last) == 3
+    assert max(missed) > 2
+    assert float(module.net.weight.detach()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_only_running_means_of_gradients_are_a_momentum():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    adam = torch.optim.Adam([{"params": [each], "betas": (decay, 0.9)} for each, decay in zip(parameters, (0.5, 0.25))])
+    entries = {
+        "step": torch.tensor(5.0),
+        "exp_avg": torch.ones(2),
+        "exp_avg_sq": torch.ones(2),
+        "momentum_buffer": None,
+    }
+    found = after_absence(adam, {0: entries, 1: entries}, 3)
+    for number, decay in ((0, 0.5), (1, 0.25)):
+        assert torch.equal(found[number].pop("exp_avg"), torch.full((2,), decay**3))
+        assert found[number] == {name: value for name, value in entries.items() if name != "exp_avg"}
+    assert all(after_absence(adam, {0: entries}, missed)[0] is entries for missed in (0, -2))
