@@ -91,9 +91,10 @@ class FederatedBayes(L.Callback):
         keep: what every client keeps from round to round, beside what the method does: its "optimizer" state, which
             otherwise begins anew, and whose momentum fades in rounds that the client misses; the "posterior" that it
             has trained last, for :meth:`posterior_of`. Neither leaves the client; each takes as much memory and room in
-            a checkpoint as the network, or twice that, for each client. Under ``fusion="sites"``, where every round goes on with nearly the same local problem, clients
-            keep their optimizers' states anyway, unless one is L-BFGS, or holds more than a state per parameter. A
-            :class:`~lightning_fedbayes.Kept` says where it lies, too: on disk, for many clients.
+            a checkpoint as the network, or twice that, for each client. Under ``fusion="sites"``, where every round
+            goes on with nearly the same local problem, clients keep their optimizers' states anyway, unless one is
+            L-BFGS, or holds more than a state per parameter. A :class:`~lightning_fedbayes.Kept` says where it lies,
+            too: on disk, for many clients.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
             every client keeps its own, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
