@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
 from lightning_fedbayes.callbacks.records import ClientRecords, divergence_of
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients.client import Client
+from lightning_fedbayes.clients.states import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
 from lightning_fedbayes.core.messages import ClientOutcome

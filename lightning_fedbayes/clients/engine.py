@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.client import Client, ClientState
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
@@ -21,7 +20,7 @@ from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState, after_absence
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
-from lightning_fedbayes.clients.states import States
+from lightning_fedbayes.clients.states import Client, ClientState, States
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -209,8 +208,10 @@ class Engine(ABC):
 
         One that learns a posterior starts from the global one.
         """
-        missed = self._under_way[client.job][0].steps * (client.round - state.rounds)
-        states = [after_absence(*each, missed) for each in zip(self.context.optimizers, state.optimizers)]
+        states = state.optimizers
+        if states:
+            missed = self._under_way[client.job][0].steps * (client.round - state.rounds)
+            states = [after_absence(*each, missed) for each in zip(self.context.optimizers, states)]
         if self.model.learned is None:
             return states
         kept = states[0] if states else {}

@@ -11,9 +11,9 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.clients.engine import Engine, Results
-from lightning_fedbayes.clients.in_flight import InFlight
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings, Sending
+from lightning_fedbayes.clients.states import InFlight
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.client import options_of, parameters_of
+from lightning_fedbayes.clients.states import options_of, parameters_of
 from lightning_fedbayes.core.errors import FederationError
 
 OptimizerState = dict[int, dict[str, Any]]

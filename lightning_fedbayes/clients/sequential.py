@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
@@ -23,8 +22,9 @@ from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
+from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
+from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
-from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan

@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.default import default_fusion
 from lightning_fedbayes.clients.engine import Engine
@@ -21,6 +20,7 @@ from lightning_fedbayes.clients.privacy import Door, check_no_buffers
 from lightning_fedbayes.clients.scoring import check_score
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.clients.states import Client
 from lightning_fedbayes.core.errors import CannotVectorize, FederationError
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.server.plan import choose_cohort

@@ -19,10 +19,9 @@ from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.flower import roster
 from lightning_fedbayes.flower.wire import to_arrays
 from lightning_fedbayes.server import Asynchronous, Server
-from lightning_fedbayes.server.arrivals import Fusion, read_arrivals
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import RoundPlan
-from lightning_fedbayes.server.schedule import Arrival, Delays, Turn, recorded
+from lightning_fedbayes.server.schedule import Arrival, Delays, Fusion, Turn, read_arrivals, recorded
 
 Ask = Callable[[int, int, int, ArrayRecord, Mapping[str, Any]], Message]
 """Message to a client, of (its node, its number, the round from 1, the global arrays, what it is told of them)."""

@@ -24,8 +24,8 @@ from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
+from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.one_shot import (

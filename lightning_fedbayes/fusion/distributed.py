@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.core.exchange import Collective
-from lightning_fedbayes.core.exchange.collective import shard_bounds, shards
+from lightning_fedbayes.core.exchange import Collective, shard_bounds, shards
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, shown
-from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.exchange.reduction import Statistics
+from lightning_fedbayes.core.exchange import ALONE, Collective, Statistics
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_dense, is_zero
 
 RuleState = dict[str, Any]

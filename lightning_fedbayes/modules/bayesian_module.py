@@ -218,7 +218,7 @@ class BayesianModule(L.LightningModule):
         self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
-        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.clients.client.Client`)."""
+        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.clients.states.Client`)."""
         self._fit_examples = client.num_examples
 
     @property

@@ -31,8 +31,8 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
+from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
 from lightning_fedbayes.transport.initial import initial_model

@@ -1,6 +1,6 @@
 """The server of a federation: it plans rounds, admits updates, guards, weighs and fuses them; no Lightning."""
 
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.schedule import Asynchronous, Delays
 from lightning_fedbayes.server.server import HELD_OUT_LOSS, RoundResult, Scorer, Server
 from lightning_fedbayes.server.weighting import KnownOverlap

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, listed
-from lightning_fedbayes.core.exchange import Reduction
-from lightning_fedbayes.core.exchange.reduction import Statistics
+from lightning_fedbayes.core.exchange import Reduction, Statistics
 from lightning_fedbayes.fusion.rule import add
 
 

@@ -20,9 +20,8 @@ from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import fused_by, joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, mean_variance
-from lightning_fedbayes.server.guard import Guard, probabilistic_names
+from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.site_guard import SiteGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_fedbayes.clients.client import options_of
+from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.errors import FederationError
 
 

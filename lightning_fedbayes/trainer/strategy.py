@@ -128,7 +128,7 @@ class ClientParallelStrategy(ParallelStrategy):
 @functools.cache
 def connect(rank: int, size: int) -> Collective:
     """Connect the processes of this run, at the address in the environment; once, whatever the number of Trainers."""
-    from lightning_fedbayes.core.exchange.gloo import GlooCollective
+    from lightning_fedbayes.core.gloo import GlooCollective
 
     store, _, _ = next(rendezvous("env://", rank, size))
     return GlooCollective(store, rank, size)

@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_fedbayes.clients.client import ClientState
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
+from lightning_fedbayes.clients.states import ClientState
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, check_path
 from lightning_fedbayes.core.messages import check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior

@@ -27,8 +27,8 @@ from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import Server
+from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.server import RoundResult
 from lightning_fedbayes.transport.calibration import Ask, Calibration, calibrate
 from lightning_fedbayes.transport.checkpoint import ServerState

@@ -10,8 +10,7 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
-from lightning_fedbayes.server.arrivals import read_arrivals
-from lightning_fedbayes.server.schedule import Timeline
+from lightning_fedbayes.server.schedule import Timeline, read_arrivals
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps
 from tests.flower.grid import NODE, SlowGrid

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_fedbayes.clients.client import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.snapshot import ModuleState, Snapshot, noted_buffers
+from lightning_fedbayes.clients.states import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes

@@ -16,12 +16,12 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.client import Client, ClientState
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.states import Client, ClientState
+from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.clients.vectorized.schedule import (

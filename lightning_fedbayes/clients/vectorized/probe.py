@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes
+from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.vectorized.dry_run import ChangesForGood, check_against_single, check_buffers, dry_run
-from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import StackedStep
+from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import (
     TorchDispatchMode,
     has_backward_hook,

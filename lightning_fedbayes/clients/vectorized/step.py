@@ -25,8 +25,7 @@ from lightning_fedbayes.clients.vectorized.gaussians import (
     seen,
     with_own,
 )
-from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.clients.vectorized.metrics import BatchValue
+from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize

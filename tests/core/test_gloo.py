@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lightning_fedbayes.core.exchange import ALONE, Reduction, merge_statistics
-from lightning_fedbayes.core.exchange.collective import shards
-from lightning_fedbayes.core.exchange.gloo import GlooCollective
+from lightning_fedbayes.core.exchange import ALONE, Reduction, merge_statistics, shards
+from lightning_fedbayes.core.gloo import GlooCollective
 
 COUNT = 3
 

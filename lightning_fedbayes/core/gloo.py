@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.exchange.collective import Collective
+from lightning_fedbayes.core.exchange import Collective
 
 TIMEOUT = timedelta(hours=12)
 """Time that a process waits for another that is alive; the end of another process is noticed at once."""

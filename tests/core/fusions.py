@@ -7,7 +7,7 @@ import torch
 from torch.distributed import FileStore
 
 from lightning_fedbayes import GaussianPosterior
-from lightning_fedbayes.core.exchange.gloo import GlooCollective
+from lightning_fedbayes.core.gloo import GlooCollective
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.fusion import (
     FusionRule,
