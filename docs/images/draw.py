@@ -1,13 +1,20 @@
-"""Draw fusion.png and epoch.png of docs/first_hour: ``python docs/images/draw.py``."""
+"""Draw fusion.png and epoch.png of docs/first_hour, and round.svg: ``python docs/images/draw.py``."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
+import lightning as L
+import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.plots import DPI, INK, PALETTE
@@ -18,6 +25,10 @@ CLIENTS = {"client 1": (-1.0, 0.5), "client 2": (2.0, 1.0)}
 RULES = ("weighted_average", "weighted_sum", "linear_pool", "reverse_kl_barycenter", "conflation")
 SIZES = (5, 3, 4)
 """Steps of three clients in a round."""
+HOOKS = ("on_train_epoch_start", "_begin_batch", "train_batch", "_end_batch", "on_train_epoch_end")
+"""Functions of the callback and of its engine in which a round happens."""
+DEPTH = 2
+"""Calls below a hook that the picture of a round shows."""
 
 
 def fusion() -> Figure:
@@ -72,6 +83,61 @@ def epoch() -> Figure:
     return figure
 
 
+def way() -> Figure:
+    """Functions that a round of federated averaging calls below the hooks, each where it is first met."""
+    found = _calls_of_a_round()
+    figure = Figure(figsize=(9.0, 0.19 * len(found) + 0.3), dpi=DPI)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    rooms = list(dict.fromkeys(path.split("/")[0] for _, path in found.values()))
+    for row, (code, (depth, path)) in enumerate(found.items()):
+        colour = PALETTE[rooms.index(path.split("/")[0]) % len(PALETTE)]
+        weight = "bold" if depth == 0 else "normal"
+        axes.text(0.02 + 0.04 * depth, row, code.co_qualname, color=INK, fontsize=9, va="center", fontweight=weight)
+        axes.text(0.72, row, path, color=colour, fontsize=9, va="center")
+    axes.set(xlim=(0, 1), ylim=(len(found) - 0.3, -0.9))
+    axes.set_axis_off()
+    return figure
+
+
+def _calls_of_a_round() -> dict[CodeType, tuple[int, str]]:
+    """Return every function in the order of its first call → how far it is below a hook, and its file."""
+    package = Path(fb.__file__).parent
+    found: dict[CodeType, tuple[int, str]] = {}
+    stack: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(str(package)) or "<" in code.co_name:
+            return
+        if event == "return" and stack:
+            stack.pop()
+        elif event == "call" and (stack or code.co_name in HOOKS):
+            if len(stack) <= DEPTH and code not in found:
+                found[code] = len(stack), Path(code.co_filename).relative_to(package).as_posix()
+            stack.append(code)
+
+    class Watch(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            sys.setprofile(note if trainer.current_epoch == 1 else None)
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="fedavg", engine="sequential")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(max_epochs=3, accelerator="cpu", callbacks=[Watch(), federation], **options)
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(30, 2)), batch_size=10))
+    return found
+
+
 def _steps(axes: Axes, row: int, start: int, steps: int, client: int) -> None:
     for step in range(steps):
         axes.barh(row, 0.92, left=start + step + 0.04, height=0.8, color=PALETTE[client])
@@ -100,3 +166,5 @@ if __name__ == "__main__":
     for axes in figure.axes:
         axes.set_xticks([])
     figure.savefig(FOLDER / "epoch.png")
+    with mpl.rc_context({"svg.hashsalt": "round", "svg.fonttype": "none"}):
+        way().savefig(FOLDER / "round.svg", metadata={"Date": None})
