@@ -63,6 +63,7 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
         {"cell": Cell("rules", "digits", "fedadam", 0)._asdict(), "error": "dead", "20": look},
         {"cell": Cell("networks", "wine", "pooled, default", 0)._asdict(), "0": look},
         {"cell": Cell("networks", "wine", "fedavg", 0)._asdict(), **dict.fromkeys(tenths, look)},
+        {"cell": Cell("networks", "wine", "one client, default", 0)._asdict(), "20": look, "30": {**look, "nll": 0.5}},
         {
             "cell": Cell("networks", "wine", "default", 0)._asdict(),
             **dict.fromkeys(tenths, look),
@@ -77,4 +78,4 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     assert "2.00 ≤ 1.5: **no**" in text
     assert "| digits | 20 | 1 | 2.00 | 1.33 | 1.50 | 0.200 | 0.100 | 0.200 |" in text
     assert "| fedadam | 0.200 | died | died | died | +inf |" in text
-    assert "+0.040 (70) | 1.00, 1.00; 0.50 (50) | 1.100 |" in text
+    assert "+0.040 (70) | +0.300 | 1.00, 1.00; 0.50 (50) | 1.100 |" in text
