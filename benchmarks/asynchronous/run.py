@@ -12,7 +12,6 @@ picture is times.png.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch.utils.data import ConcatDataset, TensorDataset
-from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.page import include
 from benchmarks.posterior import logistic
 from lightning_fedbayes.core.plots import PALETTE, empty_figure
@@ -278,13 +277,13 @@ def picture(done: Done) -> Any:
     panels.append(("digits", "sites", "validation NLL", NLL))
     figure = empty_figure(12, 3.2)
     axes = figure.subplots(1, len(panels))
-    for axis, (study, split, label, bar) in zip(axes, panels):
+    for axis, (kind, split, label, bar) in zip(axes, panels):
         for row, colour in zip(BUFFERS, PALETTE):
-            for number, found in enumerate(of_row(done, study, split, row).values()):
+            for number, found in enumerate(of_row(done, kind, split, row).values()):
                 axis.plot(*zip(*found["curve"]), color=colour, linewidth=1, label=None if number else row)
         axis.axhline(bar, color="gray", linewidth=0.8, linestyle="--")
         axis.set(xscale="log", yscale="log", xlabel="virtual time", ylabel=label)
-        axis.set_title(split if study == "logistic" else "digits, sites", fontsize="medium")
+        axis.set_title(split if kind == "logistic" else "digits, sites", fontsize="medium")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
@@ -310,17 +309,18 @@ def main() -> None:
     parser.add_argument("--only", choices=("logistic", "digits", "absences"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    done = {Cell(*line.pop("cell")): line for line in lines}
+    done = study.read(FILE, Cell)
     with quietly():
         data = logistic.breast_cancer()
         pooled = logistic.pooled_posterior(data)
     left = [cell for cell in cells_of(arguments.seeds) if cell not in done and arguments.only in (None, cell.study)]
-    for cell in tqdm(left):
+
+    def result_of(cell: Cell) -> dict[str, Any]:
         with quietly():
             done[cell] = run(cell, data, pooled)
-        with FILE.open("a") as out:
-            out.write(json.dumps({"cell": list(cell), **done[cell]}) + "\n")
+        return done[cell]
+
+    study.run(FILE, left, result_of)
     include(HERE / "README.md", tables(done))
     picture(done).savefig(HERE / "times.png", dpi=80)
 

@@ -14,7 +14,6 @@ the project, or with --out into FOLDER/tables.md.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from tqdm import tqdm
 
+from benchmarks import cells as study
 from benchmarks.federations import published
 from benchmarks.federations.data import FEDERATIONS, Federation, Task, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
@@ -60,33 +60,9 @@ def cells(names: Sequence[str], seeds: int, methods: Sequence[str] = tuple(METHO
     return found + repeated
 
 
-def read(file: Path) -> Results:
-    """Return the finished cells of a file, none if there is no file."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {Cell(**line.pop("cell")): line for line in lines}
-
-
-def keep(file: Path, cell: Cell, result: dict[str, Any]) -> None:
-    """Append a finished cell as one line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.write(json.dumps({"cell": cell._asdict(), **short(result)}, separators=(",", ":")) + "\n")
-
-
-def short(value: Any) -> Any:
-    """Round numbers to five digits; NaN becomes None."""
-    if isinstance(value, dict):
-        return {key: short(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [short(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if value == value else None
-    return value
-
-
 def run(todo: Sequence[Cell], makers: Makers, folder: Path, file: Path, workers: int) -> None:
     """Run cells in some processes, one method on one federation at a time, and leave out those without files."""
-    done, jobs = read(file), dict[tuple[str, str], list[Cell]]()
+    done, jobs = study.read(file, Cell), dict[tuple[str, str], list[Cell]]()
     for cell in todo:
         jobs.setdefault((cell.federation, cell.method), []).append(cell)
     waiting = [own for own in jobs.values() if not done.keys() >= set(own)]
@@ -99,7 +75,7 @@ def run(todo: Sequence[Cell], makers: Makers, folder: Path, file: Path, workers:
         for found, lacks in bar:
             missing |= {lacks} - {""}
             for cell, each in found.items():
-                keep(file, cell, each)
+                study.keep(file, cell, each)
     for what in sorted(missing):
         print(f"A federation is left out: there is no {what} below {folder}")
 
@@ -138,7 +114,7 @@ def job(
             if not method.suits(federation):
                 break
             if cell.seed == TUNING:
-                found[cell] = short(tuned(federation, method, 0))
+                found[cell] = study.short(tuned(federation, method, 0))
             else:
                 choice = {**done, **found}[Cell(cell.federation, cell.method, TUNING)]
                 found[cell] = result_of(federation, method, choice, cell.seed)
@@ -232,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)
     run(todo, makers, options.data, file, options.workers)
-    results = in_order(read(file), list(makers))
+    results = in_order(study.read(file, Cell), list(makers))
     text = tables(results)
     figures(results, options.out)
     write(text, options.out, HERE)

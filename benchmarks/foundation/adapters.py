@@ -11,7 +11,6 @@ twice. The table is written into ADAPTERS.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.foundation import features as frozen
 from benchmarks.foundation.run import SOFTMAX, head_logs
 from benchmarks.page import include
@@ -388,16 +388,14 @@ def main() -> None:
         "CIFAR-10": frozen.kept(arguments.features, "cifar_below", lambda: of_images(arguments.data)),
     }
     file = HERE / "results" / "adapters.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {Cell(**line.pop("cell")): line for line in lines}
+    done = study.read(file, Cell)
     for data in CLASSES:
         for cell in cells_of(data, arguments.seeds, done):
             if cell in done:
                 continue
             print(cell, flush=True)
             done[cell] = run(cell, found[data])
-            with file.open("a") as out:
-                out.write(json.dumps({"cell": cell._asdict(), **done[cell]}) + "\n")
+            study.keep(file, cell, done[cell])
     include(HERE / "ADAPTERS.md", "\n\n".join(make(done, data) for make in (table, tries) for data in CLASSES))
 
 

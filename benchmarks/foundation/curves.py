@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.foundation import run as heads
 from benchmarks.foundation.features import kept
 from benchmarks.page import include
@@ -266,17 +266,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    done = {Cell(**line["cell"]): [Point(*each) for each in line["points"]] for line in lines}
+    done = {cell: [Point(*each) for each in line["points"]] for cell, line in study.read(FILE, Cell).items()}
     for cell in tqdm(cells_of(arguments.seeds, done, arguments.images)):
         if cell in done:
             continue
         with quietly():
             done[cell] = of_another_split(cell, done) or run(cell, found)
         gc.collect()  # a Trainer is a cycle, and what its clients keep of the one-hot head is a gigabyte
-        with FILE.open("a") as out:
-            short = [[float(f"{value:.5g}") for value in each] for each in done[cell]]
-            out.write(json.dumps({"cell": cell._asdict(), "points": short}) + "\n")
+        study.keep(FILE, cell, {"points": done[cell]})
     parts = [(f"### {images:,} training images", table(done, images)) for images in SIZES]
     include(HERE / "CURVES.md", "\n\n".join(text for part in parts if "\n" in part[1] for text in part))
     picture(done).savefig(HERE / "curves.png", dpi=70)

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.foundation.features import kept
-from benchmarks.foundation.run import AFL, Task, cells_of, cifar, keep, read, scored
+from benchmarks.foundation.run import AFL, FILE, Cell, Task, cells_of, cifar, scored
 
 RIDGE = 1.0
 """λ of each client, their default on CIFAR-10."""
@@ -92,12 +93,12 @@ def main() -> None:
     sys.path.insert(0, str(arguments.afl))
     afl = import_module("afl")
     found = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
-    done = read()
+    done = study.read(FILE, Cell)
     for cell in cells_of(arguments.seeds, done):
         if cell.method != AFL or cell in done:
             continue
         scores, difference, others = run(afl, cifar(found, cell))
-        keep(cell, scores)
+        study.keep(FILE, cell, scores)
         print(
             f"{cell.examples} images, {cell.split}, seed {cell.seed}: accuracy {scores['accuracy']:.4f}, "
             f"weights differ by {difference:.1e}, classes of {others} test images",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.foundation.features import kept
 from benchmarks.page import include
 from lightning_fedbayes.core.quiet import quietly
@@ -345,18 +345,6 @@ def ridges(done: Mapping[Cell, Mapping[str, float]]) -> str:
     return markdown_table(heads, rows)
 
 
-def read() -> dict[Cell, dict[str, float]]:
-    """Return the finished cells."""
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    return {Cell(**line.pop("cell")): line for line in lines}
-
-
-def keep(cell: Cell, scores: Mapping[str, float]) -> None:
-    """Append a finished cell."""
-    with FILE.open("a") as out:
-        out.write(json.dumps({"cell": cell._asdict(), **scores}) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", type=Path, required=True)
@@ -366,7 +354,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pictures = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
     found = {"CIFAR-10": pictures, "plays": kept(arguments.features, "plays", dict)}
-    done = read()
+    done = study.read(FILE, Cell)
     for cell in tqdm(cells_of(arguments.seeds, done)):
         if cell in done or cell.method == AFL:
             continue
@@ -374,7 +362,7 @@ def main() -> None:
             continue
         with quietly():
             done[cell] = run(cell, found[cell.data])
-        keep(cell, done[cell])
+        study.keep(FILE, cell, done[cell])
     include(HERE / "README.md", tables({c: done[c] for c in cells_of(arguments.seeds, done) if c in done}))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import statistics
 import time
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.page import include
 from benchmarks.posterior import rounds, truth
 from lightning_fedbayes.core.plots import DPI, GRID, PALETTE
@@ -497,30 +497,22 @@ def draw(done: Results, file: Path) -> None:
     Image.open(picture).convert("RGB").quantize(256).save(file, optimize=True)
 
 
-def read(file: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the finished cells of a file in the order of the tables, none if there is no file."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {Cell(**line.pop("cell")): line for line in lines}
-    return {cell: done[cell] for cell in cells() if cell in done}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help=f"some of {', '.join(METHODS)}")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "nuts.jsonl"
-    done = read(file)
+    done = study.in_order(study.read(file, Cell), cells())
     todo = [cell for cell in cells() if cell not in done and cell.method in (options.only or METHODS)]
 
     def result_of(cell: Cell) -> dict[str, Any]:
         done[cell] = run(cell, done.get(Cell(cell.problem, NUTS, 0)))
         return done[cell]
 
-    rounds.run_cells(file, todo, result_of)
-    done = read(file)
+    study.run(file, todo, result_of)
+    done = study.in_order(study.read(file, Cell), cells())
     text = tables(done)
     draw(done, options.out / "nuts.png")
     if options.out == HERE / "results":

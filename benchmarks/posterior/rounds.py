@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,9 +31,9 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_wine
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
-from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.page import include
 from benchmarks.readers import read_images
 from lightning_fedbayes.core.quiet import quietly
@@ -522,29 +521,6 @@ def grown(mine: Mapping[str, dict[str, Any]]) -> str:
     return markdown_table(["rule", "NLL 20", "NLL 40", "NLL 100", "NLL 200", "200 − 20", "median σ"], rows)
 
 
-def read(file: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the finished cells of a file, none if there is no file."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {Cell(**line.pop("cell")): line for line in lines}
-
-
-def short(value: Any) -> Any:
-    """Return ``value`` with five digits of its floats."""
-    if isinstance(value, dict):
-        return {key: short(each) for key, each in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def run_cells(file: Path, todo: Sequence[Any], result_of: Callable[[Any], dict[str, Any]]) -> None:
-    """Run the cells ``todo``, named tuples, and add each that is finished to ``file``, as one line."""
-    with tqdm(todo) as bar:
-        for cell in bar:
-            bar.set_postfix_str(", ".join(map(str, cell)))
-            line = json.dumps({"cell": cell._asdict(), **short(result_of(cell))}, separators=(",", ":"))
-            with file.open("a") as out:
-                out.write(line + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("rounds", "widths", "rules", "networks"), help="one of the studies")
@@ -553,13 +529,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "rounds.jsonl"
-    done = read(file)
+    done = study.read(file, Cell)
     todo = [cell for cell in cells(options.seeds) if cell not in done and options.only in (None, cell.study)]
     todo = [cell for cell in todo if options.data is not None or cell.data not in STORED]
-    run_cells(file, todo, lambda cell: run(cell, options.data))
-    text = tables({cell: found for cell, found in read(file).items() if cell in set(cells())})
+    study.run(file, todo, lambda cell: run(cell, options.data))
+    text = tables(study.in_order(study.read(file, Cell), cells()))
     if options.out == HERE / "results":
         include(HERE / "ROUNDS.md", text)
     print(text)

@@ -10,19 +10,18 @@ killed goes on where it stopped. The tables are written into README.md, or with 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.page import write
 from benchmarks.posterior import images, logistic
-from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
+from benchmarks.posterior.report import BAR_SPLIT, curves, tables
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
 
@@ -127,29 +126,6 @@ def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     return images.run(images.STUDIES[cell.study], partition, cell.seed, folder, bayesian=bayesian, **options)
 
 
-def read(file: Path) -> Results:
-    """Return the finished cells of a file, none if there is no file."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {Cell(**line.pop("cell")): line for line in lines}
-
-
-def finished(file: Path) -> Results:
-    """Return the finished cells of a file in the order of the tables."""
-    done = read(file)
-    return {cell: done[cell] for cell in cells() if cell in done}
-
-
-def keep(file: Path, cell: Cell, result: dict[str, Any]) -> None:
-    """Append a finished cell as one line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    short = {
-        key: [float(f"{each:.5g}") for each in value] if isinstance(value, list) else value
-        for key, value in result.items()
-    }
-    with file.open("a") as out:
-        out.write(json.dumps({"cell": cell._asdict(), **short}, separators=(",", ":")) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("logistic", *images.STUDIES), help="one of the studies")
@@ -158,15 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the fastest for models this small
     file = options.out / "cells.jsonl"
-    done = read(file)
+    done = study.read(file, Cell)
     todo = [cell for cell in cells() if cell not in done and options.only in (None, cell.study)]
     if options.data is None:
         todo = [cell for cell in todo if not cell.study.startswith("fashion_mnist")]
-    with tqdm(sorted(todo, key=lambda cell: cell.seed)) as bar:  # a run that is killed leaves whole tables
-        for cell in bar:
-            bar.set_postfix_str(f"{cell.study}, {cell.split}, {cell.rule}, {cell.prior}, seed {cell.seed}")
-            keep(file, cell, result_of(cell, options.data))
-    results = finished(file)
+    todo = sorted(todo, key=lambda cell: cell.seed)  # a run that is killed leaves whole tables
+    study.run(file, todo, lambda cell: result_of(cell, options.data))
+    results = study.in_order(study.read(file, Cell), cells())
     text = tables(results)
     curves(results, options.out / "kl.png")
     write(text, options.out, HERE)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.federations import methods, run
 from benchmarks.federations.data import FEDERATIONS, Examples, Federation, Parts, cut, from_csv, halves
 from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
@@ -119,7 +120,7 @@ def test_the_command_takes_several_files(table, tmp_path):
         "--out",
     ]
     run.main([*arguments, str(tmp_path / "out")])
-    *_, result = run.read(tmp_path / "out" / "cells.jsonl").values()
+    *_, result = study.read(tmp_path / "out" / "cells.jsonl", run.Cell).values()
     assert len(result[""]["nlls"]) == 2
     assert "## hospitals" in (tmp_path / "out" / "tables.md").read_text()
     with pytest.raises(SystemExit):
@@ -167,7 +168,7 @@ def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path,
 
 
 def test_the_committed_pages_show_the_committed_cells():
-    results = run.in_order(run.read(run.HERE / "results" / "cells.jsonl"), list(FEDERATIONS))
+    results = run.in_order(study.read(run.HERE / "results" / "cells.jsonl", run.Cell), list(FEDERATIONS))
     assert tables(results) in (run.HERE / "README.md").read_text()
     assert brief(results) in (run.ROOT / "README.md").read_text()
 
@@ -334,7 +335,7 @@ def test_a_choice_is_made_on_its_part_and_paid_for_on_the_test_part():
 
 
 def test_the_choice_on_validation_parts_is_as_good_as_the_best_single_method():
-    results = run.read(run.HERE / "results" / "cells.jsonl")
+    results = study.read(run.HERE / "results" / "cells.jsonl", run.Cell)
     costs = by_choice(federations(results))
     *_, single = costs.values()
     assert statistics.fmean(costs["validation parts"]) <= statistics.fmean(single) + 0.01

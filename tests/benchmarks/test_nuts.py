@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.posterior import nuts, rounds, truth
 from benchmarks.posterior.nuts import FULL, METHODS, NUTS, PROBLEMS, Cell
 from lightning_fedbayes.modules import mlp
@@ -148,7 +149,7 @@ def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
     }
     file = tmp_path / "nuts.jsonl"
     file.write_text("\n".join(json.dumps({"cell": cell._asdict(), **each}) for cell, each in found.items()))
-    done = nuts.read(file)
+    done = study.in_order(study.read(file, Cell), nuts.cells())
     assert len(done) == 5
     text = nuts.tables(done)
     assert "1.0500 (**too large**)" in text

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.page import BEGIN, END, include
 from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import fashion_mnist_bars, reached, rows_of, tables
-from benchmarks.posterior.run import HERE, Cell, finished, keep, read, result_of
+from benchmarks.posterior.run import HERE, Cell, cells, result_of
 from lightning_fedbayes.modules import mlp
 from tests.benchmarks.image_files import write_idx
 
@@ -104,8 +105,8 @@ def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
 def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
     cell = Cell("logistic", "IID", "sites", "fixed", 0)
     result = {"kl": [0.1, 0.01], "mean_error": [0.5, 0.1], "variance_ratio": [1.0, 1.0]}
-    keep(tmp_path / "cells.jsonl", cell, result)
-    assert read(tmp_path / "cells.jsonl") == {cell: result}
+    study.keep(tmp_path / "cells.jsonl", cell, result)
+    assert study.read(tmp_path / "cells.jsonl", Cell) == {cell: result}
     assert reached(result) == 2
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\noutdated\n{END}\nafter\n")
@@ -116,4 +117,7 @@ def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
 
 
 def test_the_page_shows_the_cells_that_are_stored():
-    assert tables(finished(HERE / "results" / "cells.jsonl")) in (HERE / "README.md").read_text()
+    assert (
+        tables(study.in_order(study.read(HERE / "results" / "cells.jsonl", Cell), cells()))
+        in (HERE / "README.md").read_text()
+    )

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks import cells as study
 from benchmarks.posterior import rounds
 from benchmarks.posterior.rounds import Cell
 
@@ -73,7 +74,7 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     ]
     file = tmp_path / "rounds.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    text = rounds.tables(rounds.read(file))
+    text = rounds.tables(study.read(file, Cell))
     assert "0.200 / 2.00 / 0.50" in text
     assert "2.00 ≤ 1.5: **no**" in text
     assert "| digits | 20 | 1 | 2.00 | 1.33 | 1.50 | 0.200 | 0.100 | 0.200 |" in text
