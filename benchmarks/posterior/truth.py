@@ -68,7 +68,9 @@ def nuts(data: TensorDataset, sizes: Sequence[int], seed: int = 0) -> Tensor:
     try:
         jax, numpy, infer = (import_module(name) for name in ("jax", "jax.numpy", "numpyro.infer"))
     except ImportError as missing:
-        raise fb.FedBayesError(f"NUTS needs numpyro ({missing}): pip install --group benchmarks/pyproject.toml:truth") from missing
+        raise fb.FedBayesError(
+            f"NUTS needs numpyro ({missing}): pip install --group benchmarks/pyproject.toml:truth"
+        ) from missing
     inputs, classes = (numpy.asarray(each.numpy()) for each in data.tensors)
     rows = numpy.arange(len(classes))
 
