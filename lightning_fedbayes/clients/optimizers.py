@@ -20,8 +20,9 @@ OptimizerState = dict[int, dict[str, Any]]
 Changes = dict[str, tuple[Any, Any]]
 """Name of an option → its value before a client's training and after it."""
 
-MOMENTA = frozenset({"exp_avg", "momentum", "momentum_buffer"})
-"""Entries of torch's optimizers and of IVON that are running means of gradients."""
+MOMENTA = frozenset({"exp_avg", "momentum_buffer"})
+"""Entries of torch's optimizers that are running means of gradients. Steps of IVON, whose widths are the federation's,
+are short enough not to run away, and few steps without momentum would be shorter."""
 
 PLAIN = (int, float, complex, str, bool, type(None))
 
