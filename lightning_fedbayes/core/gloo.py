@@ -22,14 +22,14 @@ HEAD = struct.Struct("!QQ")
 """Head of a message: its length, and the length of the longest message that its sender sends in this call."""
 
 WITH_HEAD = 2**10
-"""Bytes of a message that travel with its head. Most messages are shorter, and then one call of Gloo is enough; a call
-takes up to 4 ms where a process has a single core, because Gloo's thread spins."""
+"""Bytes of a message that travel with its head, so that most messages need one call of Gloo. A call takes up to 4 ms where
+a process has a single core, because Gloo's thread spins."""
 
 BEGINNING = HEAD.size + WITH_HEAD
 
 
 class GlooCollective(Collective):
-    """Collective operations in a process group of their own, which finds itself through a torch ``store``.
+    """Collective operations in a separate process group, which finds itself through a torch ``store``.
 
     torch's default group stays unused.
     """

@@ -1,4 +1,4 @@
-"""Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' own priors."""
+"""Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' priors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GaussiansOf:
 
     Args:
         every: all of them.
-        others: those that are not drawn jointly; None unless all that are drawn jointly are among them.
+        others: those that are not drawn jointly; None unless all jointly drawn ones are among ``every``.
     """
 
     every: Sequence[GaussianParameter]
@@ -38,7 +38,7 @@ class GaussianParameters:
     """The Gaussian parameters of a module, looked up once: it must not be rebuilt while this is in use.
 
     Attributes:
-        small: those that are drawn jointly: in our own layers, with few entries, and of one dtype and device.
+        small: those that are drawn jointly: in our layers, with few entries, and of one dtype and device.
         names: for each of these, the names of mean and ρ among the module's parameters.
     """
 
@@ -52,27 +52,26 @@ class GaussianParameters:
 
     def of(self, module: nn.Module) -> GaussiansOf:
         """Return the Gaussian parameters of the module or of a part of it."""
-        found = self._found.get(id(module))
-        if found is None:
-            every = list(gaussian_parameters(module).values())
-            others = [each for each in every if each not in self.small]
-            has_small = len(self.small) == len(every) - len(others) > 0
-            found = GaussiansOf(every, others if has_small else None)
-            if id(module) in self._modules:
-                self._found[id(module)] = found
+        if id(module) in self._found:
+            return self._found[id(module)]
+        every = list(gaussian_parameters(module).values())
+        others = [each for each in every if each not in self.small]
+        has_small = len(self.small) == len(every) - len(others) > 0
+        found = GaussiansOf(every, others if has_small else None)
+        if id(module) in self._modules:
+            self._found[id(module)] = found
         return found
 
 
 class JointDraws:
-    """Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
+    r"""Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
 
-    A parameter that is asked for again in the same step is not drawn here a second time, because it needs new noise.
+    A parameter that is asked for again in the same step needs new noise, and is not drawn here.
 
     Args:
         gaussians: Gaussian parameters of the module.
-        parameters: name → tensor of shape (clients, \\*).
-        views: name → the same tensor as one client sees it.
-        local: the clients' own priors, if they have such.
+        parameters, views: name → tensor of shape (clients, \*); the same tensor as one client sees it.
+        local: priors of the clients, if they have such.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class JointDraws:
         self._joint: tuple[Tensor, ...] = ()
 
     def draw(self, mean: Tensor, rho: Tensor) -> Tensor | None:
-        """Return a draw of every client, shape (clients, \\*); None if it is not drawn jointly or was drawn before."""
+        r"""Return a draw of every client, shape (clients, \*); None if not drawn jointly or drawn before."""
         index = self._index.get((id(mean), id(rho)))
         if index is None or index in self._asked or not torch.is_grad_enabled():
             return None
@@ -122,7 +121,7 @@ class JointDraws:
         return self._prior.tallied(self._joint[-1], self._entries)
 
     def local(self) -> LocalPrior | None:
-        """Return the clients' own joint prior of the small parameters; None if they have others."""
+        """Return the clients' joint prior of the small parameters; None if they have others."""
         return None if self._local is None else self._local.joint(self._small)
 
     def _joint_prior(self) -> tuple[float, float] | LocalPrior | None:
@@ -145,7 +144,7 @@ class JointDraws:
 
 
 class StackedPriors:
-    """The own priors of the clients in a stack, as priors of the module's parameters."""
+    """The priors of the clients in a stack, as priors of the module's parameters."""
 
     def __init__(self, local: LocalPriors, own: Sequence[Quadratic]) -> None:
         self.local = local
@@ -175,14 +174,11 @@ class StackedPriors:
         return self._chosen[key]
 
     def squares(self, name: str) -> Tensor | None:
-        """Return the sums of squared gradients of single examples of a parameter, (clients, *); None if unknown."""
+        """Return a parameter's sums of squared gradients of single examples, (clients, *); None if unknown."""
         return _taken(self._stacks[name].squares)
 
     def factors(self) -> Tensor | None:
-        """Return the factor of each client's divergence in its loss, as the last backward pass has seen it, (clients,).
-
-        None if it has seen none.
-        """
+        """Return the factor of each client's divergence in its loss, (clients,); None without a backward pass."""
         found = _taken(self._tally)
         return None if found is None else found / self.local.num_entries
 
@@ -224,7 +220,7 @@ class StackedPriors:
 
 
 class SeenPrior:
-    """The own prior of one client under vmap, made by ``view`` of a stack of them when it is asked for."""
+    """The prior of one client under vmap, made by ``view`` of a stack of priors when it is asked for."""
 
     def __init__(self, stack: LocalPrior, view: Callable[[Tensor], Tensor]) -> None:
         self._stack, self._view = stack, view
@@ -240,7 +236,7 @@ class SeenPrior:
 
 
 def _taken(tally: Tensor | None) -> Tensor | None:
-    """Return the gradient of a tally, which has none then; None if there is none."""
+    """Return the gradient of a tally and clear it; None if there is none."""
     if tally is None or tally.grad is None:
         return None
     gradient, tally.grad = tally.grad, None
@@ -262,7 +258,7 @@ def seen(prior: LocalPrior) -> list[Tensor]:
 
 
 def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
-    """Return ``prior`` with other values of what differs between clients: curvature, slope, tallies if any."""
+    """Return ``prior`` with other curvature, slope and tallies, if any, which differ between clients."""
     curvature, slope, *tallies = own
     tally, squares = [*tallies, None, None][:2]
     return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)

@@ -22,12 +22,12 @@ from lightning_fedbayes.sources.ivon import IVON
 
 
 class StackedOptimizer:
-    """The user's optimizer with stacked parameters of shape (clients, *) in place of its own.
+    """The user's optimizer with stacked parameters of shape (clients, *) in place of its parameters.
 
     An elementwise optimizer steps many networks as it steps one. The state of a parameter has two parts: tensors of the
-    parameter's shape, which are stacked as well, and the rest, such as Adam's number of steps, which clients that step
+    parameter's shape, which are stacked too, and the rest, such as Adam's number of steps, which clients that step
     together must share. Clients are of one *kind* if the rest was equal at every step so far. If clients have kept
-    unlike numbers of steps, these become tensors with one entry per row, where the optimizer can compute with such.
+    different numbers of steps, these become tensors with one entry per row where the optimizer can compute with such.
 
     Args:
         optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
@@ -68,7 +68,7 @@ class StackedOptimizer:
         self._steps = 0
 
     def remove(self) -> None:
-        """Give the optimizer its own parameters back."""
+        """Restore the optimizer's parameters."""
         self.optimizer.state.clear()
         set_parameters(self.optimizer, self._own)
 
@@ -218,7 +218,7 @@ def _entry(counts: Tensor, row: int, like: Tensor) -> Tensor:
 
 @contextmanager
 def _counting_by_row(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, torch's optimizers compute with their numbers of steps as tensors, which may have one entry per row."""
+    """Inside, torch's optimizers compute with numbers of steps as tensors, which may have an entry per row."""
     before = [group.get("differentiable") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["differentiable"] = True
@@ -326,8 +326,8 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
     """Return names of scalar tensors in the state, such as Adam's "step", that can have one entry per row.
 
     Tried on copies with random gradients: a step of two stacked networks, of which the second has taken some steps
-    before, must be the step of each. Empty if it is not, or the optimizer has no such switch as torch's
-    ``differentiable``, which makes it compute with such a number as a tensor.
+    before, must be the step of each. Empty if it is not, or the optimizer lacks torch's ``differentiable``, which makes
+    it compute with such a number as a tensor.
     """
     if isinstance(optimizer, IVON):
         return IVON.counts
@@ -401,9 +401,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
                 p.grad = gradient.clone()
             return torch.rand((), generator=random)
 
-        for p, gradient in zip(parameters_of(without), gradients):
-            p.grad = gradient.clone()
-        without.step()
+        _step(without, gradients)
         with_closure.step(closure)  # pyright: ignore
         pairs = zip(parameters_of(without), parameters_of(with_closure))
         if seen != [True] or not all(torch.equal(a, b) for a, b in pairs):

@@ -1,6 +1,7 @@
-"""Schedule and batches of a round: clients at the same step with batches of equal size form a group.
+"""Schedule and batches of a round: clients at the same step with batches of equal size form a group, which steps
+together.
 
-A group steps together. Batches come from the same data and in the same order as client by client.
+Batches come from the same data and in the same order as client by client.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def take_rows(stack: Tensor, slots: Slots) -> Tensor:
 
 def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
     """Write ``rows`` into the rows ``slots`` of ``stack``, unless they are the view from :func:`take_rows`."""
-    if isinstance(slots, range):
-        target = stack[slots.start : slots.stop]
-        if target.data_ptr() != rows.data_ptr():
-            target.copy_(rows)
-    else:
+    if not isinstance(slots, range):
         stack[list(slots)] = rows.to(stack.dtype)  # counts of new clients are of single precision, of others double
+        return
+    target = stack[slots.start : slots.stop]
+    if target.data_ptr() != rows.data_ptr():
+        target.copy_(rows)
 
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
@@ -75,13 +76,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that are in the stack at the same time.
-
-    Args:
-        clients: number of the client in each slot, those with most steps first, so that the
-            first rows are those of the clients that still train.
-        groups: the steps, in order.
-    """
+    """Clients that are in the stack at the same time, those with most steps first, and their steps in order."""
 
     clients: tuple[int, ...]
     groups: tuple[Group, ...]
@@ -114,10 +109,8 @@ class Scheduler:
     def __init__(
         self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
     ) -> None:
-        self.sizes = sizes
-        self.batching = batching
-        self.clients_at_once = clients_at_once
-        self.steps_per_batch = steps_per_batch
+        self.sizes, self.batching = sizes, batching
+        self.clients_at_once, self.steps_per_batch = clients_at_once, steps_per_batch
         self._last: tuple[tuple[int, ...], Schedule] = ((), Schedule(()))
 
     def __call__(self, plan: RoundPlan) -> Schedule:
@@ -137,7 +130,7 @@ class Scheduler:
 def chunk_cohort(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> tuple[Chunk, ...]:
     """Split the cohort of ``plan`` into chunks of at most ``clients_at_once`` clients, and their steps into groups.
 
-    Clients with similar numbers of steps share a chunk; chunks have as equal numbers of clients as possible.
+    Clients with similar numbers of steps share a chunk; chunks have about equal numbers of clients.
 
     >>> from lightning_fedbayes.server.plan import plan_round
     >>> batching = Batching(batch_size=4, shuffle=False)
@@ -193,9 +186,8 @@ class StackedBatch:
     """The batches of a group of clients.
 
     Args:
-        parts: (slots, data) of clients whose batches have equal shapes; the data are tensors of shape
-            (clients, batch, *).
-        failures: slot → error of every client whose batch could not be loaded.
+        parts: (slots, data) of clients with batches of equal shapes; tensors of shape (clients, batch, *).
+        failures: slot → error of every client with a batch that could not be loaded.
     """
 
     parts: list[tuple[Slots, Any]]
@@ -272,7 +264,7 @@ class StackedBatches:
 
 
 class Disagreement(RuntimeError):
-    """Raised where clients in a stack would take different branches, with what each of them finds."""
+    """Clients in a stack would take different branches; ``truths`` says what each of them finds."""
 
     def __init__(self, truths: Sequence[bool]) -> None:
         super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
@@ -280,7 +272,7 @@ class Disagreement(RuntimeError):
 
 
 class _Like:
-    """A ``UserDict``, such as a ``BatchEncoding`` of Hugging Face, without its entries."""
+    """A ``UserDict`` without its entries, such as a ``BatchEncoding`` of Hugging Face."""
 
     def __init__(self, batch: UserDict) -> None:
         self.empty, self.keys = copy.copy(batch), tuple(batch.data)
@@ -336,5 +328,5 @@ def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
 
 
 def rows_of_tree(data: Any, rows: list[int]) -> Any:
-    """Return some clients' batches out of a stacked one, a container of tensors of shape (clients, batch, *)."""
+    """Return some clients' batches out of a stacked one."""
     return tree_map(lambda tensor: tensor[rows], data)

@@ -1,4 +1,4 @@
-"""Swap of a module's tensors and attributes against others, for the time of a step."""
+"""Swap of a module's tensors and attributes for the time of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Swap = tuple[Location, Any]
 class ParameterSwap:
     """Puts other tensors in place of the parameters and buffers of a module, for the time of a step.
 
-    ``torch.func.functional_call`` does the same for one call; this takes a tenth of its time. A tied tensor has several
-    locations and is replaced in all of them; a recurrent layer keeps a list of its parameters, too. The module must not
-    be rebuilt while this is in use.
+    ``torch.func.functional_call`` does the same for one call and takes ten times as long. A tied tensor is replaced in
+    all its locations; so is the list of parameters that a recurrent layer keeps. The module must not be rebuilt while
+    this is in use.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._locations: dict[str, list[Location]] = {}
         names: dict[int, str] = {}
-        for path, owner in module.named_modules(remove_duplicate=True):
+        for path, owner in module.named_modules():
             for tensors in (owner._parameters, owner._buffers):
                 for attribute, tensor in tensors.items():
                     if tensor is None:
@@ -48,7 +48,7 @@ class ParameterSwap:
         return tensors[attribute]
 
     def using(self, tensors: Mapping[str, Tensor]) -> swapped:
-        """Inside, the module holds ``tensors`` (dotted name → tensor of any shape) in place of its own."""
+        """Inside, the module holds ``tensors`` (dotted name → tensor of any shape)."""
         swaps: list[Swap] = [(each, tensor) for name, tensor in tensors.items() for each in self._locations[name]]
         for layer, weights in self._recurrent:
             kept = flat_weights([tensors.get(name, weight) for name, weight in weights])
