@@ -22,8 +22,8 @@ HEAD = struct.Struct("!QQ")
 """Head of a message: its length, and the length of the longest message that its sender sends in this call."""
 
 WITH_HEAD = 2**10
-"""Bytes of a message that travel with its head, so that most messages need one call of Gloo. A call takes up to 4 ms where
-a process has a single core, because Gloo's thread spins."""
+"""Bytes of a message that travel with its head: one call of Gloo is enough for most messages. A call takes up to 4 ms
+where a process has a single core, because Gloo's thread spins."""
 
 BEGINNING = HEAD.size + WITH_HEAD
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,6 @@ from lightning_fedbayes.layers.kl import SMALL, JointDraw
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior, Prior
 from lightning_fedbayes.methods.method import Quadratic
-
-
-@dataclass(frozen=True)
-class GaussiansOf:
-    """The Gaussian parameters of a module or of a part of it.
-
-    Args:
-        every: all of them.
-        others: those that are not drawn jointly; None unless all jointly drawn ones are among ``every``.
-    """
-
-    every: Sequence[GaussianParameter]
-    others: Sequence[GaussianParameter] | None
 
 
 class GaussianParameters:
@@ -48,16 +35,19 @@ class GaussianParameters:
         self.small = _alike([each for each in found if id(each.mean) in names and id(each.rho) in names])
         self.names = [(names[id(each.mean)], names[id(each.rho)]) for each in self.small]
         self._modules = {id(part): part for part in module.modules()}
-        self._found: dict[int, GaussiansOf] = {}
+        self._found: dict[int, tuple[list[GaussianParameter], list[GaussianParameter] | None]] = {}
 
-    def of(self, module: nn.Module) -> GaussiansOf:
-        """Return the Gaussian parameters of the module or of a part of it."""
+    def of(self, module: nn.Module) -> tuple[list[GaussianParameter], list[GaussianParameter] | None]:
+        """Return all Gaussian parameters of the module or of a part of it, and those that are not drawn jointly.
+
+        The second is None unless all that are drawn jointly belong to it.
+        """
         if id(module) in self._found:
             return self._found[id(module)]
         every = list(gaussian_parameters(module).values())
         others = [each for each in every if each not in self.small]
         has_small = len(self.small) == len(every) - len(others) > 0
-        found = GaussiansOf(every, others if has_small else None)
+        found = every, others if has_small else None
         if id(module) in self._modules:
             self._found[id(module)] = found
         return found
@@ -146,7 +136,7 @@ class JointDraws:
 class StackedPriors:
     """The priors of the clients in a stack, as priors of the module's parameters."""
 
-    def __init__(self, local: LocalPriors, own: Sequence[Quadratic]) -> None:
+    def __init__(self, local: LocalPriors, own: Sequence[Quadratic], gaussians: GaussianParameters) -> None:
         self.local = local
         priors = local.priors(own, stacked=True)
         self._stacks = {name: priors[name] for name in local.layers}
@@ -154,6 +144,12 @@ class StackedPriors:
         self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
         self._chosen: dict[tuple[int, ...], StackedPriors] = {}
+        names = {id(each.mean): name for name, each in local.layers.items()}
+        if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
+            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
+            mean = torch.cat([part.mean.flatten() for part in parts])
+            joined = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
+            self._joint = with_own(replace(parts[0], mean=mean), joined)  # side by side, for joint draws
 
     def rows(self, slots: Slots) -> StackedPriors:
         """Return the priors of the clients in ``slots``, with tallies."""
@@ -185,15 +181,6 @@ class StackedPriors:
     def of_means(self, name: str, means: Tensor) -> Tensor:
         """Return the gradient of each client's prior by the ``means`` of a parameter, shape (clients, *)."""
         return self._stacks[name].gradients(means, means)[0]
-
-    def join(self, gaussians: GaussianParameters) -> None:
-        """Lay the priors of the small parameters side by side, for joint draws."""
-        names = {id(each.mean): name for name, each in self.local.layers.items()}
-        if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
-            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
-            mean = torch.cat([part.mean.flatten() for part in parts])
-            own = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
-            self._joint = with_own(replace(parts[0], mean=mean), own)
 
     @contextmanager
     def installed(self, as_seen: Callable[[LocalPrior], Prior]) -> Iterator[None]:

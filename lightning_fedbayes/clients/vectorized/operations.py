@@ -291,18 +291,18 @@ def tallies(
 
 def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.kl_divergence` of every client; None without Gaussian parameters."""
-    part = mode.gaussians.of(module)
-    if not part.every:
+    every, others = mode.gaussians.of(module)
+    if not every:
         return None
     joint = None
-    if part.others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
+    if others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
         joint = mode.joint.divergence()
         joint = own_divergence(mode) if joint is None else joint
     with mode:
         if joint is None:
-            return sum_kl(part.every)
+            return sum_kl(every)
         joint = to_client_view(joint, mode.level)
-        return joint + sum_kl(part.others) if part.others else joint
+        return joint + sum_kl(others) if others else joint
 
 
 def own_divergence(mode: StackedOperations) -> Tensor | None:

@@ -292,10 +292,8 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     # half precision rounds differently in a stack
     corners = [corner if corner.dtype == torch.float64 else corner.float() for corner in corners]
     rows = [torch.stack([corner, corner + 0.1]) for corner in corners]
-    together, *alone = (_copy_of(optimizer, corners) for _ in range(3))
-    set_parameters(together, [Parameter(stack.clone()) for stack in rows])
-    for slot, single in enumerate(alone):
-        set_parameters(single, [Parameter(stack[slot].clone()) for stack in rows])
+    together = _copy_of(optimizer, rows)
+    alone = [_copy_of(optimizer, [stack[slot] for stack in rows]) for slot in range(2)]
     options = copy.deepcopy(_options(together))
     for step in range(STEPS):
         scale = 0.1 ** (step % 2)
@@ -337,14 +335,13 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
     own = parameters_of(optimizer)
     start = [torch.zeros([2, *(min(size, LARGEST) for size in p.shape)], device=p.device) for p in own]
     try:
-        together, *alone = (_copy_of(optimizer, start) for _ in range(3))
+        alone = [_copy_of(optimizer, [rows[row] for rows in start]) for row in range(2)]
         for row, (single, steps) in enumerate(zip(alone, (1, STEPS))):
-            set_parameters(single, [Parameter(rows[row].clone()) for rows in start])
             for _ in range(steps):
                 _step(single, [torch.randn(rows[row].shape, generator=random) for rows in start])
             for rows, p in zip(start, parameters_of(single)):
                 rows[row] = p.detach()
-        set_parameters(together, [Parameter(rows.clone()) for rows in start])
+        together = _copy_of(optimizer, start)
         firsts, seconds = ([single.state[p] for p in parameters_of(single)] for single in alone)
         counts = frozenset(
             key
@@ -386,9 +383,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         CannotVectorize: it does something else with the closure that Lightning hands over.
     """
     random = torch.Generator().manual_seed(0)
-    without, with_closure = (_copy_of(optimizer, parameters) for _ in range(2))
-    for each in (without, with_closure):
-        set_parameters(each, [Parameter(p.clone()) for p in parameters])
+    without, with_closure = _copy_of(optimizer, parameters), _copy_of(optimizer, parameters)
     for _ in range(4 * STEPS):
         gradients = [torch.randn(p.shape, generator=random).to(p) for p in parameters]
         before = [p.detach().clone() for p in parameters_of(with_closure)]
@@ -409,7 +404,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """Return a copy of ``optimizer`` with other ``parameters`` and without state."""
+    """Return a copy of ``optimizer`` with copies of other ``parameters`` and without state."""
     own, state = parameters_of(optimizer), optimizer.state
     set_parameters(optimizer, parameters)
     optimizer.state = defaultdict(dict)
@@ -421,6 +416,7 @@ def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     # deepcopy leaves out attributes that torch does not know; a learning-rate scheduler's "step" is the original's
     missing = {name: value for name, value in vars(optimizer).items() if name not in vars(copied) and name != "step"}
     vars(copied).update(missing)
+    set_parameters(copied, [Parameter(each.clone()) for each in parameters])
     return copied
 
 

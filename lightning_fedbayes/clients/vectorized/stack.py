@@ -102,7 +102,8 @@ class ClientStack:
         self._local, self.measured = local, None
         if local is not None:
             if local.layers:
-                self._priors = step.priors(local, [each.prior for each in problems if each.prior is not None])
+                own = [each.prior for each in problems if each.prior is not None]
+                self._priors = StackedPriors(local, own, step.gaussians)
             self._paths = {**local.paths, **local.others}
             like = {name: everything[path] for name, path in self._paths.items() if path in self.names}
             self.measured = Measured(like, local.layers, len(clients))
@@ -259,10 +260,6 @@ class ClientStack:
         rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers, **self._variances}
         kept = self.model.kept_values()
         return {name: (rows[name][slot] if name in rows else value).clone() for name, value in kept.items()}
-
-    def remove(self) -> None:
-        """Give the optimizer its own parameters back."""
-        self.optimizer.remove()
 
 
 def clipping(context: TrainingContext) -> Clip | None:

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
-from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.snapshot import Modes
-from lightning_fedbayes.clients.vectorized.gaussians import (
-    GaussianParameters,
-    JointDraws,
-    SeenPrior,
-    StackedPriors,
-    seen,
-    with_own,
-)
+from lightning_fedbayes.clients.vectorized import gaussians
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, StackedPriors
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
@@ -38,7 +31,6 @@ from lightning_fedbayes.core.private_torch import (
     tree_unflatten,
     vmap_level,
 )
-from lightning_fedbayes.methods.method import Quadratic
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class StackedStep:
         self._marks = context.training_step_marks
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
-        self._gaussians = GaussianParameters(module)
+        self.gaussians = GaussianParameters(module)
         self.fused_times, self.branched, self.shares_batch = 0, False, False
         self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
@@ -174,7 +166,7 @@ class StackedStep:
                         stacked,
                         batch,
                         operations,
-                        lambda stack: with_own(stack, islice(given, len(seen(stack)))),
+                        lambda stack: gaussians.with_own(stack, islice(given, len(gaussians.seen(stack)))),
                     )
                     self.branched = operations.branched
                     assembles.append(assemble)
@@ -197,18 +189,14 @@ class StackedStep:
                         isinstance(each, Tensor) for each in batch
                     )  # TensorDataset
                     batch = [to_client_view(each, level) for each in batch] if of_tensors else view(batch)
-                joint = JointDraws(self._gaussians, parameters, views, local)
-                operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
-                outputs, assemble = of_client(views, stacked, batch, operations, lambda stack: SeenPrior(stack, view))
+                joint = gaussians.JointDraws(self.gaussians, parameters, views, local)
+                operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
+                outputs, assemble = of_client(
+                    views, stacked, batch, operations, lambda stack: gaussians.SeenPrior(stack, view)
+                )
                 self.fused_times, self.branched = operations.fused_times, operations.branched
                 stacks = [to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
-
-    def priors(self, local: LocalPriors, own: Sequence[Quadratic]) -> StackedPriors:
-        """Return the priors of several clients, side by side."""
-        stacked = StackedPriors(local, own)
-        stacked.join(self._gaussians)
-        return stacked
 
     def _of_client(
         self,
