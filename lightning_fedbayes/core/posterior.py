@@ -237,19 +237,15 @@ class GaussianPosterior:
             "num_parameters": size,
             "linearised": self.linearised,
         }
+        flat: Iterable[Any] = repeat(None)
         double = all(mean.device.type != "mps" for mean in self.mean.values())
-        flat = self._flat_rows(count) if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
-        for mean, variance, both in zip(means, variances, flat):
+        if double and self.num_parameters <= MOST_AT_ONCE:
+            sides = [self.mean] if self.is_point_mass else [self.mean, self.variance]
+            both = [torch.cat([s[n].reshape(count, -1).to(torch.float64) for n in self.mean], 1) for s in sides]
+            flat = zip(both[0], zeros_like(both[0]) if self.is_point_mass else both[1])
+        for mean, variance, pair in zip(means, variances, flat):
             own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
-            yield self._of_checked(*own, _flat=both, **known)
-
-    def _flat_rows(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`flatten` for each of the ``count`` posteriors in the stack."""
-        mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
-        if self.is_point_mass:
-            return zip(mean, zeros_like(mean))
-        variance = torch.cat([self.variance[name].reshape(count, -1).to(torch.float64) for name in self.mean], 1)
-        return zip(mean, variance)
+            yield self._of_checked(*own, _flat=pair, **known)
 
     def to(self, device: torch.device | str) -> GaussianPosterior:
         """This posterior on another device."""

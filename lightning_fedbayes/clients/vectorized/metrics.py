@@ -128,15 +128,11 @@ class BatchValue:
         )
 
 
-def _refusing(name: str) -> Any:
-    return lambda self, *args: self.__getattr__(name)
-
-
 for _name in (
     *("bool", "int", "float", "index", "len", "iter", "getitem", "str", "format", "eq", "ne", "lt", "le", "gt", "ge"),
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "round"),
 ):
-    setattr(BatchValue, f"__{_name}__", _refusing(_name))
+    setattr(BatchValue, f"__{_name}__", lambda self, *args, name=_name: self.__getattr__(name))
 
 
 def logged_value(value: Any, rows: int) -> Any:

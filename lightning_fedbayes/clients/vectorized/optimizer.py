@@ -83,11 +83,24 @@ class StackedOptimizer:
 
     def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
         """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``; ``alone``: no others step now."""
-        if slots != self._selected:
-            self.write_back()
-            self._load(slots, steps)
-        elif not alone:
-            self._remember(self._rest())
+        if slots == self._selected:
+            if not alone:
+                self._remember(self._rest())
+            return
+        self.write_back()
+        self._selected, self._steps = slots, steps
+        rest = self._shared[self._kinds[slots[0]]][steps]
+        self.optimizer.state.clear()
+        # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
+        self.parameters = [
+            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
+        ]
+        set_parameters(self.optimizer, self.parameters)
+        for i, parameter in enumerate(self.parameters):
+            if i in rest:
+                state = {key: take_rows(stack, slots) for key, stack in self.stacked_state[i].items()}
+                state.update({key: copied(value) for key, value in rest[i].items()})
+                self.optimizer.state[parameter] = state
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
@@ -136,33 +149,16 @@ class StackedOptimizer:
         row = self._selected.index(slot)
         kept: OptimizerState = {}
         for i, parameter in enumerate(self.parameters):
-            if parameter in self.optimizer.state:
-                kept[i] = {
-                    key: (
-                        _entry(value, row, self._single[key])
-                        if key in self._counts
-                        else value[row].clone()
-                        if key in self._stacked_keys
-                        else copied(value)
-                    )
-                    for key, value in sorted(self.optimizer.state[parameter].items())  # else by the hashes of names
-                }
+            if parameter not in self.optimizer.state:
+                continue
+            kept[i] = {}
+            for key, value in sorted(self.optimizer.state[parameter].items()):  # else by the hashes of names
+                if key in self._counts:  # as the optimizer makes it for one network
+                    count = value[row] if value.dim() else value
+                    kept[i][key] = count.detach().reshape(()).clone().to(self._single[key])
+                else:
+                    kept[i][key] = value[row].clone() if key in self._stacked_keys else copied(value)
         return kept
-
-    def _load(self, slots: Slots, steps: int) -> None:
-        self._selected, self._steps = slots, steps
-        rest = self._shared[self._kinds[slots[0]]][steps]
-        self.optimizer.state.clear()
-        # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
-        self.parameters = [
-            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
-        ]
-        set_parameters(self.optimizer, self.parameters)
-        for i, parameter in enumerate(self.parameters):
-            if i in rest:
-                state = {key: take_rows(stack, slots) for key, stack in self.stacked_state[i].items()}
-                state.update({key: copied(value) for key, value in rest[i].items()})
-                self.optimizer.state[parameter] = state
 
     def _rest(self) -> OptimizerState:
         """Return the state of the selected clients that is not stacked."""
@@ -209,11 +205,6 @@ def _without(state: OptimizerState, keys: Collection[str]) -> OptimizerState:
 def _by_row(rows: Tensor) -> tuple[int, ...]:
     """Return the shape (clients, 1, ...) of one number per client, which broadcasts with ``rows``."""
     return (len(rows), *[1] * (rows.dim() - 1))
-
-
-def _entry(counts: Tensor, row: int, like: Tensor) -> Tensor:
-    """Return a client's entry as the optimizer makes it for one network."""
-    return (counts[row] if counts.dim() else counts).detach().reshape(()).clone().to(like)
 
 
 @contextmanager

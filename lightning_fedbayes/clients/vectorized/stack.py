@@ -128,7 +128,12 @@ class ClientStack:
         except Exception as error:
             if not self.shared or (isinstance(error, Disagreement) and self._keeps_shared()):
                 raise
-        self._unshare()
+        for name, (value, version, before) in self.shared.items():  # give every client a copy from before the step
+            self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
+            if version_if_any(value) != version:
+                with torch.no_grad():
+                    write(value, before)
+        self.shared = {}
         losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
         self.step.shared_buffers = frozenset()
         return losses, rest
@@ -137,15 +142,6 @@ class ClientStack:
         """Return whether a step has left alone the buffers that clients share."""
         kept = all(version_if_any(value) == version for value, version, _ in self.shared.values())
         return kept and not self.shared.keys() & replaced
-
-    def _unshare(self) -> None:
-        """Give every client its copy of the shared buffers, with the values from before the step."""
-        for name, (value, version, before) in self.shared.items():
-            self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
-            if version_if_any(value) != version:
-                with torch.no_grad():
-                    write(value, before)
-        self.shared = {}
 
     def _take_step(
         self, slots: Slots, batch: Any, batch_idx: int, clip: Clip | None
