@@ -157,12 +157,7 @@ def check_at_least(
 
 
 def check_number(
-    name: str,
-    value: Any,
-    interval: str = "(-inf, inf)",
-    *,
-    error: type[FedBayesError] = FederationError,
-    why: str = "",
+    name: str, value: Any, interval: str = "(-inf, inf)", *, error: type[FedBayesError] = FederationError, why: str = ""
 ) -> None:
     """Raise ``error`` unless an argument is a finite number in ``interval``, neither a bool nor a tensor.
 

@@ -129,11 +129,6 @@ def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
         yield
 
 
-# -- Opacus's hooks on a module ----------------------------------------------------------------------------------------
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
 ALTERNATIVES = {
     nn.LSTM: "opacus.layers.DPLSTM",
     nn.GRU: "opacus.layers.DPGRU",
@@ -170,9 +165,9 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
     for path, layer in module.named_modules():
         kind = type(layer)
         what = f"{path or 'the module'} ({kind.__name__})"
-        if isinstance(layer, BATCH_NORMS):
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
             yield f"{what} mixes the examples of a batch; put nn.GroupNorm or nn.LayerNorm in its place"
-        elif isinstance(layer, INSTANCE_NORMS) and layer.track_running_stats:
+        elif isinstance(layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and layer.track_running_stats:
             yield f"{what} keeps running statistics of the examples; use track_running_stats=False"
         elif getattr(layer, "inplace", False) is True:
             yield f"{what} works in place, on what the hooks of the layer before have to see; use inplace=False"

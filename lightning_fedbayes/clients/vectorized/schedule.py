@@ -11,7 +11,7 @@ from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import torch
@@ -104,7 +104,20 @@ class Schedule:
 
 
 class Scheduler:
-    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same."""
+    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same.
+
+    Clients with similar numbers of steps share a chunk. Chunks have at most ``clients_at_once`` clients, and about
+    equal numbers of them.
+
+    >>> from lightning_fedbayes.server.plan import plan_round
+    >>> sizes, batching = (8, 6, 3), Batching(batch_size=4, shuffle=False)
+    >>> (chunk,) = Scheduler(sizes, batching, clients_at_once=3)(plan_round(0, sizes, batching)).chunks
+    >>> for group in chunk.groups: print(group)
+    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
+    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
+    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
+    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
+    """
 
     def __init__(
         self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
@@ -115,9 +128,16 @@ class Scheduler:
 
     def __call__(self, plan: RoundPlan) -> Schedule:
         """Return the schedule of the round of ``plan``."""
-        if self._last[0] != plan.cohort:
-            chunks = chunk_cohort(plan, self.sizes, self.batching, self.clients_at_once)
-            self._last = plan.cohort, Schedule(chunks, self.steps_per_batch)
+        if self._last[0] == plan.cohort:
+            return self._last[1]
+        sizes, batching = self.sizes, self.batching
+        steps = {client: batches_per_epoch(sizes[client], batching) for client in plan.cohort}
+        order = sorted(plan.cohort, key=lambda client: (-steps[client], -_last_batch_size(sizes[client], batching)))
+        count = -(-len(order) // self.clients_at_once)
+        bounds = [len(order) * i // count for i in range(count + 1)]
+        chunks = [tuple(order[start:end]) for start, end in pairwise(bounds)]
+        groups = [_groups([sizes[client] for client in clients], batching) for clients in chunks]
+        self._last = plan.cohort, Schedule(tuple(map(Chunk, chunks, groups)), self.steps_per_batch)
         return self._last[1]
 
     def batch_order(self, plan: RoundPlan) -> Iterator[tuple[int, int]]:
@@ -125,30 +145,6 @@ class Scheduler:
         for chunk in self(plan).chunks:
             for group in chunk.groups:
                 yield from ((chunk.clients[slot], group.step) for slot in group.slots)
-
-
-def chunk_cohort(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> tuple[Chunk, ...]:
-    """Split the cohort of ``plan`` into chunks of at most ``clients_at_once`` clients, and their steps into groups.
-
-    Clients with similar numbers of steps share a chunk; chunks have about equal numbers of clients.
-
-    >>> from lightning_fedbayes.server.plan import plan_round
-    >>> batching = Batching(batch_size=4, shuffle=False)
-    >>> (chunk,) = chunk_cohort(plan_round(0, (8, 6, 3), batching), (8, 6, 3), batching, clients_at_once=3)
-    >>> for group in chunk.groups: print(group)
-    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
-    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
-    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
-    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
-    """
-    order = sorted(
-        plan.cohort,
-        key=lambda client: (-batches_per_epoch(sizes[client], batching), -_last_batch_size(sizes[client], batching)),
-    )
-    count = -(-len(order) // clients_at_once)
-    bounds = [len(order) * i // count for i in range(count + 1)]
-    chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
-    return tuple(Chunk(clients, _groups([sizes[c] for c in clients], batching)) for clients in chunks)
 
 
 def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:
