@@ -133,39 +133,32 @@ class VectorizedEngine(Engine):
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
         states = [self.states.of(client.job) for client in clients]  # once: they may be read from a disk
-        for client, state in zip(clients, states, strict=True):
-            self.problem(client.job, state)
+        problems = [self.problem(client.job, state) for client, state in zip(clients, states, strict=True)]
         if self._modes is not None:
             self._modes.restore()
         try:
             with self.threads():
-                self._stack = self.stack(clients, states)
+                begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
+                self._stack = ClientStack(
+                    self.model,
+                    self.context.optimizers[0],
+                    self._step,
+                    clients,
+                    states,
+                    [each[0] if each else {} for each in begun],
+                    self.probed.stacked_keys,
+                    self._counts,
+                    self.probed.layouts,
+                    self.local,
+                    problems,
+                    self.terms(clients, problems, stacked=True),
+                )
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         if self._modes is not None:
             self._modes.begin_clients()
         self._start = time.perf_counter()
         return clients
-
-    def stack(self, clients: Sequence[Client], states: Sequence[ClientState]) -> ClientStack:
-        """Stack the networks of ``clients``, which have kept these ``states``."""
-        problems = [self._under_way[client.job][1] for client in clients]
-        begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
-        probed = self.probed
-        return ClientStack(
-            self.model,
-            self.context.optimizers[0],
-            self._step,
-            clients,
-            states,
-            [each[0] if each else {} for each in begun],
-            probed.stacked_keys,
-            self._counts,
-            probed.layouts,
-            self.local,
-            problems,
-            self.terms(clients, problems, stacked=True),
-        )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
         """Move stacked batches to the device. Returns the list of batches that callbacks see."""
