@@ -272,7 +272,7 @@ def _with_forward(network: nn.Module) -> Iterator[None]:
 
 
 def number_of_examples(inputs: Any) -> int | None:
-    """Return the number of examples of collections of tensors with one first dimension; None for all other inputs.
+    """Return the number of examples of collections of tensors with one first dimension, or None for all other inputs.
 
     Graphs, for example, cannot be divided into examples by taking rows of tensors.
     """

@@ -176,7 +176,7 @@ def check_number(
 
 @cache
 def _ends(interval: str) -> tuple[float, float, tuple[float, ...]]:
-    """Return both ends of an interval, and those of them that it contains."""
+    """Return both ends of an interval, and the ends that it contains."""
     low, high = map(float, interval[1:-1].split(","))
     return low, high, tuple(end for end, bracket in ((low, interval[0]), (high, interval[-1])) if bracket in "[]")
 
@@ -223,7 +223,7 @@ def check_path(name: str, value: Any, *, error: type[FedBayesError] = Federation
     try:
         path.exists()
     except (OSError, ValueError) as problem:  # too long a name, a character that no name has
-        raise error(f"{name}={shown(value)} is no path: {problem}; give another") from None
+        raise error(f"{name}={shown(value)} is not a path: {problem}; give another") from None
     return path
 
 

@@ -1,6 +1,6 @@
-"""Collective operations of the processes that share a round's clients; no Lightning.
+"""Collective operations of the processes that share a round's clients, without Lightning.
 
-Every process must call the same method; the call returns when all have.
+Every process must call the same method. The call returns when all have.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ClientOutcome:
 
     Args:
         client: its number.
-        error: the reason why it is left out; None if its update counts.
+        error: the reason why it is left out, or None if its update counts.
         seconds: time that it took; an equal share where several clients train at once.
         num_examples: its number of training examples.
         num_bytes: size of its update, 0 if it has failed.

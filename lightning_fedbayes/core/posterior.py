@@ -42,7 +42,7 @@ class GaussianPosterior:
             predictions linearise it, too, and do not draw parameters.
 
     Raises:
-        PosteriorError: names or shapes differ, a value is no dense floating-point tensor, or a variance is negative.
+        PosteriorError: names or shapes differ, a value is not a dense floating-point tensor, or a variance is negative.
 
     >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
     >>> q.num_parameters, q.names
@@ -347,10 +347,10 @@ class GaussianPosterior:
         """The posterior that :meth:`state_dict` stored.
 
         Raises:
-            PosteriorError: it is no such state; the message says which part is wrong.
+            PosteriorError: the state is not valid. The message says which part is wrong.
         """
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
-            raise PosteriorError(f"{shown(state)} is no state of a posterior: give what state_dict() returned")
+            raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")
         mean, stored = state["mean"], state["variance"]
         check_parameters("mean", mean)
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
@@ -433,7 +433,7 @@ def check_parameters(kind: str, values: Any, *, error: type[FedBayesError] = Pos
         raise error(f"{kind}={shown(values)}: give a dict, parameter name → tensor")
     for name, value in values.items():
         if not isinstance(name, str):
-            raise error(f"{kind}: {shown(name)} is no name of a parameter: give a string")
+            raise error(f"{kind}: {shown(name)} is not a parameter name: give a string")
         if not is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
             check_tensor(f"{kind} of '{name}'", value, error=error)
             raise error(f"{kind} of '{name}' is of {value.dtype}: give real floating-point numbers")
@@ -456,7 +456,7 @@ def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = Po
     For posteriors that come in from outside; values are not read (see ``check_finite`` of the fusion).
     """
     if not isinstance(posterior, GaussianPosterior):
-        raise error(f"{who}: {shown(posterior)} is no GaussianPosterior: make one of mean and variance")
+        raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")
     check_moments(posterior.mean, posterior.variance, who, error=error)
 
 

@@ -130,7 +130,7 @@ def to_stack(tensor: Tensor, level: int, count: int) -> Tensor:
 
 
 def stack_of(tensor: Tensor, level: int) -> Tensor | None:
-    """Return the stack behind a client's view; None if the clients share the tensor, or in another transform."""
+    """Return the stack behind a client's view, or None if the clients share the tensor, or in another transform."""
     if (
         _functorch.is_batchedtensor(tensor)
         and _functorch.maybe_get_level(tensor) == level == _functorch.maybe_current_level()

@@ -35,7 +35,7 @@ def quietly() -> Iterator[None]:
     When to use it: in commands that train many times.
 
     >>> with quietly():
-    ...     warnings.warn("nobody sees this")
+    ...     warnings.warn("not shown")
     """
     silent = os.environ.get("WANDB_SILENT")
     os.environ.setdefault("WANDB_SILENT", "true")

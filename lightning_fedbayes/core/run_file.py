@@ -76,7 +76,7 @@ def file_of(run: Path) -> Path:
 
 
 def home_of(file: Path) -> Path:
-    """Return the folder of the run whose file is ``file``."""
+    """Return the folder of the run that wrote ``file``."""
     return file.parent.parent if file.parent.name == WANDB_FILES else file.parent
 
 

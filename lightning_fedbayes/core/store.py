@@ -88,7 +88,7 @@ class Store:
             if self._fact("run", "") != run:
                 raise FederationError(
                     f"{self.folder} does not hold the clients of the checkpoint: bring back the folder that the run "
-                    "has written, or begin anew"
+                    "has written, or start a new run"
                 )
             known = [int(each) for each in self._fact("marks", "").split()]
         if self.writes:
@@ -124,7 +124,7 @@ class Store:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def get(self, client: int) -> dict[str, Any] | None:
-        """Return the state of a client after the last finished round; None if it has none."""
+        """Return the state of a client after the last finished round, or None if it has none."""
         return self._read("rounds <= ? ORDER BY rounds DESC LIMIT 1", client, self.rounds) if self.rounds else None
 
     def _read(self, when: str, client: int, rounds: int) -> dict[str, Any] | None:
@@ -143,7 +143,7 @@ class Store:
             self._flush()
 
     def pending(self, client: int) -> dict[str, Any] | None:
-        """Return what :meth:`put` was given of a client in the present round; None if it was not called."""
+        """Return what :meth:`put` was given of a client in the present round, or None if it was not called."""
         if client in self._waiting:
             return pickle.loads(self._waiting[client])
         return self._read("rounds = ?", client, self.rounds + 1)

@@ -72,7 +72,7 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
 
 
 def epsilon_spent(spent: Spent, delta: float) -> float:
-    """ε of messages of several kinds, 0 without a message; see :func:`epsilon_of`."""
+    """ε of messages of several kinds, 0 without a message, see :func:`epsilon_of`."""
     check_delta(delta)
     spent = [kind for kind in spent if kind[2] > 0]
     if not spent:

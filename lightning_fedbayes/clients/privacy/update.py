@@ -109,10 +109,9 @@ class UpdatePrivacy:
     The noise protects the posterior only, so the client sends nothing else: its metrics are dropped, and buffers are
     refused. Its number of examples, which weights it, counts as public.
 
-    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on a
-    machine
-    of its own passes :meth:`send` a seed that only it knows, and a new one for every message: two messages with one
-    noise differ by what the client has learnt.
+    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on a separate
+    machine passes :meth:`send` a seed that only it knows, and a new one for every message: two messages with one noise
+    differ by what the client has learnt.
 
     Args:
         clip: C > 0.

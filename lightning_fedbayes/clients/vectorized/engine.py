@@ -40,7 +40,7 @@ Outputs = tuple[Tensor | None, Mapping[str, Any]]
 """Result of a step: the clients' losses, None if it was skipped or failed, and the other values that it returned."""
 
 STEPS_PER_BATCH = 16
-"""Small steps in one batch of the loop, whose overhead per batch is a third of a small step."""
+"""Small steps in one batch of the loop. Its overhead per batch is a third of a small step."""
 
 
 class VectorizedEngine(Engine):
@@ -298,7 +298,7 @@ class VectorizedEngine(Engine):
     def _measured(
         self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]
     ) -> Tensors:
-        """Return the variances of the client in ``slot``; the global ones if it has failed."""
+        """Return the variances of the client in ``slot``, or the global ones if it has failed."""
         assert self.model.learned is not None
         if slot not in self._failures:
             number = clients[slot]

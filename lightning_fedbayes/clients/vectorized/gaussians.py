@@ -83,7 +83,7 @@ class JointDraws:
         self._joint: tuple[Tensor, ...] = ()
 
     def draw(self, mean: Tensor, rho: Tensor) -> Tensor | None:
-        r"""Return a draw of every client, shape (clients, \*); None if not drawn jointly or drawn before."""
+        r"""Return a draw of every client, shape (clients, \*), or None if not drawn jointly or drawn before."""
         index = self._index.get((id(mean), id(rho)))
         if index is None or index in self._asked or not torch.is_grad_enabled():
             return None
@@ -99,7 +99,7 @@ class JointDraws:
         return self._joint[index]
 
     def divergence(self) -> Tensor | None:
-        """Return KL(q‖p) of all small parameters, shape (clients,); None unless it was computed with the draws."""
+        """Return KL(q‖p) of all small parameters, shape (clients,), or None unless it was computed with the draws."""
         if not self._joint or self._prior is None or not torch.is_grad_enabled() or self._changed():
             return None
         live = [
@@ -111,11 +111,11 @@ class JointDraws:
         return self._prior.tallied(self._joint[-1], self._entries)
 
     def local(self) -> LocalPrior | None:
-        """Return the clients' joint prior of the small parameters; None if they have others."""
+        """Return the clients' joint prior of the small parameters, or None if they have others."""
         return None if self._local is None else self._local.joint(self._small)
 
     def _joint_prior(self) -> tuple[float, float] | LocalPrior | None:
-        """Return the prior that the small parameters have in common; None if it has no closed form here."""
+        """Return the prior that the small parameters have in common, or None if it has no closed form here."""
         if self._local is not None:
             return self._local.joint(self._small)
         first, *others = [each.prior for each in self._small]
@@ -170,11 +170,11 @@ class StackedPriors:
         return self._chosen[key]
 
     def squares(self, name: str) -> Tensor | None:
-        """Return a parameter's sums of squared gradients of single examples, (clients, *); None if unknown."""
+        """Return a parameter's sums of squared gradients of single examples, (clients, *), or None if unknown."""
         return _taken(self._stacks[name].squares)
 
     def factors(self) -> Tensor | None:
-        """Return the factor of each client's divergence in its loss, (clients,); None without a backward pass."""
+        """Return the factor of each client's divergence in its loss, (clients,), or None without a backward pass."""
         found = _taken(self._tally)
         return None if found is None else found / self.local.num_entries
 
@@ -201,7 +201,7 @@ class StackedPriors:
         return [each for stack in self._stacks.values() for each in seen(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> LocalPrior | None:
-        """Return the joint prior of the ``small`` parameters; None if one has another."""
+        """Return the joint prior of the ``small`` parameters, or None if one has another."""
         mine = all(each.prior is self._installed.get((id(each.layer), each.path)) for each in small)
         return self._joint if mine else None
 
@@ -223,7 +223,7 @@ class SeenPrior:
 
 
 def _taken(tally: Tensor | None) -> Tensor | None:
-    """Return the gradient of a tally and clear it; None if there is none."""
+    """Return the gradient of a tally and clear it, or None if there is none."""
     if tally is None or tally.grad is None:
         return None
     gradient, tally.grad = tally.grad, None

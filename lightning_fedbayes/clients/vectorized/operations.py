@@ -78,7 +78,7 @@ class StackedOperations(ClientOperations):
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear`` of inputs, weights and biases that differ between clients; None for anything else.
+    """``F.linear`` of inputs, weights and biases that differ between clients, or None for anything else.
 
     The gradient of the weights comes from one batched product, the gradient of the biases from one sum.
     """
@@ -185,7 +185,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """``F.embedding`` with a padding row, to which vmap itself would give a gradient; None without one."""
+    """``F.embedding`` with a padding row, to which vmap itself would give a gradient, or None without one."""
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     found = F.embedding(input, weight)
@@ -203,7 +203,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,); None for anything else."""
+    """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,), or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
     if (
@@ -230,7 +230,7 @@ def mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor | None:
-    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype; None for anything else."""
+    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean"
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
     if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
@@ -241,13 +241,13 @@ def mse_loss(
 
 
 def std(mode: StackedOperations, rho: Tensor) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client; None if they share ρ."""
+    """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client, or None if they share ρ."""
     sigma = std_stack(mode, rho)
     return None if sigma is None else to_client_view(sigma, mode.level)
 
 
 def std_stack(mode: StackedOperations, rho: Tensor) -> Tensor | None:
-    """Return the stack of σ, computed once in a step for noise and KL; None if the clients share ρ."""
+    """Return the stack of σ, computed once in a step for noise and KL, or None if the clients share ρ."""
     stack = stack_of(rho, mode.level)
     if stack is None:
         return None
@@ -259,7 +259,7 @@ def std_stack(mode: StackedOperations, rho: Tensor) -> Tensor | None:
 
 
 def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor] | None:
-    """:func:`~lightning_fedbayes.layers.base.draw` of every client; None if they share a parameter."""
+    """:func:`~lightning_fedbayes.layers.base.draw` of every client, or None if they share a parameter."""
     mus = [stack_of(mean, mode.level) for mean in means]
     if any(mu is None for mu in mus):
         return None
@@ -279,7 +279,7 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
 def tallies(
     mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
 ) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows; None for anything else."""
+    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows, or None for anything else."""
     stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
     out, rows = stacks[:2]
     if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:
@@ -290,7 +290,7 @@ def tallies(
 
 
 def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.kl_divergence` of every client; None without Gaussian parameters."""
+    """:func:`~lightning_fedbayes.layers.kl_divergence` of every client, or None without Gaussian parameters."""
     every, others = mode.gaussians.of(module)
     if not every:
         return None
@@ -306,7 +306,7 @@ def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
 
 
 def own_divergence(mode: StackedOperations) -> Tensor | None:
-    """Return the divergence of every client's small parameters from its prior, (clients,); None without one."""
+    """Return the divergence of every client's small parameters from its prior, (clients,), or None without one."""
     prior = mode.joint.local()
     mus = [stack_of(each.mean, mode.level) for each in mode.gaussians.small]
     sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
@@ -380,7 +380,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return each client's mean cross-entropy over labels that are not ``ignored``; NaN if there is none."""
+    """Return each client's mean cross-entropy over labels that are not ``ignored``, or NaN if there is none."""
     if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
         try:
             losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]

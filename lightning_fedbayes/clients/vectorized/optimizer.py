@@ -33,8 +33,8 @@ class StackedOptimizer:
         optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
         rows: the parameters of all clients, shape (clients, *), in the optimizer's order; written in place.
         states: optimizer state with which each client starts; empty for a new optimizer.
-        stacked_keys: names of the state that is stacked; see :func:`check_elementwise`.
-        counts: names of the state that can have one entry per row; see :func:`counts_by_row`.
+        stacked_keys: names of the state that is stacked, see :func:`check_elementwise`.
+        counts: names of the state that can have one entry per row, see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
@@ -167,7 +167,7 @@ class StackedOptimizer:
         return {i: {key: copied(value) for key, value in state.items()} for i, state in rest.items()}
 
     def _remember(self, rest: OptimizerState) -> None:
-        """Keep ``rest`` for other clients of this kind at the same step, and drop that of earlier steps."""
+        """Keep ``rest`` for other clients of this kind at the same step, and drop the rest of earlier steps."""
         by_steps = self._shared[self._kinds[self._selected[0]]]
         for steps in [steps for steps in by_steps if steps < self._steps - 1]:
             del by_steps[steps]
@@ -412,6 +412,6 @@ def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups, and its own attributes that are numbers or text."""
+    """Return the options of an optimizer's groups, and its attributes that are numbers or text."""
     plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
     return [*options_of(optimizer), plain]

@@ -196,7 +196,7 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         yield "the optimizer has no parameters"
     for parameter in parameters_of(optimizer):
         if id(parameter) not in own:
-            yield "the optimizer holds a tensor that is no parameter of the module"
+            yield "the optimizer holds a tensor that is not a parameter of the module"
     for name, parameter in model.parameters.items():
         if private_torch.has_gradient_hook(parameter):
             yield f"the parameter {name} has a hook, which would not see the clients' gradients"
@@ -352,7 +352,7 @@ def check_buffers(stack: ClientStack) -> None:
     live = dict(model.module.named_buffers())
     for name in noted_buffers(model.module, model.global_buffers):
         if not torch.equal(stack.buffers[name][0], live[name]):
-            raise CannotVectorize(f"training changes the buffer {name}, which is not persistent, so nobody averages it")
+            raise CannotVectorize(f"training changes the buffer {name}, which is not persistent: no server averages it")
 
 
 def check_against_single(
@@ -435,8 +435,8 @@ def _check_singles(
             break  # draws that cannot be held still: nothing can be said
         if not alike:
             raise CannotVectorize(
-                "a step of two clients at once is not that of each: training_step may count or remember something "
-                "outside of the module"
+                "a step of two clients at once differs from the step of each: training_step may count or remember "
+                "something outside of the module"
             )
     if before is not None:
         before.restore()  # what on_client_start has set

@@ -148,7 +148,7 @@ class Scheduler:
 
 
 def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:
-    """Return the steps of one chunk, whose clients are in order of decreasing number of batches."""
+    """Return the steps of one chunk. Its clients come in order of decreasing number of batches."""
     lengths = [batches_per_epoch(size, batching) for size in sizes]
     short: dict[int, dict[int, list[int]]] = {}  # step → batch size → slots
     for slot, (size, length) in enumerate(zip(sizes, lengths, strict=True)):

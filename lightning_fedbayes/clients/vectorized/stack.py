@@ -51,7 +51,7 @@ class ClientStack:
         clients, states, starts, problems: of each slot, the client, its kept state, its optimizer's state, its problem.
         stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
-        local: puts priors of clients into the network; None where nothing is measured.
+        local: puts priors of clients into the network, or None where nothing is measured.
         terms: what the clients' losses gain.
     """
 
@@ -259,7 +259,7 @@ class ClientStack:
 
 
 def clipping(context: TrainingContext) -> Clip | None:
-    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
+    """Return the loop's gradient clipping for stacked gradients, or None if it does not clip."""
     limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
     return None if limit is None else lambda gradients: clip(gradients, limit)
 
@@ -275,7 +275,7 @@ def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | 
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """Return the layout of a stacked tensor; None unless it is dense in memory, client after client.
+    """Return the layout of a stacked tensor, or None unless it is dense in memory, client after client.
 
     >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
     (0, 2, 1)

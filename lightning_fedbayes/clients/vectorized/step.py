@@ -51,7 +51,7 @@ class StepOutput:
     """Result of a stacked step.
 
     Args:
-        losses: one per client, shape (clients,), with gradient; None if ``training_step`` skipped the batch.
+        losses: one per client, shape (clients,), with gradient, or None if ``training_step`` skipped the batch.
         rest: the other entries that ``training_step`` returned; tensors have a first dimension of clients.
         buffers: buffers that were replaced (not updated in place), shape (clients, *).
     """
