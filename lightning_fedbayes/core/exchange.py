@@ -131,8 +131,7 @@ def merge_statistics(reductions: Sequence[Reduction], collective: Collective) ->
     """Merge the sums of all processes; the result is the same in each, on the CPU where there are several.
 
     Each process receives its shard of all vectors, merges it in order of rank, and sends the result to all. Vectors
-    that
-    are 0 everywhere, such as the variances of a deterministic network, are not sent.
+    that are 0 everywhere, such as the variances of a deterministic network, are not sent.
     """
     if collective.size == 1:
         return [each.own for each in reductions]

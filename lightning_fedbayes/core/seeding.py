@@ -47,8 +47,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (all devices in use) with a 63-bit ``seed``.
 
     ``torch.manual_seed`` would also keep every seed, with a stack trace, for devices that are not in use yet: 100 µs
-    and a
-    little memory at each call.
+    and a little memory at each call.
     """
     seed_host(seed)
     if torch.cuda.is_initialized():

@@ -32,10 +32,8 @@ class Store:
     """The states of a run's clients in a folder; memory holds none of them.
 
     The states of a round become the run's in one transaction, when the round ends: whenever a process is killed, the
-    folder
-    holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a run
-    goes on
-    from either, even if the last one was not written to its end.
+    folder holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a
+    run goes on from either, even if the last one was not written to its end.
 
     Args:
         folder: of this run only; made if it is missing. Several processes share it.

@@ -99,9 +99,8 @@ class UpdatePrivacy:
     Each client clips what it has learnt in a round to the L2 norm C and adds Gaussian noise of standard deviation zC to
     every coordinate (see :func:`privatised`) before anything leaves it. Neighbouring federations differ in one client:
     it takes part with its data, or without data and sends only noise. That changes the probability of whatever the
-    server
-    does by at most a factor :math:`e^\varepsilon`, except with probability δ. (Where its data may be *replaced* by
-    others, use the ε of ``noise_multiplier / 2``.)
+    server does by at most a factor :math:`e^\varepsilon`, except with probability δ. (Where its data may be *replaced*
+    by others, use the ε of ``noise_multiplier / 2``.)
 
     When to use it: many clients that need not trust the server. The noise of the average of n clients is zC/√n per
     parameter, so it takes hundreds of them, or few parameters.
@@ -109,7 +108,7 @@ class UpdatePrivacy:
     The noise protects the posterior only, so the client sends nothing else: its metrics are dropped, and buffers are
     refused. Its number of examples, which weights it, counts as public.
 
-    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on a separate
+    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on another
     machine passes :meth:`send` a seed that only it knows, and a new one for every message: two messages with one noise
     differ by what the client has learnt.
 
@@ -213,10 +212,8 @@ class Door:
 
     Without ``privacy`` a client may send all that it can be asked for. With it, an update leaves with noise, counts of
     scores with the noise of ``conformal_epsilon``, and other kinds only if ``exact`` names them. The same holds, but
-    for
-    updates, where single examples are protected. A failure always tells its class and stage, and its text only if
-    errors
-    are shared.
+    for updates, where single examples are protected. A failure always tells its class and stage, and its text only if
+    errors are shared.
 
     Args:
         privacy: protects updates.
