@@ -206,8 +206,7 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
     object.
 
     A mapping goes to ``forward`` as keywords if that has a parameter for every key (or ``**``) and a key for every
-    parameter without a default. It goes as one argument if that takes one
-    and no key is the name of a parameter.
+    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
 
     Args:
         network: any module; one of :func:`predicts_batches` runs its ``predict_step``.

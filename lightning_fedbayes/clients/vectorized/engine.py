@@ -21,11 +21,20 @@ from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.states import Client, ClientState
-from lightning_fedbayes.clients.vectorized import schedule
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
-from lightning_fedbayes.clients.vectorized.schedule import Group, Slots, StackedBatch, rows_of_tree, slots_of
+from lightning_fedbayes.clients.vectorized.schedule import (
+    Disagreement,
+    Group,
+    Scheduler,
+    Slots,
+    StackedBatch,
+    StackedBatches,
+    add_rows,
+    rows_of_tree,
+    slots_of,
+)
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
 from lightning_fedbayes.core.errors import FedBayesError, FusionError
@@ -90,8 +99,8 @@ class VectorizedEngine(Engine):
         batching = loader.batching
         largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
         steps = STEPS_PER_BATCH if self.probed.flops * largest <= SMALL_STEP else 1
-        self._scheduler = schedule.Scheduler(self.sizes, batching, self.clients_at_once, steps)
-        loader.arrangement = schedule.StackedBatches(loader, self._scheduler)
+        self._scheduler = Scheduler(self.sizes, batching, self.clients_at_once, steps)
+        loader.arrangement = StackedBatches(loader, self._scheduler)
 
     def num_batches(self, plan: RoundPlan) -> int:
         """See :meth:`Engine.num_batches`: each has up to :data:`STEPS_PER_BATCH` steps."""
@@ -236,7 +245,7 @@ class VectorizedEngine(Engine):
             if len(slots) == 1:
                 self._failures[slots[0]] = explained(error)
                 return None, {}
-            truths = error.truths if isinstance(error, schedule.Disagreement) else range(len(slots))
+            truths = error.truths if isinstance(error, Disagreement) else range(len(slots))
             rows = [[row for row, each in enumerate(truths) if each == truth] for truth in dict.fromkeys(truths)]
             parts = [(slots_of([slots[row] for row in some]), rows_of_tree(data, some)) for some in rows]
             return [self._train(part, batch, group) for part, batch in parts][-1]
@@ -254,7 +263,7 @@ class VectorizedEngine(Engine):
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
-            schedule.add_rows(self._losses, slots, losses)
+            add_rows(self._losses, slots, losses)
             for slot in slots:
                 self._batches[slot] += 1
         return losses, rest
