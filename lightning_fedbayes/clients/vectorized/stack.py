@@ -311,7 +311,7 @@ class StackedClient(Client):
 register_pytree_node(
     StackedClient,
     lambda client: ([client.number, client.num_examples, client.position], client),
-    StackedClient,  # pyright: ignore[reportArgumentType]
+    StackedClient,
 )
 
 
