@@ -140,11 +140,7 @@ class GaussianPosterior:
         return self if self._flat is not None else self.with_flat(*self.flatten())
 
     def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
-        """This posterior, but :meth:`flatten` returns ``mean`` and ``variance``, even if its tensors change later.
-
-        Args:
-            mean, variance: shape (P,), float64; not to be written into.
-        """
+        """This posterior, but :meth:`flatten` returns these float64 vectors (P,) even if its tensors change."""
         names = "is_point_mass", "num_parameters", "linearised"
         known = {name: getattr(self, name) for name in names}
         return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
@@ -212,11 +208,7 @@ class GaussianPosterior:
         return self._of_checked(means, variances, linearised=self.linearised)
 
     def unbind(self) -> Iterator[GaussianPosterior]:
-        """Yield the posteriors of several clients, views of this one, in which every tensor has a first dimension
-        of clients.
-
-        Small ones are flattened here, many together.
-        """
+        """Yield the posteriors of clients from a stack of them, as views; small ones are flattened together."""
         count = len(next(iter(self.mean.values())))
         size = self.num_parameters // count
         together = POINT_PIECE // max(1, size)

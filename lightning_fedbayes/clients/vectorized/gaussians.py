@@ -59,8 +59,7 @@ class JointDraws:
     A parameter that is asked for again in the same step needs new noise, and is not drawn here.
 
     Args:
-        gaussians: Gaussian parameters of the module.
-        parameters, views: name → tensor of shape (clients, \*); the same tensor as one client sees it.
+        parameters, views: name → tensor of shape (clients, \*); name → the same tensor as one client sees it.
         local: priors of the clients, if they have such.
     """
 

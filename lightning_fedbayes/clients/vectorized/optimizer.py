@@ -236,15 +236,12 @@ def set_parameters(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def clip_norms(gradients: Sequence[Tensor], max_norm: float) -> None:
-    r"""Scale each client's gradient to a norm of at most ``max_norm``, in place.
+    r"""Scale each client's gradient to a norm of at most c = ``max_norm`` > 0, in place.
 
     .. math:: g_k \leftarrow g_k \min\left(1, \frac{c}{\|g_k\| + 10^{-6}}\right)
 
-    The norm is over all parameters of client k, as in ``torch.nn.utils.clip_grad_norm_`` for one network.
-
-    Args:
-        gradients: one per parameter, shape (clients, *).
-        max_norm: c > 0.
+    The norm is over all parameters of client k, as in ``torch.nn.utils.clip_grad_norm_`` for one network. There is one
+    gradient per parameter, of shape (clients, \*).
     """
     norms = torch.stack([torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients])
     factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
@@ -314,9 +311,9 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
 def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozenset[str]:
     """Return names of scalar tensors in the state, such as Adam's "step", that can have one entry per row.
 
-    Tried on copies with random gradients: a step of two stacked networks, of which the second has taken some steps
-    before, must be the step of each. Empty if it is not, or the optimizer lacks torch's ``differentiable``, which makes
-    it compute with such a number as a tensor.
+    On copies with random gradients, a step of two stacked networks must be the step of each, although the second has
+    taken some steps before. Empty if it is not, or if the optimizer lacks torch's ``differentiable``, which makes it
+    compute with such a number as a tensor.
     """
     if isinstance(optimizer, IVON):
         return IVON.counts
@@ -368,11 +365,7 @@ def _step(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
 
 
 def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Check that ``optimizer`` evaluates the loss once, before it changes anything, and does not look at its value.
-
-    Raises:
-        CannotVectorize: it does something else with the closure that Lightning hands over.
-    """
+    """Raise CannotVectorize unless ``optimizer`` evaluates the loss once, first of all, and ignores its value."""
     random = torch.Generator().manual_seed(0)
     without, with_closure = _copy_of(optimizer, parameters), _copy_of(optimizer, parameters)
     for _ in range(4 * STEPS):

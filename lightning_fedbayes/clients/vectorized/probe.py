@@ -295,9 +295,9 @@ def _line(error: Exception) -> str:
 
 
 class ChangesForGood(CannotVectorize):
-    """A dry run has changed something that cannot be put back, such as an entry of a network's configuration.
+    """A dry run has set something that cannot be put back, such as an entry of a network's configuration.
 
-    Where the first step sets it for good, a second dry run finds no change.
+    A second dry run may then find no change.
     """
 
 
@@ -364,13 +364,10 @@ def check_buffers(stack: ClientStack) -> None:
 def check_against_single(
     context: TrainingContext, model: ResidentModel, step: StackedStep, clients: Sequence[Client], data: Any
 ) -> None:
-    """Check that a step of two clients together equals the step of each, where random draws are held still.
+    """Raise CannotVectorize unless a step of two clients is the step of each, with random draws held still.
 
-    This finds what a step counts or remembers out of sight, as in a closure, and parameters from elsewhere: the first
-    client must not notice that the second's parameters are changed.
-
-    Raises:
-        CannotVectorize: it does not, or the step seeds torch's generator.
+    This finds what a step counts or remembers out of sight, as in a closure, seeds of torch's generator, and parameters
+    from elsewhere: the first client must not notice that the second's parameters are changed.
     """
 
     def stacked(shift: float = 0.0, seed: int = SEED) -> tuple[Tensor | None, dict[str, Tensor]]:

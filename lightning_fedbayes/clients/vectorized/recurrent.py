@@ -61,11 +61,9 @@ def run_layers(
     """Run the layers one above the other, and both directions of each.
 
     Args:
-        cell: of every layer.
         x: shape (clients, time, batch, features).
         states: first states, each of shape (clients, layers · directions, batch, hidden).
         weights: of each layer and direction.
-        directions: 2 for bidirectional layers.
 
     Returns: the outputs of the last layer, shape (clients, time, batch, directions · hidden), and the last states.
     """

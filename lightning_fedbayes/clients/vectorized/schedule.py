@@ -59,13 +59,11 @@ def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Clients that take one step together.
+    """Clients that take one step together, in the rows ``slots`` of the stack.
 
-    Args:
-        step: number of steps that each of them has taken before.
-        slots: their rows in the stack.
-        batch_size: number of examples in the batch of each.
-        alone: True if this group has all clients that take this step.
+    Each has taken ``step`` steps before, and has a batch of ``batch_size`` examples. ``alone`` is True if no other
+    client
+    takes this step.
     """
 
     step: int
@@ -181,9 +179,8 @@ def _last_batch_size(size: int, batching: Batching) -> int:
 class StackedBatch:
     """The batches of a group of clients.
 
-    Args:
-        parts: (slots, data) of clients with batches of equal shapes; tensors of shape (clients, batch, *).
-        failures: slot → error of every client with a batch that could not be loaded.
+    ``parts`` has (slots, data) of clients with batches of equal shapes, in tensors of shape (clients, batch, *).
+    ``failures`` has slot → error of every client with a batch that could not be loaded.
     """
 
     parts: list[tuple[Slots, Any]]
@@ -296,8 +293,7 @@ def _unflatten(values: Iterable[Any], like: _Like) -> UserDict:
 def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
     """Stack loaded batches, one for each slot, with those of equal structure, shapes and dtypes.
 
-    Raises:
-        CannotVectorize: a batch holds something other than tensors.
+    Raises CannotVectorize if a batch holds something other than tensors.
     """
     failures = {slot: batch.error for slot, batch in zip(slots, batches) if isinstance(batch, FailedBatch)}
     alike: dict[Any, tuple[Any, list[int], list[list[Tensor]]]] = {}

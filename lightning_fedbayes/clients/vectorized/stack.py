@@ -115,9 +115,7 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Compute the gradients of the clients in ``slots``, which :meth:`StackedOptimizer.select` has selected.
 
-        Args:
-            slots, batch: the clients and their batches, tensors of shape (clients, batch, *).
-            batch_idx, clip: the argument of ``training_step``; changes the gradients in place.
+        ``batch`` has tensors of shape (clients, batch, *); ``clip`` changes the gradients in place.
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """

@@ -138,12 +138,10 @@ class StackedStep:
         """Take the forward pass.
 
         Args:
-            parameters, buffers: name → tensor of shape (clients, *).
+            parameters, buffers, batch: of the clients, tensors with a first dimension of clients.
             attributes: set on the module during the step.
-            batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
-            local: priors of the clients; None: the layers' priors.
-            shared: buffers that all clients share.
+            local, shared: priors of the clients, None for the layers' priors; buffers that all clients share.
         """
         tensors, shared = {**parameters, **buffers}, shared or {}
 
