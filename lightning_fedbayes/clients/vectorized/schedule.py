@@ -61,9 +61,8 @@ def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
 class Group:
     """Clients that take one step together, in the rows ``slots`` of the stack.
 
-    Each has taken ``step`` steps before, and has a batch of ``batch_size`` examples. ``alone`` is True if no other
-    client
-    takes this step.
+    Each has taken ``step`` steps before and has a batch of ``batch_size`` examples. ``alone`` is True if all clients
+    that take this step are here.
     """
 
     step: int
