@@ -1,1 +1,1 @@
-"""The base of everything: posteriors, messages, seeds, errors, processes, tables and pictures; no Lightning."""
+"""The base of everything: posteriors, messages, seeds, errors, processes, tables and pictures, without Lightning."""

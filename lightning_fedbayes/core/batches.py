@@ -68,7 +68,7 @@ class PlannedBatch(list):
 
 
 class ReproducibleDataset(Dataset):
-    """All clients' data sets; every batch is loaded and collated under random state of its own."""
+    """All clients' data sets; every batch is loaded and collated under its own random state."""
 
     def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
         self.datasets = datasets
@@ -129,9 +129,9 @@ def unpacked(
 
     Args:
         batch: as a DataLoader gives it.
-        module: that takes the inputs. One that predicts by its ``predict_step`` alone (:func:`predicts_batches`) takes
-            the whole batch as inputs.
-        unpack: the user's own rule, in the place of this one; None: a method ``unpack`` of ``module``, if it has one.
+        module: takes the inputs. One that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole
+            batch as inputs.
+        unpack: the user's rule, in place of this one; None: a method ``unpack`` of ``module``, if it has one.
         needs_targets: a batch without a tensor of targets is an error.
 
     Raises:
@@ -161,7 +161,7 @@ def unpacked(
 
 
 def check_unpack(unpack: Any) -> None:
-    """Raise FederationError unless an argument is a function, or None."""
+    """Raise FederationError unless an argument is a function or None."""
     if unpack is not None and not callable(unpack):
         raise FederationError(f"unpack={shown(unpack)}: give a function, lambda batch: (inputs, targets)")
 
@@ -192,7 +192,7 @@ def _form(batch: Any) -> str:
 
 
 def predicts_batches(module: nn.Module) -> bool:
-    """Return True for a LightningModule with no ``forward``, and a ``predict_step``: that gives its outputs."""
+    """Return True for a LightningModule with ``predict_step`` and no ``forward``."""
     return (
         isinstance(module, L.LightningModule)
         and type(module).forward is L.LightningModule.forward
@@ -202,18 +202,19 @@ def predicts_batches(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the network's output, a tensor: what it gives, a tuple's first, or ``logits`` of a mapping or object.
+    """Return the network's output, a tensor: its result, the first of a tuple, or ``logits`` of a mapping or
+    object.
 
-    A mapping goes to ``forward`` as keywords where that has a parameter for every key (or ``**``) and a key for every
-    parameter without a default; as one argument where no key is the name of a parameter, and it takes one.
+    A mapping goes to ``forward`` as keywords if that has a parameter for every key (or ``**``) and a key for every
+    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
 
     Args:
         network: any module; one of :func:`predicts_batches` runs its ``predict_step``.
         inputs: one argument of it, or its keywords.
-        values: in place of its own parameters and buffers, by name.
+        values: name → tensor, in place of its parameters and buffers.
 
     Raises:
-        FederationError: ``forward`` takes other keywords, or gives no tensor.
+        FederationError: ``forward`` takes other keywords, or returns no tensor.
     """
     arguments, keywords = _arguments(network, inputs)
     with _with_forward(network):
@@ -256,7 +257,7 @@ def _arguments(network: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
 
 @contextmanager
 def _with_forward(network: nn.Module) -> Iterator[None]:
-    """Inside, a module that predicts by ``predict_step`` alone has it as ``forward``, so that it can be called."""
+    """Inside, a module that predicts by ``predict_step`` only has it as ``forward``, so that it can be called."""
     if not predicts_batches(network):
         yield
         return
@@ -270,25 +271,18 @@ def _with_forward(network: nn.Module) -> Iterator[None]:
 
 
 def number_of_examples(inputs: Any) -> int | None:
-    """Return the number of examples of collections of tensors with one first dimension; None for all other inputs.
+    """Return the number of examples of collections of tensors with one first dimension, or None for all other inputs.
 
-    None are graphs, and whatever else cannot be divided into examples by taking rows of its tensors.
+    Graphs, for example, cannot be divided into examples by taking rows of tensors.
     """
     lengths = _lengths(inputs)
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _lengths(inputs: Any) -> set[int | None]:
-    """Return the lengths of all tensors, and None for what is no tensor and differs between examples, perhaps."""
+    """Return the lengths of all tensors, and None for what may differ between examples and is not a tensor."""
     if isinstance(inputs, Tensor):
         return {len(inputs) if inputs.ndim else None}
-    if isinstance(inputs, Mapping):
-        return {n for each in inputs.values() if not _is_option(each) for n in _lengths(each)}
-    if isinstance(inputs, list | tuple):
-        return {n for each in inputs for n in _lengths(each)}
-    return {None}
-
-
-def _is_option(value: Any) -> bool:
-    """Return True for what a mapping holds once for all examples."""
-    return value is None or isinstance(value, bool | int | float | str)
+    if isinstance(inputs, Mapping):  # plain values hold for all examples
+        inputs = [value for value in inputs.values() if not isinstance(value, bool | int | float | str | None)]
+    return {n for each in inputs for n in _lengths(each)} if isinstance(inputs, list | tuple) else {None}

@@ -13,9 +13,9 @@ from types import UnionType
 from typing import Any
 
 MOST_CHARACTERS, MOST_ITEMS, MOST_BITS = 80, 20, 256
-"""Of a value in an error message."""
+"""Limits of a value in an error message."""
 MOST_LISTED, MOST_KNOWN, EXAMPLES = 5, 100, 3
-"""Of a list in a message: most items that are all named, most to choose from, and examples of a longer list."""
+"""Limits of a list in a message: most items that are all named, most to choose from, examples of a longer list."""
 LARGEST = 2**63 - 1
 """Largest whole number that tensors can count with."""
 
@@ -45,7 +45,7 @@ class FederationError(FedBayesError):
 
 
 class NotSent(FederationError):
-    """The client's privacy does not let it send what it was asked for."""
+    """The client's privacy forbids to send what it was asked for."""
 
 
 class ClientMismatch(FederationError):
@@ -53,7 +53,7 @@ class ClientMismatch(FederationError):
 
 
 class LostState(FederationError):
-    """The client has lost what it keeps: bring its folder back, or take it out of the server's checkpoint."""
+    """The client has lost its kept state: bring its folder back, or remove it from the server's checkpoint."""
 
 
 class CannotVectorize(FederationError):
@@ -73,7 +73,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def listed(items: Iterable[Any], most: int = MOST_LISTED) -> str:
-    """Return a list as messages show it: all items if there are at most ``most``, else a few and the number of others.
+    """Return a list as messages show it: all items if there are at most ``most``, else a few and the number of
+    others.
 
     >>> listed(["b", "a"]), listed(range(4315))
     ('b, a', '0, 1, 2 and 4,312 others')
@@ -94,15 +95,15 @@ def told_failures(failures: Mapping[str, Exception]) -> list[str]:
     by_kind: dict[str, list[str]] = {}
     for name, error in failures.items():
         by_kind.setdefault(type(error).__name__, []).append(name)
-    return [
-        f"client{'s' if len(names) > 1 else ''} {listed(names)} {'are' if len(names) > 1 else 'is'} left out"
-        f"{'; the first' if len(names) > 1 else ''}: {kind}: {failures[names[0]]}"
-        for kind, names in by_kind.items()
-    ]
+    lines = []
+    for kind, names in by_kind.items():
+        are = f"clients {listed(names)} are left out; the first" if names[1:] else f"client {names[0]} is left out"
+        lines.append(f"{are}: {kind}: {failures[names[0]]}")
+    return lines
 
 
 def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
-    """Return ``value`` as messages show it: ``most`` characters at the most, an array or tensor by its shape.
+    """Return ``value`` as messages show it: at most ``most`` characters, an array or tensor by its shape.
 
     >>> shown("mean"), shown(float("nan"))
     ("'mean'", 'nan')
@@ -118,12 +119,12 @@ def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether ``value`` is a whole number; a bool, a float and a tensor are none."""
+    """Return whether ``value`` is a whole number; a bool, a float or a tensor is not."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a finite real number that torch takes; a bool, a fraction and a tensor are none."""
+    """Return whether ``value`` is a finite real number that torch takes; a bool, a fraction or a tensor is not."""
     if is_whole(value):
         return abs(value) <= LARGEST
     return isinstance(value, Real) and not isinstance(value, Rational) and math.isfinite(value)
@@ -138,7 +139,7 @@ def check_at_least(
     error: type[FedBayesError] = FederationError,
     why: str = "",
 ) -> None:
-    """Raise ``error`` unless an argument is a whole number, not smaller than ``least`` and not larger than ``most``.
+    """Raise ``error`` unless an argument is a whole number from ``least`` to ``most``.
 
     >>> check_at_least("rounds", 0, 1)
     Traceback (most recent call last):
@@ -147,22 +148,18 @@ def check_at_least(
     if type(value) is int and least <= value <= most:  # nearly always
         return
     if not is_whole(value):
-        raise error(f"{name}={shown(value)}: give a whole number{why and f'; {why}'}")
-    if value < least:
-        raise error(f"{name}={shown(value)}: give at least {least}{why and f'; {why}'}")
-    if value > most:
-        raise error(f"{name}={shown(value)}: give at most {most}{why and f'; {why}'}")
+        rule = "a whole number"
+    elif least <= value <= most:
+        return
+    else:
+        rule = f"at least {least}" if value < least else f"at most {most}"
+    raise error(f"{name}={shown(value)}: give {rule}{why and f'; {why}'}")
 
 
 def check_number(
-    name: str,
-    value: Any,
-    interval: str = "(-inf, inf)",
-    *,
-    error: type[FedBayesError] = FederationError,
-    why: str = "",
+    name: str, value: Any, interval: str = "(-inf, inf)", *, error: type[FedBayesError] = FederationError, why: str = ""
 ) -> None:
-    """Raise ``error`` unless an argument is a finite number in ``interval``; a bool and a tensor are none.
+    """Raise ``error`` unless an argument is a finite number in ``interval``, neither a bool nor a tensor.
 
     >>> check_number("fraction", 2, "(0, 1]", why="the share of clients in a round")
     Traceback (most recent call last):
@@ -172,15 +169,14 @@ def check_number(
     if type(value) is float and low < value < high:  # nearly always
         return
     if not is_number(value) or not (low < float(value) < high or float(value) in closed):
-        inside = {"(-inf, inf)": "", "(0, inf)": " above 0", "[0, inf)": " of at least 0"}.get(
-            interval, f" in {interval}"
-        )
+        words = {"(-inf, inf)": "", "(0, inf)": " above 0", "[0, inf)": " of at least 0"}
+        inside = words.get(interval, f" in {interval}")
         raise error(f"{name}={shown(value)}: give a finite number{inside}{why and f'; {why}'}")
 
 
 @cache
 def _ends(interval: str) -> tuple[float, float, tuple[float, ...]]:
-    """Return both ends of an interval, and those of them that belong to it."""
+    """Return both ends of an interval, and the ends that it contains."""
     low, high = map(float, interval[1:-1].split(","))
     return low, high, tuple(end for end, bracket in ((low, interval[0]), (high, interval[-1])) if bracket in "[]")
 
@@ -204,7 +200,7 @@ def check_flag(name: str, value: Any, *, error: type[FedBayesError] = Federation
 def check_kind(
     name: str, value: Any, kind: type | UnionType, remedy: str, *, error: type[FedBayesError] = FederationError
 ) -> None:
-    """Raise ``error`` with the ``remedy``, such as "give a module", unless an argument is of a type."""
+    """Raise ``error`` with the ``remedy``, such as "give a module", unless an argument has the right type."""
     if not isinstance(value, kind):
         raise error(f"{name}={shown(value)}: {remedy}")
 
@@ -220,20 +216,20 @@ def check_strings(
 
 
 def check_path(name: str, value: Any, *, error: type[FedBayesError] = FederationError) -> Path:
-    """Return the path that an argument names; raise ``error`` if the system has no such paths."""
+    """Return the path that an argument names; raise ``error`` if the system cannot have such a path."""
     if not isinstance(value, str | PathLike):
         raise error(f"{name}={shown(value)}: give a path")
     path = Path(value)
     try:
         path.exists()
     except (OSError, ValueError) as problem:  # too long a name, a character that no name has
-        raise error(f"{name}={shown(value)} is no path: {problem}; give another") from None
+        raise error(f"{name}={shown(value)} is not a path: {problem}; give another") from None
     return path
 
 
 @contextmanager
 def raised_as(error: type[FedBayesError], what: str, remedy: str) -> Iterator[None]:
-    """Inside, let an error of somebody else's code be an ``error`` that says of ``what``, and the ``remedy``.
+    """Inside, errors of foreign code become an ``error`` that says ``what`` failed, why, and the ``remedy``.
 
     >>> with raised_as(FederationError, "the network cannot take this batch", "give tensors"):
     ...     raise KeyError("x")
@@ -249,7 +245,7 @@ def raised_as(error: type[FedBayesError], what: str, remedy: str) -> Iterator[No
 
 
 def sendable(error: Exception) -> Exception:
-    """Return ``error``, or its text as a RuntimeError where it would not survive the way to another process."""
+    """Return ``error``, or a RuntimeError with its text if it cannot be pickled and read again."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,6 +1,6 @@
-"""Collective operations of the processes that share a round's clients; no Lightning.
+"""Collective operations of the processes that share a round's clients, without Lightning.
 
-Every process must call the same method; the call returns when all have.
+Every process must call the same method. The call returns when all have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Collective(ABC):
-    """The processes of a run, and what they can do together.
+    """The processes of a run, and their collective operations.
 
     Attributes:
         rank: number of this process, from 0.
@@ -41,7 +41,7 @@ class Collective(ABC):
         Args:
             values: picklable, value r for process r. NumPy arrays in them are sent as they lie in memory.
 
-        Returns: the value that each process has sent to this one, in order of rank; its own as it is.
+        Returns: the value that each process has sent to this one, in order of rank; this process's value is not copied.
 
         Raises:
             FederationError: a process has ended.
@@ -112,13 +112,13 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """Running sums of this process's clients, to be merged with those of the other processes.
+    """Running sums of this process's clients, to be merged with the sums of the other processes.
 
     Args:
         own: the sums, name → vector of ``length`` entries or scalar; empty if this process has no client.
         length: number of entries of every vector.
         merge: adds the second argument to the first, in place; vectors are shards of equal length.
-        totals_only: return of every merged vector nothing but the sum of its entries.
+        totals_only: return only the sum of the entries of every merged vector.
     """
 
     own: Statistics
@@ -130,8 +130,8 @@ class Reduction:
 def merge_statistics(reductions: Sequence[Reduction], collective: Collective) -> list[Statistics]:
     """Merge the sums of all processes; the result is the same in each, on the CPU where there are several.
 
-    Each process receives its shard of everybody's vectors, merges them in order of rank, and sends the result to all.
-    Vectors that are 0 everywhere, such as the variances of a deterministic network, are not sent.
+    Each process receives its shard of all vectors, merges it in order of rank, and sends the result to all. Vectors
+    that are 0 everywhere, such as the variances of a deterministic network, are not sent.
     """
     if collective.size == 1:
         return [each.own for each in reductions]
@@ -147,7 +147,7 @@ def merge_statistics(reductions: Sequence[Reduction], collective: Collective) ->
 
 
 def _packed(reduction: Reduction, size: int) -> list[Any]:
-    """One message per process: scalars, names of the vectors, names of those that are sent, and its shard of them."""
+    """One message per process: scalars, names of vectors, names of those that are sent, its shard of them."""
     own = reduction.own
     scalars = {name: value.item() for name, value in own.items() if not value.dim()}
     vectors = [name for name, value in own.items() if value.dim()]

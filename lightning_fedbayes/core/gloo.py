@@ -22,14 +22,14 @@ HEAD = struct.Struct("!QQ")
 """Head of a message: its length, and the length of the longest message that its sender sends in this call."""
 
 WITH_HEAD = 2**10
-"""Bytes of a message that travel with its head. Most messages are shorter, and then one call of Gloo is enough; a call
-takes up to 4 ms where a process has a single core, because Gloo's thread spins."""
+"""Bytes of a message that travel with its head: one call of Gloo is enough for most messages. A call takes up to 4 ms
+where a process has a single core, because Gloo's thread spins."""
 
 BEGINNING = HEAD.size + WITH_HEAD
 
 
 class GlooCollective(Collective):
-    """Collective operations in a process group of their own, which finds itself through a torch ``store``.
+    """Collective operations in a separate process group, which finds itself through a torch ``store``.
 
     torch's default group stays unused.
     """
@@ -61,7 +61,7 @@ class GlooCollective(Collective):
         return [values[other] if other == self.rank else pickle.loads(inbox[other]) for other in range(self.size)]
 
     def _exchange_bytes(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
-        """Send ``parts``, one per process; return one from each, whose lengths in bytes are ``lengths``."""
+        """Send ``parts``, one per process; return one from each, of ``lengths`` in bytes."""
         content = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
         sent = [len(each) for each in parts]
         received = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -70,8 +70,8 @@ class GlooCollective(Collective):
             work.wait()
         except RuntimeError as error:
             raise FederationError(
-                f"process {self.rank} of {self.size} waits for another that has ended; what stopped it stands in its "
-                "own output. Resume from the last checkpoint with ckpt_path='last'"
+                f"process {self.rank} of {self.size} waits for another that has ended; its output says what "
+                "stopped it. Resume from the last checkpoint with ckpt_path='last'"
             ) from error
         self.bytes_sent += sum(sent) - sent[self.rank]
         return [each.numpy().tobytes() for each in received.split(list(lengths))]

@@ -1,4 +1,4 @@
-"""Messages: the one form of what leaves a client, a round's update, and what became of it at the server."""
+"""Messages: the one form of what leaves a client, the update of a round, and its outcome at the server."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ Kind = Literal[
     "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "failure"
 ]
 
-
 SCALE = "scale/"
 """Prefix of a scale among the buffers that the server sends; clients answer with none."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Message of a client, whatever it is about: named tensors and figures, and the number of examples behind them.
+    """Message of a client on any subject: named tensors and figures, and the number of examples behind them.
 
     Args:
         kind: "introduction": which client it is. "update": of a round. "scores": what it logs of a validation.
             "temperature" and "counts": sums and histograms for a calibration. "statistics" and "curvature": what it
-            sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": that it
-            could not do what it was asked for.
+            sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": it could
+            not do what it was asked for.
         client: its number.
         round: the round that it is based on, from 1; 0 before the first.
-        num_examples: how many examples of the client it is of.
+        num_examples: number of the client's examples behind it.
         tensors: name → tensor.
         figures: name → number.
-        texts: name → text; of a failure alone: "error", the class of the exception, "stage", and, where clients share
-            them, "text", that of the exception.
+        texts: name → text, for a failure only: "error", the class of the exception, "stage", and, where clients share
+            it, "text", the message of the exception.
     """
 
     kind: Kind
@@ -55,9 +54,9 @@ class Message:
 
         Args:
             kind, client, round: see :class:`Message`.
-            value: of fields that are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the
-                server knows; the field "num_examples", if it has one, is the message's.
-            figures: more of them.
+            value: its fields are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the server
+                knows; a field "num_examples" becomes the message's.
+            figures: further ones.
         """
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = dict(figures or {})
@@ -72,14 +71,14 @@ class Message:
         return cls(kind, client, round, int(value.num_examples), tensors, numbers)
 
     def read(self, kind: type[T], **known: Any) -> T:
-        """Return the dataclass that :meth:`of` has sent; nothing in the message is trusted.
+        """Return the dataclass that :meth:`of` has sent; the message is not trusted.
 
         Args:
             kind: the dataclass, which checks its values.
             known: fields that are not sent.
 
         Raises:
-            FusionError: a tensor or number is missing, or one is no part of it.
+            FusionError: a tensor or number is missing, or does not belong to it.
             FedBayesError: the dataclass refuses the values.
         """
         values, left = dict(known), set(self.tensors)
@@ -90,12 +89,9 @@ class Message:
             if name == "num_examples":
                 values[name] = self.num_examples
             elif str(each.type).startswith("Mapping"):
-                values[name] = {
-                    key.removeprefix(f"{name}/"): value
-                    for key, value in self.tensors.items()
-                    if key.startswith(f"{name}/")
-                }
-                left -= {f"{name}/{key}" for key in values[name]}
+                found = [key for key in self.tensors if key.startswith(f"{name}/")]
+                values[name] = {key.removeprefix(f"{name}/"): self.tensors[key] for key in found}
+                left -= {*found}
             elif name in (known_part := self.figures if str(each.type) == "float" else self.tensors):
                 values[name] = known_part[name]
                 left.discard(name)
@@ -114,7 +110,7 @@ class ClientUpdate:
         client: the client's number.
         num_examples: its number of training examples.
         posterior: its posterior.
-        buffers: its buffers, name → tensor, which the server averages; what a method sends beside its posterior is
+        buffers: its buffers, name → tensor, which the server averages; what a method sends besides the posterior is
             among them, under names that begin with "method/".
         metrics: figures of its training, name → value; "train_loss" is averaged over the round.
         seconds: time that it took.
@@ -122,7 +118,7 @@ class ClientUpdate:
             what such a client keeps, where it has to know.
 
     Raises:
-        FederationError: a value of another kind. The server checks what the tensors hold.
+        FederationError: an argument has the wrong type. The server checks what the tensors hold.
     """
 
     client: int
@@ -162,7 +158,7 @@ class ClientFailure:
         seconds: time that it took.
 
     Raises:
-        FederationError: a value of another kind.
+        FederationError: an argument has the wrong type.
     """
 
     client: int
@@ -181,7 +177,7 @@ class ClientOutcome:
 
     Args:
         client: its number.
-        error: the reason why it is left out; None if its update counts.
+        error: the reason why it is left out, or None if its update counts.
         seconds: time that it took; an equal share where several clients train at once.
         num_examples: its number of training examples.
         num_bytes: size of its update, 0 if it has failed.
@@ -202,7 +198,7 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def check_client(client: Any, num_examples: Any, seconds: Any) -> None:
-    """Raise FederationError unless a client's number, its number of examples and its time can be such."""
+    """Raise FederationError unless a client's number, its number of examples and its time are possible."""
     check_at_least("client", client, 0)
     check_at_least("num_examples", num_examples, 0)
     check_number("seconds", seconds)

@@ -16,6 +16,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
@@ -61,9 +62,8 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
     _style(below)
     edge = {"align": "edge", "edgecolor": "white", "linewidth": 0.6 if len(number) <= 30 else 0.0}
     axes.bar(left[full], height[full], width, color=PALETTE[0], label="accuracy", **edge)
-    axes.vlines(
-        at[full], height[full], at[full], color=PALETTE[1], linewidth=2 if len(number) <= 30 else 0.8, label="gap"
-    )
+    linewidth = 2 if len(number) <= 30 else 0.8
+    axes.vlines(at[full], height[full], at[full], color=PALETTE[1], linewidth=linewidth, label="gap")
     axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle="--", label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"Calibration (ECE {float(ece):.2%})")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
@@ -86,12 +86,8 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
         x, y = np.atleast_1d(_array(fraction)), np.atleast_1d(_array(accuracy))
         drawn = x >= 0.01
         axes.plot(x[drawn], y[drawn], label=label, marker="o" if drawn.sum() == 1 else None, **style)
-    axes.set(
-        xlim=(0, 1.01),
-        xlabel="examples retained",
-        ylabel="accuracy",
-        title="Accuracy when the most uncertain are discarded",
-    )
+    title = "Accuracy when the most uncertain are discarded"
+    axes.set(xlim=(0, 1.01), xlabel="examples retained", ylabel="accuracy", title=title)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, decimals=None))
     _legend(axes, len(curves))
@@ -110,10 +106,7 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
     clients, shown = map(sample, counts.shape)
     table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
-    figure, axes = _figure(min(max(0.55 * columns + 1.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
-    image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto")
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
+    figure, axes, image = _heatmap(table, 0.55 * columns + 1.9, 0.34 * rows + 1.3, vmin=0)
     _ticks(axes, [str(classes[c]) for c in shown], [str(k) for k in clients])
     part = _part((rows, len(counts), "clients"), (columns, len(classes), "classes"))
     axes.set(xlabel="class", ylabel="client", title=f"Examples per client and class{part}")
@@ -122,12 +115,12 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
         for (k, c), value in np.ndenumerate(table):
             axes.text(c, k, str(value), ha="center", va="center", fontsize=8, color="white" if dark[k, c] else INK)
     else:
-        figure.colorbar(image, ax=axes, label="examples", aspect=40).outline.set_visible(False)  # type: ignore[operator]
+        _colorbar(figure, axes, image, "examples")
     return figure
 
 
 def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_is_better: bool = False) -> Figure:
-    """Heat map of each client's own model (rows) on every client's data (columns), the darker the worse.
+    """Heat map of each client's model (rows) on every client's data (columns), the darker the worse.
 
     Of more than 100 clients it shows every n-th.
 
@@ -135,30 +128,26 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
         values: shape (models, data); what is not finite is grey.
         names: of the clients, in the order of rows and columns.
         figure: name of the values.
-        higher_is_better: they are the better the higher.
+        higher_is_better: higher values are better.
     """
     shown = sample(len(names))
     table = np.ma.masked_invalid(_array(values)[np.ix_(shown, shown)])
     side = 0.55 * len(shown)
-    figure_, axes = _figure(min(max(side + 2.4, 4.4), 12), min(max(0.62 * side + 1.6, 3.0), 10))
     colors = SEQUENTIAL.reversed() if higher_is_better else SEQUENTIAL
-    image = axes.imshow(table, cmap=colors, aspect="auto", interpolation="nearest")
-    axes.set_facecolor(GRID)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
+    height = max(0.62 * side + 1.6, 3.0)
+    figure_, axes, image = _heatmap(table, side + 2.4, height, cmap=colors, interpolation="nearest")
     labels = [str(names[client]) for client in shown]
     _ticks(axes, labels, labels)
     axes.tick_params(axis="x", rotation=45 if max(map(len, labels)) > 4 else 0)
     part = _part((len(shown), len(names), "clients"))
-    axes.set(
-        xlabel="data of client", ylabel="model of client", title=f"{figure} of each model on each client's data{part}"
-    )
+    title = f"{figure} of each model on each client's data{part}"
+    axes.set(xlabel="data of client", ylabel="model of client", title=title)
     if len(shown) <= 12:
         luminance = image.to_rgba(table)[..., :3].mean(-1)
         for (i, j), value in np.ndenumerate(table.data):
             dark = luminance[i, j] < 0.6 and np.isfinite(value)
             axes.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, color="white" if dark else INK)
-    figure_.colorbar(image, ax=axes, label=figure, aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    _colorbar(figure_, axes, image, figure)
     return figure_
 
 
@@ -176,24 +165,15 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
         order = _array(shares.nanmean(1).nan_to_num(nan=torch.inf).argsort())[sample(len(shares))]
     table = _array(shares)[order]
     rows, columns = table.shape
-    figure, axes = _figure(min(max(0.12 * columns + 2.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
-    image = axes.imshow(
-        table,
-        cmap=SEQUENTIAL,
-        vmin=0,
-        aspect="auto",
-        extent=(0.5, columns + 0.5, rows - 0.5, -0.5),
-        interpolation="nearest",
-    )
-    axes.set_facecolor(GRID)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
+    extent = (0.5, columns + 0.5, rows - 0.5, -0.5)
+    size = 0.12 * columns + 2.9, 0.34 * rows + 1.3
+    figure, axes, image = _heatmap(table, *size, vmin=0, extent=extent, interpolation="nearest")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     step = -(-rows // 40)
     axes.set_yticks(range(0, rows, step), [str(names[client]) for client in order[::step]])
     part = _part((rows, len(shares), "clients, by their mean"))
     axes.set(xlabel="round", ylabel="client", title=f"Reliability of the clients (grey: absent){part}")
-    figure.colorbar(image, ax=axes, label="share of the fusion", aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    _colorbar(figure, axes, image, "share of the fusion")
     return figure
 
 
@@ -272,6 +252,20 @@ def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _heatmap(table: np.ndarray, width: float, height: float, **options: Any) -> tuple[Figure, Axes, AxesImage]:
+    """Draw a table on a figure of about ``width`` × ``height`` inches; ``options`` are of ``imshow``."""
+    figure, axes = _figure(min(max(width, 4.4), 12), min(max(height, 2.6), 10))
+    image = axes.imshow(table, aspect="auto", **{"cmap": SEQUENTIAL, **options})
+    axes.set_facecolor(GRID)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    return figure, axes, image
+
+
+def _colorbar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> None:
+    figure.colorbar(image, ax=axes, label=label, aspect=40).outline.set_visible(False)  # type: ignore[operator]
+
+
 def _style(axes: Axes) -> None:
     """Put a light grid behind the data, and remove the frame at the top and the right."""
     axes.set_axisbelow(True)
@@ -294,7 +288,7 @@ def sample(number: int) -> np.ndarray:
 
 
 def _part(*counts: tuple[int, int, str]) -> str:
-    """Return the end of a title that says how many are drawn, of (drawn, number, what); none for all."""
+    """Return the end of a title that says how many of what are drawn; empty if all are."""
     parts = [f"{drawn} of {number:,} {what}" for drawn, number, what in counts if drawn < number]
     return f"\n{', '.join(parts)}" if parts else ""
 
@@ -316,7 +310,7 @@ def _line_styles(number: int) -> list[dict[str, Any]]:
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """Add a legend without a frame, beside the axes if it has more than five entries."""
+    """Add a legend without a frame, to the right of the axes if it has more than five entries."""
     if entries <= 5:
         axes.legend(frameon=False, fontsize=9)
     else:

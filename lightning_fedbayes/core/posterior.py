@@ -1,4 +1,4 @@
-"""The mean-field Gaussian posterior: what clients send, rules fuse and a network is loaded with."""
+"""The mean-field Gaussian posterior: clients send it, rules fuse it and a network is loaded with it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Cuts = list[list[tuple[str, int, int]]]
 class GaussianPosterior:
     r"""Independent Gaussians over named parameters, :math:`q(\theta) = \prod_i N(\theta_i; \mu_i, \sigma_i^2)`.
 
-    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros need no memory of their own
-    (:meth:`point_mass` expands a single one).
+    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros take the memory of one
+    (:meth:`point_mass` expands it).
 
     Args:
         mean: parameter name → tensor of means :math:`\mu`, any shape.
         variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
-        linearised: the variances hold for the network linearised at the mean, as those of a Laplace approximation do:
+        linearised: the variances hold for the network linearised at the mean, as in a Laplace approximation:
             predictions linearise it, too, and do not draw parameters.
 
     Raises:
-        PosteriorError: names or shapes differ, a value is no dense floating-point tensor, or a variance is negative.
+        PosteriorError: names or shapes differ, a value is not a dense floating-point tensor, or a variance is negative.
 
     >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
     >>> q.num_parameters, q.names
@@ -52,7 +52,7 @@ class GaussianPosterior:
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
     linearised: bool = False
-    _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
+    _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # result of flatten, for a row of a stack
 
     def __post_init__(self) -> None:
         check_moments(self.mean, self.variance)
@@ -61,9 +61,7 @@ class GaussianPosterior:
     def _check_not_negative(self) -> None:
         """Raise PosteriorError if a variance is negative."""
         for name, variance in self.variance.items():
-            if is_zero(variance):
-                continue
-            if (variance < 0).any():
+            if not is_zero(variance) and (variance < 0).any():
                 raise PosteriorError(
                     f"variance of '{name}' is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
                     f"(minimum {variance.min():.3g}); a variance is at least 0, and 0 means deterministic"
@@ -94,13 +92,12 @@ class GaussianPosterior:
     def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
         """The deterministic parameters ``mean`` as a posterior of variance 0."""
         check_parameters("mean", mean)
-        return cls._of_checked(
-            dict(mean), {name: zeros_like(value) for name, value in mean.items()}, is_point_mass=True
-        )
+        zeros = {name: zeros_like(value) for name, value in mean.items()}
+        return cls._of_checked(dict(mean), zeros, is_point_mass=True)
 
     @classmethod
     def _of_checked(cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any) -> GaussianPosterior:
-        """Return a posterior of checked tensors, with attributes that are ``known``."""
+        """Return a posterior of checked tensors, with ``known`` attributes."""
         posterior = object.__new__(cls)
         vars(posterior).update(mean=mean, variance=variance, **known)
         return posterior
@@ -139,31 +136,24 @@ class GaussianPosterior:
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
 
     def flattened(self) -> GaussianPosterior:
-        """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""
+        """This posterior with its present result of :meth:`flatten`, even if its tensors change later."""
         return self if self._flat is not None else self.with_flat(*self.flatten())
 
     def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
-        """This posterior, for which :meth:`flatten` returns ``mean`` and ``variance``, whatever becomes of its tensors.
-
-        Args:
-            mean, variance: shape (P,), float64; not to be written into.
-        """
-        known = {
-            "is_point_mass": self.is_point_mass,
-            "num_parameters": self.num_parameters,
-            "linearised": self.linearised,
-        }
+        """This posterior, but :meth:`flatten` returns these float64 vectors (P,) even if its tensors change."""
+        names = "is_point_mass", "num_parameters", "linearised"
+        known = {name: getattr(self, name) for name in names}
         return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
 
     def owned(self) -> GaussianPosterior:
-        """This posterior as :meth:`flatten` knows it, in memory of its own, which knows that result no longer."""
+        """A copy of this posterior, made of the stored result of :meth:`flatten` if there is one."""
         return self if self._flat is None else self.unflatten(*self._flat)
 
     def cuts(self) -> Cuts:
-        """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
+        """Return where :meth:`pieces` are cut: lists of (name, start, stop) in the order of :meth:`flatten`.
 
-        A large tensor is cut, small neighbours share a piece. Pieces have up to :data:`PIECE` entries, those of tensors
-        that are known to be deterministic :data:`POINT_PIECE`. A small posterior is one piece.
+        A large tensor is cut, small neighbours share a piece. Pieces have up to :data:`PIECE` entries, or
+        :data:`POINT_PIECE` if their tensors are known to be deterministic. A small posterior is one piece.
         """
         if self.num_parameters <= PIECE:
             return [[(name, 0, value.numel()) for name, value in self.mean.items()]]
@@ -184,7 +174,7 @@ class GaussianPosterior:
     def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
         """This posterior in pieces, views in the order of :meth:`flatten`.
 
-        What is done piece by piece happens in the cache of the processor, and takes a fraction of the time.
+        Work piece by piece happens in the cache of the processor, in a fraction of the time.
 
         Args:
             cuts: :meth:`cuts` of a posterior of the same names and shapes; None: of this one.
@@ -218,10 +208,7 @@ class GaussianPosterior:
         return self._of_checked(means, variances, linearised=self.linearised)
 
     def unbind(self) -> Iterator[GaussianPosterior]:
-        """Yield the posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
-
-        Small ones are flattened here, many at once.
-        """
+        """Yield the posteriors of clients from a stack of them, as views; small ones are flattened together."""
         count = len(next(iter(self.mean.values())))
         size = self.num_parameters // count
         together = POINT_PIECE // max(1, size)
@@ -242,26 +229,20 @@ class GaussianPosterior:
             "num_parameters": size,
             "linearised": self.linearised,
         }
+        flat: Iterable[Any] = repeat(None)
         double = all(mean.device.type != "mps" for mean in self.mean.values())
-        flat = self._flat_rows(count) if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
-        for mean, variance, both in zip(means, variances, flat):
+        if double and self.num_parameters <= MOST_AT_ONCE:
+            sides = [self.mean] if self.is_point_mass else [self.mean, self.variance]
+            both = [torch.cat([s[n].reshape(count, -1).to(torch.float64) for n in self.mean], 1) for s in sides]
+            flat = zip(both[0], zeros_like(both[0]) if self.is_point_mass else both[1])
+        for mean, variance, pair in zip(means, variances, flat):
             own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
-            yield self._of_checked(*own, _flat=both, **known)
-
-    def _flat_rows(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`flatten` for each of the ``count`` posteriors in the stack."""
-        mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
-        if self.is_point_mass:
-            return zip(mean, zeros_like(mean))
-        variance = torch.cat([self.variance[name].reshape(count, -1).to(torch.float64) for name in self.mean], 1)
-        return zip(mean, variance)
+            yield self._of_checked(*own, _flat=pair, **known)
 
     def to(self, device: torch.device | str) -> GaussianPosterior:
         """This posterior on another device."""
-        variance = {
-            n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device) for n, v in self.variance.items()
-        }
         mean = {name: value.to(device) for name, value in self.mean.items()}
+        variance = {n: zeros_like(mean[n]) if is_zero(v) else v.to(device) for n, v in self.variance.items()}
         return self._of_checked(mean, variance, linearised=self.linearised)
 
     def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -298,11 +279,9 @@ class GaussianPosterior:
         Raises:
             PosteriorError: another shape, or a negative variance.
         """
-        for kind, vector in (("mean", mean), ("variance", variance)):
-            if vector is None and kind == "variance":
-                continue
+        vectors = {"mean": mean} if variance is None else {"mean": mean, "variance": variance}
+        for kind, vector in vectors.items():
             check_tensor(kind, vector)
-            assert vector is not None
             if vector.shape != (self.num_parameters,):
                 raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
         parts = mean.split([like.numel() for like in self.mean.values()])
@@ -327,8 +306,9 @@ class GaussianPosterior:
 
         .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
 
-        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is
-        left out; one that is deterministic in one only makes the divergence infinite.
+        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is left
+        out.
+        One that is deterministic in only one of them makes the divergence infinite.
 
         Returns: a float64 scalar.
         """
@@ -341,14 +321,11 @@ class GaussianPosterior:
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """One draw of all parameters: name → tensor of the parameter's shape."""
         check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=PosteriorError)
-        draw = {}
+        draw = {name: mean.clone() for name, mean in self.mean.items()}
         for name, mean in self.mean.items():
-            variance = self.variance[name]
-            if is_zero(variance):
-                draw[name] = mean.clone()
-            else:
+            if not is_zero(self.variance[name]):
                 noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-                draw[name] = mean + variance.sqrt() * noise
+                draw[name] = mean + self.variance[name].sqrt() * noise
         return draw
 
     def state_dict(self) -> dict[str, Any]:
@@ -362,10 +339,10 @@ class GaussianPosterior:
         """The posterior that :meth:`state_dict` stored.
 
         Raises:
-            PosteriorError: it is no such state; the message says which part is wrong.
+            PosteriorError: the state is not valid. The message says which part is wrong.
         """
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
-            raise PosteriorError(f"{shown(state)} is no state of a posterior: give what state_dict() returned")
+            raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")
         mean, stored = state["mean"], state["variance"]
         check_parameters("mean", mean)
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
@@ -374,12 +351,10 @@ class GaussianPosterior:
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
-    """KL divergence between two flat mean-field Gaussians, under the conventions of :meth:`GaussianPosterior.kl`.
+    """Return the scalar KL divergence between two flat mean-field Gaussians, see :meth:`GaussianPosterior.kl`.
 
     Args:
         mean, variance, other_mean, other_variance: shape (P,).
-
-    Returns: scalar.
     """
     random, other_random = variance > 0, other_variance > 0
     if bool((random != other_random).any()):
@@ -432,7 +407,7 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None =
 
 
 def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = PosteriorError) -> None:
-    """Raise ``error`` unless an argument is a dense tensor with values: no array, not sparse, not of device "meta"."""
+    """Raise ``error`` unless an argument is a dense tensor with values: not sparse, not on "meta"."""
     if not isinstance(value, Tensor):
         raise error(f"{name}={shown(value)}: give a torch.Tensor")
     if not is_dense(value):
@@ -440,7 +415,7 @@ def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = Posterio
 
 
 def is_dense(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that has its values in order."""
+    """Return whether ``value`` is a dense tensor that has its values."""
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
 
 
@@ -450,7 +425,7 @@ def check_parameters(kind: str, values: Any, *, error: type[FedBayesError] = Pos
         raise error(f"{kind}={shown(values)}: give a dict, parameter name → tensor")
     for name, value in values.items():
         if not isinstance(name, str):
-            raise error(f"{kind}: {shown(name)} is no name of a parameter: give a string")
+            raise error(f"{kind}: {shown(name)} is not a parameter name: give a string")
         if not is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
             check_tensor(f"{kind} of '{name}'", value, error=error)
             raise error(f"{kind} of '{name}' is of {value.dtype}: give real floating-point numbers")
@@ -468,12 +443,12 @@ def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBay
 
 
 def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
-    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that nobody has broken since it was made.
+    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that is still as it was made.
 
-    For the doors through which a posterior comes in; values are not read (see ``check_finite`` of the fusion).
+    For posteriors that come in from outside; values are not read (see ``check_finite`` of the fusion).
     """
     if not isinstance(posterior, GaussianPosterior):
-        raise error(f"{who}: {shown(posterior)} is no GaussianPosterior: make one of mean and variance")
+        raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")
     check_moments(posterior.mean, posterior.variance, who, error=error)
 
 

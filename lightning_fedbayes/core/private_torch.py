@@ -79,7 +79,7 @@ def has_vmap_primitives() -> bool:
 
 
 class vmap_level:
-    """Inside, operations on tensors from :func:`to_client_view` act on ``count`` clients, each with its own noise.
+    """Inside, operations on tensors from :func:`to_client_view` act on ``count`` clients, each with separate noise.
 
     ``torch.func.vmap`` does the same, but its bookkeeping of arguments takes a third of the time of a small step.
     ``with`` gives the level, which :func:`to_client_view` and :func:`to_stack` need.
@@ -130,7 +130,7 @@ def to_stack(tensor: Tensor, level: int, count: int) -> Tensor:
 
 
 def stack_of(tensor: Tensor, level: int) -> Tensor | None:
-    """Return the stack behind a client's view; None if the clients share the tensor, or in another transform."""
+    """Return the stack behind a client's view, or None if the clients share the tensor, or in another transform."""
     if (
         _functorch.is_batchedtensor(tensor)
         and _functorch.maybe_get_level(tensor) == level == _functorch.maybe_current_level()
@@ -141,7 +141,7 @@ def stack_of(tensor: Tensor, level: int) -> Tensor | None:
 
 
 def outside_of_vmap(tensor: Tensor) -> Tensor:
-    """Return the values of all clients where vmap shows those of one, and any other tensor as it is."""
+    """Return the values of all clients behind one client's view, and any other tensor as it is."""
     is_stacked = getattr(_functorch, "is_batchedtensor", None)
     return _functorch.get_unwrapped(tensor) if is_stacked is not None and is_stacked(tensor) else tensor
 
@@ -151,7 +151,7 @@ version_of = attrgetter("_version")
 
 
 def version_if_any(tensor: Tensor) -> int | None:
-    """Return :func:`version_of` the tensor; None in a functional transform, or if made under ``inference_mode``."""
+    """Return :func:`version_of` a tensor; None in a functional transform or from ``inference_mode``."""
     is_transformed = getattr(_functorch, "is_functorch_wrapped_tensor", None)
     if is_transformed is not None and is_transformed(tensor):
         return None
@@ -172,7 +172,7 @@ foreach = Foreach()
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:
-    """Return whether somebody has registered a hook on the gradient of ``parameter``."""
+    """Return whether the gradient of ``parameter`` has a hook."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -182,7 +182,7 @@ def has_forward_hook(module: nn.Module) -> bool:
 
 
 def remove_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Take ``hook`` out of the forward hooks of ``module``, if it is one of them."""
+    """Remove ``hook`` from the forward hooks of ``module``, if it is one of them."""
     for number in [number for number, each in module._forward_hooks.items() if each is hook]:
         del module._forward_hooks[number]
 
@@ -200,6 +200,6 @@ def has_step_hook(optimizer: Optimizer) -> bool:
 def flat_weights(weights: Sequence[Tensor]) -> dict[str, Any]:
     """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``.
 
-    Without references the layer takes them as they are, and does not look for parameters that were replaced.
+    Without references the layer does not look for parameters that were replaced.
     """
     return {"_flat_weights": list(weights), "_flat_weight_refs": [None] * len(weights)}

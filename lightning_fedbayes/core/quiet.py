@@ -13,7 +13,7 @@ LOGGERS = ("lightning.pytorch", "lightning.fabric", "wandb")
 
 @contextmanager
 def without_banners(level: int = logging.WARNING) -> Iterator[None]:
-    """Let Lightning and W&B log nothing below ``level``; restore their levels at the end.
+    """Let Lightning and W&B log nothing below ``level`` inside.
 
     When to use it: around a Trainer that is one of many and would introduce itself each time.
     """
@@ -35,7 +35,7 @@ def quietly() -> Iterator[None]:
     When to use it: in commands that train many times.
 
     >>> with quietly():
-    ...     warnings.warn("nobody sees this")
+    ...     warnings.warn("not shown")
     """
     silent = os.environ.get("WANDB_SILENT")
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""The file of a run: lines of JSON with what its loggers get, from which ``fedbayes report`` makes a page."""
+"""The file of a run: lines of JSON with what its loggers get. ``fedbayes report`` makes a page of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WANDB_FILES = "files"
 """Its folder in W&B's folder of a run; other loggers have it in the run's folder itself."""
 
 BY_DRAWS = "draws/"
-"""Stands before a figure, behind "val/" or "test/", of predictions that this package has drawn for a module itself."""
+"""Prefix, behind "val/" or "test/", of figures of predictions that this package has drawn for a module."""
 
 Table = Mapping[str, Any]
 """A table: its "columns" and its "rows"."""
@@ -30,7 +30,7 @@ class RunRecord:
         figures: name → round (from 1) → value.
         curves: name → round → table.
         tables: name → the last one.
-        torn: the last line is cut short, as that of a run that was killed while it wrote.
+        torn: the last line is cut short, because the run was killed while it wrote.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class RunRecord:
     torn: bool = False
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Add a line of the file; what came earlier of the same name and round is replaced."""
+        """Add a line of the file; it replaces earlier values of the same name and round."""
         round = entry["round"]
         if "settings" in entry:
             if round == 0:  # another federation, in the folder of an earlier one
@@ -55,7 +55,7 @@ class RunRecord:
 
 
 def append(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Append a line to the file of the run in ``folder``; what JSON does not know becomes text."""
+    """Append a line to the file of the run in ``folder``; values that JSON does not know become text."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "a", encoding="utf-8") as file:
         file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
@@ -65,7 +65,7 @@ def file_of(run: Path) -> Path:
     """Return the file of a run: in the folder of a CSVLogger or TensorBoardLogger, or of W&B.
 
     Raises:
-        FedBayesError: there is none.
+        FedBayesError: the folder holds no such file.
     """
     found = next((each for each in (run / FILE, run / WANDB_FILES / FILE) if each.is_file()), None)
     if found is None:
@@ -76,12 +76,12 @@ def file_of(run: Path) -> Path:
 
 
 def home_of(file: Path) -> Path:
-    """Return the folder of the run whose file is ``file``."""
+    """Return the folder of the run that wrote ``file``."""
     return file.parent.parent if file.parent.name == WANDB_FILES else file.parent
 
 
 def read(file: Path) -> RunRecord:
-    """Return what the file of a run holds. A last line that was cut short is left out.
+    """Return the content of the file of a run, without a last line that was cut short.
 
     Raises:
         FedBayesError: it holds no finished round, or another of its lines is damaged.

@@ -46,8 +46,8 @@ def generator(seed: int, stream: Stream, round: int = 0, client: int = SERVER) -
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (all devices in use) with a 63-bit ``seed``.
 
-    ``torch.manual_seed`` would also keep every seed, with a stack trace, in a list for devices that are not in use yet:
-    100 µs and a little memory at each call.
+    ``torch.manual_seed`` would also keep every seed, with a stack trace, for devices that are not in use yet: 100 µs
+    and a little memory at each call.
     """
     seed_host(seed)
     if torch.cuda.is_initialized():
@@ -65,7 +65,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def seed_host(seed: int) -> None:
-    """Seed the generators of :func:`seed_everything`, except those of accelerators."""
+    """Seed the generators of :func:`seed_everything`, except on accelerators."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)

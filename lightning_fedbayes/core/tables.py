@@ -22,7 +22,8 @@ def texts(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def worst_rows(rows: Sequence[Row], badness: Callable[[Row], Any]) -> list[Row]:
-    """Return the rows of a table; of more than 100 the worst, the worst first, and a last row that counts the others.
+    """Return the rows of a table; of more than 100 the worst, the worst first, and a last row that counts the
+    others.
 
     The count stands in the first column of text, such as the client's name.
 

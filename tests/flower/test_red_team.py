@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.privacy.door import EXACT
+from lightning_fedbayes.clients.privacy.update import EXACT
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.modules import mlp
 from tests.federations import Plain, trainer

@@ -16,7 +16,7 @@ from lightning_fedbayes.callbacks.calibration.predictions import UNSCALED, check
 from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, callback_of, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
-from lightning_fedbayes.clients.privacy.door import EXACT, Door
+from lightning_fedbayes.clients.privacy.update import EXACT, Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind, listed
 from lightning_fedbayes.core.messages import Kind
 from lightning_fedbayes.metrics.likelihoods import check_by_example

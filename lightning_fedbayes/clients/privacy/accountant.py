@@ -1,9 +1,9 @@
-r"""Privacy accounting: the ε that messages spend, and the noise that keeps a given ε.
+"""Privacy accounting: the ε that messages spend, and the noise that keeps a given ε.
 
 Opacus does the sums, by Rényi differential privacy (Mironov 2017; sampled: Mironov, Talwar & Zhang 2019). They hold for
 a Gaussian mechanism on a quantity of sensitivity 1, with standard deviation ``noise_multiplier``, in each of the
-rounds, whose cohort is drawn by *Poisson sampling*: each client takes part with probability ``fraction``, whatever the
-others do. Neighbouring federations differ by what one client contributes: its update, or nothing.
+rounds. The cohort is drawn by *Poisson sampling*: each client takes part with probability ``fraction``, whatever the
+others do. Neighbouring federations differ by one client's contribution: its update, or nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +21,12 @@ import numpy as np
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_number
 
 ORDERS = (
-    1.01,
-    1.02,
-    1.05,
+    *(1.01, 1.02, 1.05),
     *(1 + tenth / 10 for tenth in range(1, 100)),
     *range(11, 64),
-    64,
-    80,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
+    *(64, 80, 96, 128, 192, 256, 384, 512),
 )
-"""Rényi orders over which ε is minimised. Opacus's own end at 63, too early for an ε below 0.2."""
+"""Rényi orders over which ε is minimised. Opacus's default ends at 63, too early for an ε below 0.2."""
 
 LEAST_EPSILON = 1e-3
 """Smallest ε for which a noise is searched."""
@@ -53,16 +44,17 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
               - \frac{\log \delta + \log \alpha}{\alpha - 1}, \qquad \rho_\alpha(1, z) = \frac{\alpha}{2 z^2}
 
     When to use it: to say what a finished federation has given away. Cohorts of a fixed size, as
-    :class:`~lightning_fedbayes.FederatedBayes` draws them, are no Poisson samples, and the figure for them is no bound:
-    with z = 1, δ = 1e-5 and one client of ten in a single round 2.1, where up to 3.7 is true: if the client is absent,
-    another one is there. A bound is the figure for ``fraction=1`` and the rounds in which a client did take part.
+    :class:`~lightning_fedbayes.FederatedBayes` draws them, are no Poisson samples, and the figure is no bound for them:
+    with z = 1, δ = 1e-5 and one client of ten in a single round it is 2.1, and the true ε up to 3.7, because another
+    client takes the place of an absent one. The figure for ``fraction=1`` and the rounds in which a client did take
+    part is a bound.
 
     Args:
         noise_multiplier: z ≥ 0, the noise's standard deviation over the sensitivity.
         delta: δ in (0, 1); well below one over the number of those protected.
         rounds: T ≥ 0.
-        fraction: q in (0, 1], the probability with which one takes part in a round, independently of all others and
-            unknown to those that ε holds against.
+        fraction: q in (0, 1], the probability of taking part in a round, independently of all others and unknown to
+            those that ε holds against.
 
     Raises:
         FederationError: an argument outside its range, or Opacus is not installed.
@@ -79,7 +71,7 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
 
 
 def epsilon_spent(spent: Spent, delta: float) -> float:
-    """ε of messages of several kinds; see :func:`epsilon_of`. Nothing sent gives nothing away."""
+    """ε of messages of several kinds, 0 without a message, see :func:`epsilon_of`."""
     check_delta(delta)
     spent = [kind for kind in spent if kind[2] > 0]
     if not spent:
@@ -175,7 +167,7 @@ def check_opacus() -> None:
 
 
 def import_opacus(name: str) -> ModuleType:
-    """Return the module ``name`` of Opacus, such as "opacus.accountants"; it is imported when it is first used.
+    """Import the module ``name`` of Opacus, such as "opacus.accountants".
 
     Raises:
         FederationError: it is not installed.

@@ -1,9 +1,9 @@
-r"""Gradients of single examples in Bayesian layers, which Opacus does not know.
+"""Gradients of single examples in Bayesian layers, which Opacus does not know.
 
 Given its noise, a layer treats every example by itself, whatever the estimator: the gradient of one example is a
-function of that example, of the parameters and of noise that has nothing to do with the data. So Opacus may clip it as
-any other. All estimators come down to the weight gradient D(x, b) of the deterministic ``op`` for one example with
-input x and gradient b at the output:
+function of that example, of the parameters and of noise that does not depend on the data. So Opacus may clip it as any
+other. All estimators come down to the weight gradient D(x, b) of the deterministic ``op`` for one example with input x
+and gradient b at the output:
 
 ============================  =============  ============================================
 estimator                     ∂/∂μ           ∂/∂σ
@@ -38,14 +38,14 @@ BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
     for layer in map(layers.__dict__.get, layers.__all__)
     if isinstance(layer, type) and issubclass(layer, BayesianAffine)
 )
-"""The layers whose examples have gradients of their own here: linear, convolutions, transposed convolutions."""
+"""The layers with gradients per example here: linear, convolutions, transposed convolutions."""
 
 STATES = "_generator_states"
 """Attribute of a layer: the states of torch's generator before its forward passes, last one last."""
 
 
 def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Forward pre-hook: note from which state of torch's generator the layer is about to draw."""
+    """Forward pre-hook: note the state of torch's generator from which the layer is about to draw."""
     if layer.training and torch.is_grad_enabled():
         device = inputs[0].device
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -53,7 +53,7 @@ def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
-    """Gradient of every example with respect to the layer's parameters; the form that Opacus asks of a grad sampler.
+    """Gradient of every example with respect to the layer's parameters, in the form of an Opacus grad sampler.
 
     Args:
         layer: in training; :func:`remember_generator` is one of its forward pre-hooks.
@@ -119,7 +119,7 @@ def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tup
 
 @contextmanager
 def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Inside, torch's generator of ``device`` draws from ``state``; afterwards it goes on as if nothing had been."""
+    """Inside, torch's generator of ``device`` draws from ``state``; its own state returns afterwards."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         if cuda:
@@ -128,11 +128,6 @@ def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
             torch.set_rng_state(state)
         yield
 
-
-# -- Opacus's hooks on a module ----------------------------------------------------------------------------------------
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 ALTERNATIVES = {
     nn.LSTM: "opacus.layers.DPLSTM",
@@ -151,9 +146,10 @@ def register_bayesian_layers() -> dict[Any, Any]:
 
 
 def check_network(module: nn.Module) -> None:
-    """Raise FederationError if examples of a batch have no gradients of their own in ``module``; all layers are named.
+    """Raise FederationError, naming all such layers, if examples of a batch have no separate gradients in
+    ``module``.
 
-    What mixes examples between the layers, such as subtracting the mean of a batch, is not found.
+    It does not find what mixes examples between the layers, such as subtracting the mean of a batch.
     """
     reasons = list(_reasons(module, register_bayesian_layers()))
     if reasons:
@@ -169,9 +165,9 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
     for path, layer in module.named_modules():
         kind = type(layer)
         what = f"{path or 'the module'} ({kind.__name__})"
-        if isinstance(layer, BATCH_NORMS):
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
             yield f"{what} mixes the examples of a batch; put nn.GroupNorm or nn.LayerNorm in its place"
-        elif isinstance(layer, INSTANCE_NORMS) and layer.track_running_stats:
+        elif isinstance(layer, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and layer.track_running_stats:
             yield f"{what} keeps running statistics of the examples; use track_running_stats=False"
         elif getattr(layer, "inplace", False) is True:
             yield f"{what} works in place, on what the hooks of the layer before have to see; use inplace=False"
@@ -194,7 +190,7 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
 class GradSamples:
     """Lets every backward pass leave the gradient of each example in ``parameter.grad_sample``, shape (batch, *).
 
-    The module itself stays what it is: no wrapper, no other names. The loss is the mean over the batch.
+    The module is not wrapped and its names stay. The loss is the mean over the batch.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,24 +1,19 @@
-"""Client-level privacy: updates are clipped and noised before they leave the client."""
+"""Privacy of clients: updates are clipped and noised, and a door decides what else leaves a client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_flag,
-    check_kind,
-    listed,
-)
-from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError, FusionError, NotSent
+from lightning_fedbayes.core.messages import ClientUpdate, Kind
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.fusion.accumulator import check_structure
@@ -38,20 +33,19 @@ def privatised(
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
-    The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector; it is
+    The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector. It is
     clipped to the L2 norm C and gets independent Gaussian noise:
 
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
 
-    What is sent is the global posterior moved by ũ. The logarithm keeps the variance positive whatever the noise, and
-    σ enters by its ratio to σ_o, so that C bounds the whole message: without u the same noise is sent, and the L2
-    sensitivity of the message is C. (If one client's data are *replaced* by others instead, it is 2C.) For an
-    optimizer that moves means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have
-    a mean only.
+    The result is the global posterior moved by ũ. The logarithm keeps the variance positive whatever the noise, and σ
+    enters by its ratio to σ_o, so C bounds the whole message: without u the same noise is sent, and the L2 sensitivity
+    of the message is C. (If the data of one client are *replaced* by others, it is 2C.) For an optimizer that moves
+    means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have a mean only.
 
     With ``widen`` the variance of the noise, which everybody knows, is added to the variances: the client's mean is
-    then a measurement of what it has learnt, with error N(0, z²C²). What clipping took away is not covered.
+    then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not covered.
 
     Args:
         posterior: the client's. Its parameters are those of ``previous``, in any order.
@@ -102,20 +96,21 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
 class UpdatePrivacy:
     r"""(ε, δ)-differential privacy for every client as a whole, against the server too.
 
-    Each client clips what it has learnt in a round to the L2 norm C and adds Gaussian noise of standard deviation zC
-    to every coordinate (see :func:`privatised`), before anything leaves it. Neighbouring federations differ in one
-    client: it takes part with its data, or with none and sends noise alone. That changes the probability of whatever
-    the server does by no more than a factor :math:`e^\varepsilon`, but for a probability δ. (Where its data may be
-    *replaced* by others, ε is that of ``noise_multiplier / 2``.) When to use it: many clients that need not trust the
-    server. The noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few
-    parameters.
+    Each client clips what it has learnt in a round to the L2 norm C and adds Gaussian noise of standard deviation zC to
+    every coordinate (see :func:`privatised`) before anything leaves it. Neighbouring federations differ in one client:
+    it takes part with its data, or without data and sends only noise. That changes the probability of whatever the
+    server does by at most a factor :math:`e^\varepsilon`, except with probability δ. (Where its data may be *replaced*
+    by others, use the ε of ``noise_multiplier / 2``.)
 
-    Of a client's message nothing but the posterior is protected, so nothing else is sent: what it measured while
-    training is dropped, and buffers are refused. Its number of examples, which weights it, is taken for public.
+    When to use it: many clients that need not trust the server. The noise of the average of n clients is zC/√n per
+    parameter, so it takes hundreds of them, or few parameters.
 
-    The noise can be taken away again by whoever knows the seed. In a simulation that is the point: runs repeat. A
-    client of its own machine passes :meth:`send` a seed that only it knows, another one for every message: two messages
-    with one noise differ by what the client has learnt.
+    The noise protects the posterior only, so the client sends nothing else: its metrics are dropped, and buffers are
+    refused. Its number of examples, which weights it, counts as public.
+
+    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on another
+    machine passes :meth:`send` a seed that only it knows, and a new one for every message: two messages with one noise
+    differ by what the client has learnt.
 
     Args:
         clip: C > 0.
@@ -142,35 +137,34 @@ class UpdatePrivacy:
         check_clip(self.clip)
         check_noise(self.noise_multiplier)
         check_delta(self.delta)
-        check_flag("widen_posterior", self.widen_posterior)
+        errors.check_flag("widen_posterior", self.widen_posterior)
         check_opacus()
 
     def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
         """Return the private update that a client sends in place of ``update``.
 
         Args:
-            update: the client's own.
-            previous: the global posterior that it started from.
-            seed: where the noise comes from, together with ``round`` and the client's number.
+            update: before any noise.
+            previous: the global posterior that the client started from.
+            seed: source of the noise, together with ``round`` and the client's number.
             round: from 0. One seed, round and client give one noise: never send two updates with it.
 
         Raises:
-            FusionError: names or shapes are not those of the global posterior.
+            FusionError: names or shapes differ from the global posterior's.
             FederationError: the update has buffers.
         """
-        check_kind("update", update, ClientUpdate, "give a ClientUpdate")
+        errors.check_kind("update", update, ClientUpdate, "give a ClientUpdate")
         check_posterior(previous, "the previous posterior", error=FusionError)
-        check_at_least("seed", seed, -LARGEST)
-        check_at_least("round", round, 0)
+        errors.check_at_least("seed", seed, -errors.LARGEST)
+        errors.check_at_least("round", round, 0)
         check_structure(update.posterior, previous, f"client {update.client}")
         check_no_buffers(update.buffers)
-        draws = generator(seed, "privacy", round, update.client)
         posterior = privatised(
             update.posterior,
             previous,
             clip=self.clip,
             noise_multiplier=self.noise_multiplier,
-            generator=draws,
+            generator=generator(seed, "privacy", round, update.client),
             widen=self.widen_posterior,
         )
         return replace(update, posterior=posterior, metrics={})
@@ -179,12 +173,13 @@ class UpdatePrivacy:
         """Return the ε spent so far, as it is logged.
 
         Args:
-            rounds: number of messages that the client in question has sent, whether they counted or not; of a
-                federation, that of the busiest client.
+            rounds: number of messages that the client has sent, whether they counted or not; for a federation, take the
+                busiest client.
 
         Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
-            everybody else. Who takes part is drawn without a look at the data and may be known. That the cohort might
-            be secret is not made use of: cohorts have a fixed size, and the usual formula is for Poisson samples.
+            everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort would
+                not
+            lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
         return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
@@ -193,7 +188,90 @@ def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:
     """Raise FederationError if clients would send buffers, such as BatchNorm's statistics, which no noise protects."""
     if buffers:
         raise FederationError(
-            f"privacy: clients would send their buffers unprotected: {listed(sorted(buffers))}. Give "
+            f"privacy: clients would send their buffers unprotected: {errors.listed(sorted(buffers))}. Give "
             "FederatedBayes(buffers='frozen'), a regressor noise='fixed', local_parameters with patterns, or put "
             "GroupNorm or LayerNorm in BatchNorm's place"
         )
+
+
+EXACT: dict[Kind, str] = {
+    "scores": "the figures of a validation",
+    "temperature": "sums over its examples, for a temperature",
+    "counts": "a histogram of its scores",
+    "statistics": "sums over its examples, for a linear model",
+    "curvature": "its weights and their curvature",
+    "scale": "sums over its examples, for a scale. Give scaler=FederatedScaler(targets=(mean, std)) what is known "
+    "without data, or let a regressor go without, scaler=False; otherwise",
+}
+"""Kinds of messages that no noise of :class:`UpdatePrivacy` protects, and what is in them."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """The one place that decides what leaves a client.
+
+    Without ``privacy`` a client may send all that it can be asked for. With it, an update leaves with noise, counts of
+    scores with the noise of ``conformal_epsilon``, and other kinds only if ``exact`` names them. The same holds, but
+    for updates, where single examples are protected. A failure always tells its class and stage, and its text only if
+    errors are shared.
+
+    Args:
+        privacy: protects updates.
+        conformal_epsilon: ε of the noise on counts of scores; None adds none.
+        exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
+            "statistics", "curvature" or "scale".
+        share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
+        examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
+
+    Raises:
+        FederationError: an argument cannot be used.
+    """
+
+    privacy: UpdatePrivacy | None = None
+    conformal_epsilon: float | None = None
+    exact: Collection[str] = ()
+    share_errors: bool = False
+    examples: bool = False
+
+    def __post_init__(self) -> None:
+        if self.conformal_epsilon is not None:
+            why = "the smaller, the more private"
+            errors.check_number("conformal_epsilon", self.conformal_epsilon, "[1e-6, inf)", why=why)
+        for kind in errors.check_strings("exact", self.exact, f"give some of {', '.join(EXACT)}"):
+            if kind not in get_args(Kind) or kind not in EXACT:
+                raise FederationError(f"exact='{kind}': {errors.nearest(kind, EXACT)}")
+        errors.check_flag("share_errors", self.share_errors)
+        errors.check_flag("examples", self.examples)
+
+    def check(self, kind: Kind, epsilon: float | None = None) -> None:
+        """Raise NotSent if a message may not leave.
+
+        Args:
+            kind: of the message.
+            epsilon: ε of the noise that the server asks for; None for none.
+        """
+        if kind == "counts" and epsilon != self.conformal_epsilon:
+            raise NotSent(
+                f"the server asks for counts with epsilon={epsilon}, and this client's is {self.conformal_epsilon}: "
+                "give FederatedConformal(epsilon=...) and the client's conformal_epsilon=... the same"
+            )
+        is_noisy = kind == "counts" and epsilon is not None
+        protects = self.privacy is not None or self.examples
+        protects = protects or (self.conformal_epsilon is not None and kind == "temperature")
+        if kind in EXACT and protects and not is_noisy and kind not in self.exact:
+            remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
+            raise NotSent(
+                f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: it sends none. "
+                f"{remedy} at the client would allow it"
+            )
+
+    def protected(self, update: ClientUpdate, previous: GaussianPosterior, round: int) -> ClientUpdate:
+        """Return what leaves in place of an update: itself, or its noisy version without its metrics."""
+        if self.privacy is None:
+            return update
+        return self.privacy.send(update, previous, secrets.randbits(63), round)
+
+    def failure(self, error: Exception, stage: str) -> dict[str, str]:
+        """Return what may leave of an exception: its class and stage; its text if errors are shared."""
+        text = {"text": str(error)} if self.share_errors else {}
+        return {"error": type(error).__name__, "stage": stage, **text}

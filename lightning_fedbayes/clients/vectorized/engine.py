@@ -1,9 +1,9 @@
-"""The vectorized engine: the clients of a round train at once, as one stack of networks."""
+"""The vectorized engine: the clients of a round train together, as one stack of networks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -46,18 +46,18 @@ PASSES = 10
 """Approximate operations per parameter for reading, fusing and loading a client's posterior."""
 
 Outputs = tuple[Tensor | None, Mapping[str, Any]]
-"""Result of a step: the clients' losses, None if it was skipped or failed, and the other values it returned."""
+"""Result of a step: the clients' losses, None if it was skipped or failed, and the other values that it returned."""
 
 STEPS_PER_BATCH = 16
-"""Small steps in one batch of the loop: its own work per batch takes as long as a third of a small step."""
+"""Small steps in one batch of the loop. Its overhead per batch is a third of a small step."""
 
 
 class VectorizedEngine(Engine):
-    """Trains clients at once: clients at the same step with batches of equal size take it together.
+    """Trains clients together: clients at the same step with batches of equal size take that step as one.
 
-    ``training_step`` runs under vmap with each client's own parameters, buffers and noise, and the
-    user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
-    that of the sequential engine to rounding; with noise, the same in distribution.
+    ``training_step`` runs under vmap with the parameters, buffers and noise of each client, and the user's optimizer
+    steps the stack. The module holds the global model throughout. Without noise the result equals the sequential
+    engine's up to rounding; with noise it has the same distribution.
 
     Args:
         context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
@@ -94,7 +94,7 @@ class VectorizedEngine(Engine):
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
-        """Take the clients from ``loader`` from now on, and let it bring stacked batches."""
+        """See :meth:`Engine.use`; the loader then brings stacked batches."""
         super().use(loader)
         batching = loader.batching
         largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
@@ -103,11 +103,11 @@ class VectorizedEngine(Engine):
         loader.arrangement = StackedBatches(loader, self._scheduler)
 
     def num_batches(self, plan: RoundPlan) -> int:
-        """Return the number of batches: each has up to :data:`STEPS_PER_BATCH` steps of groups of clients."""
+        """See :meth:`Engine.num_batches`: each has up to :data:`STEPS_PER_BATCH` steps."""
         return len(self._scheduler(plan)) if plan.cohort else 1
 
     def begin_round(self, plan: RoundPlan) -> None:
-        """Prepare for the clients of ``plan``."""
+        """See :meth:`Engine.begin_round`."""
         super().begin_round(plan)
         if plan.cohort:
             self._schedule = self._scheduler(plan)
@@ -142,39 +142,32 @@ class VectorizedEngine(Engine):
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
         states = [self.states.of(client.job) for client in clients]  # once: they may be read from a disk
-        for client, state in zip(clients, states, strict=True):
-            self.problem(client.job, state)
+        problems = [self.problem(client.job, state) for client, state in zip(clients, states, strict=True)]
         if self._modes is not None:
             self._modes.restore()
         try:
             with self.threads():
-                self._stack = self.stack(clients, states)
+                begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
+                self._stack = ClientStack(
+                    self.model,
+                    self.context.optimizers[0],
+                    self._step,
+                    clients,
+                    states,
+                    [each[0] if each else {} for each in begun],
+                    self.probed.stacked_keys,
+                    self._counts,
+                    self.probed.layouts,
+                    self.local,
+                    problems,
+                    self.terms(clients, problems, stacked=True),
+                )
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         if self._modes is not None:
             self._modes.begin_clients()
         self._start = time.perf_counter()
         return clients
-
-    def stack(self, clients: Sequence[Client], states: Sequence[ClientState]) -> ClientStack:
-        """Stack the networks of ``clients``, which have kept these ``states``, each at the start of its problem."""
-        problems = [self._under_way[client.job][1] for client in clients]
-        begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
-        probed = self.probed
-        return ClientStack(
-            self.model,
-            self.context.optimizers[0],
-            self._step,
-            clients,
-            states,
-            [each[0] if each else {} for each in begun],
-            probed.stacked_keys,
-            self._counts,
-            probed.layouts,
-            self.local,
-            problems,
-            self.terms(clients, problems, stacked=True),
-        )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
         """Move stacked batches to the device. Returns the list of batches that callbacks see."""
@@ -188,7 +181,7 @@ class VectorizedEngine(Engine):
         return [data for batch in batches for _, data in batch.parts]
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Take a few stacked steps in place of the loop's own ``step``. Returns the last outputs."""
+        """Take a few stacked steps in place of the loop's ``step``. Returns the last outputs."""
         if not self.plan.cohort:
             return {}
         _, groups = self._batch
@@ -219,17 +212,17 @@ class VectorizedEngine(Engine):
             return
         kinds = self._stack.optimizer.alike(healthy)
         if self.probed.reads_index and self.plan.local_epochs > 1:
-            split = [(kind, {self._index(slot, step) for slot in kind}) for kind in kinds]
+            number = {slot: self._index(slot, step) for slot in healthy}
             kinds = [
-                slots_of([slot for slot in kind if self._index(slot, step) == index])
-                for kind, indices in split
-                for index in sorted(indices)
+                slots_of([slot for slot in kind if number[slot] == index])
+                for kind in kinds
+                for index in sorted({number[slot] for slot in kind})
             ]
         for together in kinds:
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
     def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
-        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail.
+        """Take one step of clients of one kind. If it fails, step them one by one to find those that fail.
 
         Clients that branch differently step apart.
         """
@@ -275,15 +268,11 @@ class VectorizedEngine(Engine):
                 self._batches[slot] += 1
         return losses, rest
 
-    def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """At the last batch of a chunk, read the updates of its clients, one by one: few are in memory at once."""
-        if not self.plan.cohort:
-            return ()
-        chunk, groups = self._batch
-        return self._updates(chunk.clients) if groups[-1] is chunk.groups[-1] else ()
-
-    def _updates(self, clients: tuple[int, ...]) -> Iterator[ClientUpdate | ClientFailure]:
-        """Yield the updates of the ``clients`` of the chunk under way, which ends with the last."""
+    def end_batch(self, batch_idx: int) -> Iterator[ClientUpdate | ClientFailure]:
+        """At the last batch of a chunk, yield the updates of its clients one by one: few are in memory at once."""
+        if not self.plan.cohort or self._batch[1][-1] is not self._batch[0].groups[-1]:
+            return
+        clients = self._batch[0].clients
         stack, logged = self._stack, self.log.end_chunk(clients)
         if stack is None:
             seconds = self.seconds() / len(clients)
@@ -318,7 +307,7 @@ class VectorizedEngine(Engine):
     def _measured(
         self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]
     ) -> Tensors:
-        """Return the variances of the client in ``slot``; the global ones if it has failed."""
+        """Return the variances of the client in ``slot``, or the global ones if it has failed."""
         assert self.model.learned is not None
         if slot not in self._failures:
             number = clients[slot]
@@ -336,17 +325,17 @@ class VectorizedEngine(Engine):
         return ClientFailure(client, self._failures[slot], self.sizes[client], seconds)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Use one thread inside if the posteriors of the round are small."""
+        """See :meth:`Engine.threads`: one thread if the posteriors of the round are small."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters.values())
         return threads_for(PASSES * parameters * len(self.plan.cohort))
 
     def close(self) -> None:
-        """Give the optimizer its own parameters back."""
+        """See :meth:`Engine.close`."""
         self._drop_stack()
         super().close()
 
     def _drop_stack(self) -> None:
         """Remove the stack, if there is one."""
         if self._stack is not None:
-            self._stack.remove()
+            self._stack.optimizer.remove()
             self._stack = None

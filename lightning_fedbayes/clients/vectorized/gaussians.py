@@ -1,11 +1,11 @@
-"""Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' own priors."""
+"""Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' priors."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +21,11 @@ from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior, Prior
 from lightning_fedbayes.methods.method import Quadratic
 
 
-@dataclass(frozen=True)
-class GaussiansOf:
-    """The Gaussian parameters of a module or of a part of it.
-
-    Args:
-        every: all of them.
-        others: those that are not drawn jointly; None unless all that are drawn jointly are among them.
-    """
-
-    every: Sequence[GaussianParameter]
-    others: Sequence[GaussianParameter] | None
-
-
 class GaussianParameters:
     """The Gaussian parameters of a module, looked up once: it must not be rebuilt while this is in use.
 
     Attributes:
-        small: those that are drawn jointly: in our own layers, with few entries, and of one dtype and device.
+        small: those that are drawn jointly: in our layers, with few entries, and of one dtype and device.
         names: for each of these, the names of mean and ρ among the module's parameters.
     """
 
@@ -48,31 +35,32 @@ class GaussianParameters:
         self.small = _alike([each for each in found if id(each.mean) in names and id(each.rho) in names])
         self.names = [(names[id(each.mean)], names[id(each.rho)]) for each in self.small]
         self._modules = {id(part): part for part in module.modules()}
-        self._found: dict[int, GaussiansOf] = {}
+        self._found: dict[int, tuple[list[GaussianParameter], list[GaussianParameter] | None]] = {}
 
-    def of(self, module: nn.Module) -> GaussiansOf:
-        """Return the Gaussian parameters of the module or of a part of it."""
-        found = self._found.get(id(module))
-        if found is None:
-            every = list(gaussian_parameters(module).values())
-            others = [each for each in every if each not in self.small]
-            has_small = len(self.small) == len(every) - len(others) > 0
-            found = GaussiansOf(every, others if has_small else None)
-            if id(module) in self._modules:
-                self._found[id(module)] = found
+    def of(self, module: nn.Module) -> tuple[list[GaussianParameter], list[GaussianParameter] | None]:
+        """Return all Gaussian parameters of the module or of a part of it, and those that are not drawn jointly.
+
+        The second is None unless all that are drawn jointly belong to it.
+        """
+        if id(module) in self._found:
+            return self._found[id(module)]
+        every = list(gaussian_parameters(module).values())
+        others = [each for each in every if each not in self.small]
+        has_small = len(self.small) == len(every) - len(others) > 0
+        found = every, others if has_small else None
+        if id(module) in self._modules:
+            self._found[id(module)] = found
         return found
 
 
 class JointDraws:
-    """Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
+    r"""Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
 
-    A parameter that is asked for again in the same step is not drawn here a second time, because it needs new noise.
+    A parameter that is asked for again in the same step needs new noise, and is not drawn here.
 
     Args:
-        gaussians: Gaussian parameters of the module.
-        parameters: name → tensor of shape (clients, \\*).
-        views: name → the same tensor as one client sees it.
-        local: the clients' own priors, if they have such.
+        parameters, views: name → tensor of shape (clients, \*); name → the same tensor as one client sees it.
+        local: priors of the clients, if they have such.
     """
 
     def __init__(
@@ -94,7 +82,7 @@ class JointDraws:
         self._joint: tuple[Tensor, ...] = ()
 
     def draw(self, mean: Tensor, rho: Tensor) -> Tensor | None:
-        """Return a draw of every client, shape (clients, \\*); None if it is not drawn jointly or was drawn before."""
+        r"""Return a draw of every client, shape (clients, \*), or None if not drawn jointly or drawn before."""
         index = self._index.get((id(mean), id(rho)))
         if index is None or index in self._asked or not torch.is_grad_enabled():
             return None
@@ -110,7 +98,7 @@ class JointDraws:
         return self._joint[index]
 
     def divergence(self) -> Tensor | None:
-        """Return KL(q‖p) of all small parameters, shape (clients,); None unless it was computed with the draws."""
+        """Return KL(q‖p) of all small parameters, shape (clients,), or None unless it was computed with the draws."""
         if not self._joint or self._prior is None or not torch.is_grad_enabled() or self._changed():
             return None
         live = [
@@ -122,11 +110,11 @@ class JointDraws:
         return self._prior.tallied(self._joint[-1], self._entries)
 
     def local(self) -> LocalPrior | None:
-        """Return the clients' own joint prior of the small parameters; None if they have others."""
+        """Return the clients' joint prior of the small parameters, or None if they have others."""
         return None if self._local is None else self._local.joint(self._small)
 
     def _joint_prior(self) -> tuple[float, float] | LocalPrior | None:
-        """Return the prior that the small parameters have in common; None if it has no closed form here."""
+        """Return the prior that the small parameters have in common, or None if it has no closed form here."""
         if self._local is not None:
             return self._local.joint(self._small)
         first, *others = [each.prior for each in self._small]
@@ -145,9 +133,9 @@ class JointDraws:
 
 
 class StackedPriors:
-    """The own priors of the clients in a stack, as priors of the module's parameters."""
+    """The priors of the clients in a stack, as priors of the module's parameters."""
 
-    def __init__(self, local: LocalPriors, own: Sequence[Quadratic]) -> None:
+    def __init__(self, local: LocalPriors, own: Sequence[Quadratic], gaussians: GaussianParameters) -> None:
         self.local = local
         priors = local.priors(own, stacked=True)
         self._stacks = {name: priors[name] for name in local.layers}
@@ -155,6 +143,12 @@ class StackedPriors:
         self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
         self._chosen: dict[tuple[int, ...], StackedPriors] = {}
+        names = {id(each.mean): name for name, each in local.layers.items()}
+        if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
+            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
+            mean = torch.cat([part.mean.flatten() for part in parts])
+            joined = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
+            self._joint = with_own(replace(parts[0], mean=mean), joined)  # side by side, for joint draws
 
     def rows(self, slots: Slots) -> StackedPriors:
         """Return the priors of the clients in ``slots``, with tallies."""
@@ -175,29 +169,17 @@ class StackedPriors:
         return self._chosen[key]
 
     def squares(self, name: str) -> Tensor | None:
-        """Return the sums of squared gradients of single examples of a parameter, (clients, *); None if unknown."""
+        """Return a parameter's sums of squared gradients of single examples, (clients, *), or None if unknown."""
         return _taken(self._stacks[name].squares)
 
     def factors(self) -> Tensor | None:
-        """Return the factor of each client's divergence in its loss, as the last backward pass has seen it, (clients,).
-
-        None if it has seen none.
-        """
+        """Return the factor of each client's divergence in its loss, (clients,), or None without a backward pass."""
         found = _taken(self._tally)
         return None if found is None else found / self.local.num_entries
 
     def of_means(self, name: str, means: Tensor) -> Tensor:
         """Return the gradient of each client's prior by the ``means`` of a parameter, shape (clients, *)."""
         return self._stacks[name].gradients(means, means)[0]
-
-    def join(self, gaussians: GaussianParameters) -> None:
-        """Lay the priors of the small parameters side by side, for joint draws."""
-        names = {id(each.mean): name for name, each in self.local.layers.items()}
-        if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
-            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
-            mean = torch.cat([part.mean.flatten() for part in parts])
-            own = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
-            self._joint = with_own(replace(parts[0], mean=mean), own)
 
     @contextmanager
     def installed(self, as_seen: Callable[[LocalPrior], Prior]) -> Iterator[None]:
@@ -218,13 +200,13 @@ class StackedPriors:
         return [each for stack in self._stacks.values() for each in seen(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> LocalPrior | None:
-        """Return the joint prior of the ``small`` parameters; None if one has another."""
+        """Return the joint prior of the ``small`` parameters, or None if one has another."""
         mine = all(each.prior is self._installed.get((id(each.layer), each.path)) for each in small)
         return self._joint if mine else None
 
 
 class SeenPrior:
-    """The own prior of one client under vmap, made by ``view`` of a stack of them when it is asked for."""
+    """The prior of one client under vmap, made by ``view`` of a stack of priors when it is asked for."""
 
     def __init__(self, stack: LocalPrior, view: Callable[[Tensor], Tensor]) -> None:
         self._stack, self._view = stack, view
@@ -240,7 +222,7 @@ class SeenPrior:
 
 
 def _taken(tally: Tensor | None) -> Tensor | None:
-    """Return the gradient of a tally, which has none then; None if there is none."""
+    """Return the gradient of a tally and clear it, or None if there is none."""
     if tally is None or tally.grad is None:
         return None
     gradient, tally.grad = tally.grad, None
@@ -262,7 +244,7 @@ def seen(prior: LocalPrior) -> list[Tensor]:
 
 
 def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
-    """Return ``prior`` with other values of what differs between clients: curvature, slope, tallies if any."""
+    """Return ``prior`` with other curvature, slope and tallies, if any, which differ between clients."""
     curvature, slope, *tallies = own
     tally, squares = [*tallies, None, None][:2]
     return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)

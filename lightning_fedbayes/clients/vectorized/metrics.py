@@ -25,82 +25,11 @@ MERGED = (dim_zero_sum, dim_zero_cat, dim_zero_min, dim_zero_max)
 """Reductions of a metric's states over processes for which it does not matter which client comes first."""
 
 
-class MetricCalls:
-    """The calls of metrics in one step, those that the user's ``module`` and its layers hold."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._calls: list[Call] = []
-        self._swaps: list[Swap] = []
-        self._find(module, "self")
-
-    def _find(self, module: nn.Module, path: str) -> None:
-        """Make a stand-in for every metric below ``module``, but for those inside of another."""
-        for name, child in module.named_children():
-            if isinstance(child, Metric | MetricCollection):
-                self._swaps.append(((vars(module)["_modules"], name), StandIn(child, f"{path}.{name}", self._calls)))
-            else:
-                self._find(child, f"{path}.{name}")
-
-    def noting(self) -> swapped:
-        """Inside, the metrics only note how they are called."""
-        return swapped(self._swaps)
-
-    def begin_step(self) -> None:
-        """Drop the calls of the step before."""
-        self._calls.clear()
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of all calls, as one client sees them."""
-        return [leaf for call in self._calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-
-    def end_step(self, stacks: Iterator[Tensor]) -> None:
-        """Replace these tensors by the next of ``stacks``, each of shape (clients, \\*)."""
-        for call in self._calls:
-            call.leaves = [next(stacks) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-
-    def make(self, slots: Slots) -> dict[int, Exception]:
-        """Make the calls of the clients in ``slots``. Returns the errors of those for which a metric raises one."""
-        errors: dict[int, Exception] = {}
-        if not self._calls:
-            return errors
-        for row, slot in enumerate(slots):
-            try:
-                for call in self._calls:
-                    call.values[row] = call.make(call.metric, row)
-            except Exception as error:
-                errors[slot] = error
-        for call in self._calls:
-            for key, metric in named(call.metric) if call.method == "forward" else ():
-                values = [value if key is None else value.get(key) for value in call.values.values()]
-                if values and all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-                    # the metric's value of this step, which self.log(..., metric) shows: the mean over the clients
-                    metric._forward_cache = call.stack(key, len(values)).float().mean()
-        return errors
-
-    def check(self) -> None:
-        """Make the calls of two clients on copies; raise CannotVectorize if a metric changes more than its states."""
-        copies = {id(call.metric): call.metric.clone() for call in self._calls}
-        for call in self._calls:
-            copy = copies[id(call.metric)]
-            snapshots = [Snapshot(each, {*own_names(), *each.metric_state}) for _, each in named(copy)]
-            call.values = {row: call.make(copy, row) for row in range(2)}
-            changed = [name for snapshot in snapshots for name in snapshot.changes()]
-            if changed:
-                raise CannotVectorize(f"the metric {call.path} changes its attribute {changed[0]}, which is no state")
-
-
 @dataclass
 class Call:
-    """One call of a metric.
+    """A call of a metric or collection that the module holds at ``path``, with its arguments and its values row by row.
 
-    Args:
-        metric: a metric or a collection.
-        path: where the module holds it.
-        method: "forward" or "update".
-        leaves, structure: the arguments.
-
-    Attributes:
-        values: what it returned, row by row.
+    ``method`` is "forward" or "update".
     """
 
     metric: Any
@@ -117,10 +46,7 @@ class Call:
         return getattr(metric, self.method)(*args, **kwargs)
 
     def stack(self, key: str | None, rows: int) -> Tensor:
-        """Return what the metric, or that under ``key`` of a collection, returned; shape (rows,).
-
-        A client for which it raised an error gets the mean of the others.
-        """
+        """Return the values of the metric or of a collection's ``key``, (rows,); where it failed, their mean."""
         values = {row: value if key is None else value[key] for row, value in self.values.items()}
         known = torch.stack([value.reshape(()) for value in values.values()])
         if len(known) == rows:
@@ -130,9 +56,9 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """Stands in the place of a metric or a collection while a stack trains: notes calls, and refuses everything else.
+    """Stands in the place of a metric or a collection while a stack trains: notes calls, refuses everything else.
 
-    ``isinstance`` takes it for what it stands for.
+    ``isinstance`` takes it for the metric.
     """
 
     def __init__(self, metric: Metric | MetricCollection, path: str, calls: list[Call]) -> None:
@@ -146,7 +72,7 @@ class StandIn(nn.Module):
         return type(self._metric)
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue | dict[str, BatchValue]:
-        """Note a call. Returns what can be logged, and nothing else."""
+        """Note a call. Returns values that can be logged only."""
         call = self._note("forward", args, kwargs)
         values = {key: BatchValue(call, key) for key, _ in named(self._metric)}
         return values if isinstance(self._metric, MetricCollection) else values[None]  # pyright: ignore
@@ -189,7 +115,7 @@ class Member:
 
 
 class BatchValue:
-    """Result of a metric for a batch, known after the step: it can be logged, and everything else is refused."""
+    """Result of a metric for a batch, known after the step: it can be logged, and refuses everything else."""
 
     def __init__(self, call: Call, key: str | None) -> None:
         self.call, self.key = call, key
@@ -202,15 +128,11 @@ class BatchValue:
         )
 
 
-def _refusing(name: str) -> Any:
-    return lambda self, *args: self.__getattr__(name)
-
-
 for _name in (
     *("bool", "int", "float", "index", "len", "iter", "getitem", "str", "format", "eq", "ne", "lt", "le", "gt", "ge"),
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "round"),
 ):
-    setattr(BatchValue, f"__{_name}__", _refusing(_name))
+    setattr(BatchValue, f"__{_name}__", lambda self, *args, name=_name: self.__getattr__(name))
 
 
 def logged_value(value: Any, rows: int) -> Any:
@@ -232,7 +154,7 @@ def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:
 
 
 def check_metric(metric: Metric | MetricCollection, path: str) -> None:
-    """Raise CannotVectorize if it may matter in which order clients feed a metric."""
+    """Raise CannotVectorize if the order in which clients feed a metric may matter."""
     for _, each in named(metric):
         if next(each.children(), None) is not None or next(each.parameters(), None) is not None:
             raise CannotVectorize(f"the metric {path} is made of other modules, and clients would feed it in turns")
@@ -247,7 +169,7 @@ def check_metric(metric: Metric | MetricCollection, path: str) -> None:
 
 @functools.cache
 def own_names() -> frozenset[str]:
-    """Names of the attributes that torchmetrics itself keeps on a metric."""
+    """Names of the attributes that torchmetrics keeps on every metric."""
 
     class Empty(Metric):
         def update(self) -> None:
@@ -263,19 +185,31 @@ REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": to
 
 
 class StackedTrainingLog(TrainingLog):
-    """Collects the values that a stacked step logs: epoch means client by client, others as means over the clients.
-
-    Attributes:
-        metrics: the calls of metrics in a step, which are made when its values are added.
+    """Collects the values that a stacked step logs, client by client, and the calls of metrics, made after the
+    step.
     """
 
     def __init__(self, context: TrainingContext) -> None:
         super().__init__(context.module, context.in_training_step)
-        self.metrics = MetricCalls(context.module)
         self._marks = context.training_step_marks
-        self._calls: list[tuple[str, Any, Mapping[str, Any]]] = []
+        self._logged: list[tuple[str, Any, Mapping[str, Any]]] = []
+        self._calls: list[Call] = []
+        self._swaps: list[Swap] = []
+        self._find(context.module, "self")
         self._totals: dict[str, Tensor] = {}
         self._examples: dict[str, list[float]] = {}
+
+    def _find(self, module: nn.Module, path: str) -> None:
+        """Make a stand-in for every metric below ``module``, but not for a metric inside another."""
+        for name, child in module.named_children():
+            if isinstance(child, Metric | MetricCollection):
+                self._swaps.append(((vars(module)["_modules"], name), StandIn(child, f"{path}.{name}", self._calls)))
+            else:
+                self._find(child, f"{path}.{name}")
+
+    def noting(self) -> swapped:
+        """Inside, the metrics only note how they are called."""
+        return swapped(self._swaps)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Replace :meth:`lightning.LightningModule.log`; inside a step it only records the call."""
@@ -287,37 +221,42 @@ class StackedTrainingLog(TrainingLog):
         if args:
             given = SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
             kwargs = {key: given[key] for key in list(given)[3:]}
-        self._calls.append((name, value, kwargs))
+        self._logged.append((name, value, kwargs))
 
     def begin_step(self) -> None:
         """Drop the calls of the previous step."""
-        self._calls = []
-        self.metrics.begin_step()
+        self._logged = []
+        self._calls.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this step has logged, scalars without gradient, and those that metrics got.
-
-        They are as one client sees them.
-        """
-        logged = [value.detach().reshape(()) for _, value, _ in self._calls if isinstance(value, Tensor)]
-        return [*logged, *self.metrics.tensors()]
+        """Return one client's tensors that this step has logged, as scalars without gradient, or given to metrics."""
+        logged = [value.detach().reshape(()) for _, value, _ in self._logged if isinstance(value, Tensor)]
+        return [*logged, *(leaf for call in self._calls for leaf in call.leaves if isinstance(leaf, Tensor))]
 
     def end_step(self, stacks: Iterator[Tensor]) -> None:
         """Replace these tensors by the next of ``stacks``, each with a first dimension of clients."""
-        self._calls = [
+        self._logged = [
             (name, next(stacks) if isinstance(value, Tensor) else value, options)
-            for name, value, options in self._calls
+            for name, value, options in self._logged
         ]
-        self.metrics.end_step(stacks)
+        for call in self._calls:
+            call.leaves = [next(stacks) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
 
     def check_metrics(self) -> None:
-        """Try whether the metrics of the last step, taken by two clients, can be fed after it.
+        """Feed copies of the metrics with the last step of two clients.
 
         Raises:
-            CannotVectorize: they cannot.
+            CannotVectorize: a metric changes more than its states, or what it returns cannot be logged.
         """
-        self.metrics.check()
-        for _, value, _ in self._calls:
+        copies = {id(call.metric): call.metric.clone() for call in self._calls}
+        for call in self._calls:
+            copy = copies[id(call.metric)]
+            snapshots = [Snapshot(each, {*own_names(), *each.metric_state}) for _, each in named(copy)]
+            call.values = {row: call.make(copy, row) for row in range(2)}
+            changed = [name for snapshot in snapshots for name in snapshot.changes()]
+            if changed:
+                raise CannotVectorize(f"the metric {call.path} changes its attribute {changed[0]}, which is no state")
+        for _, value, _ in self._logged:
             if isinstance(value, BatchValue):
                 logged_value(value, 2)
 
@@ -325,15 +264,32 @@ class StackedTrainingLog(TrainingLog):
         """Prepare for a stack of ``clients``."""
         self._slots, self._totals, self._examples = clients, {}, {}
 
-    def add(self, slots: Slots, data: Any) -> dict[int, Exception]:
-        """Add the values of the last step to the sums of the clients in ``slots``, whose batches are ``data``.
+    def _feed(self, slots: Slots) -> dict[int, Exception]:
+        """Make the calls of the clients in ``slots``. Returns the errors of those for which a metric raises one."""
+        errors: dict[int, Exception] = {}
+        for row, slot in enumerate(slots if self._calls else ()):
+            try:
+                for call in self._calls:
+                    call.values[row] = call.make(call.metric, row)
+            except Exception as error:
+                errors[slot] = error
+        for call in self._calls:
+            for key, metric in named(call.metric) if call.method == "forward" else ():
+                values = [value if key is None else value.get(key) for value in call.values.values()]
+                if values and all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+                    # the metric's value of this step, which self.log(..., metric) shows: the mean over the clients
+                    metric._forward_cache = call.stack(key, len(values)).float().mean()
+        return errors
 
-        Returns: the errors of clients with whose values a metric cannot be fed.
+    def add(self, slots: Slots, data: Any) -> dict[int, Exception]:
+        """Add the values of the last step to the sums of the clients in ``slots``, which got the batches ``data``.
+
+        Returns: the errors of clients for which a metric failed.
         """
-        errors = self.metrics.make(slots)
+        errors = self._feed(slots)
         if len(errors) == len(slots):
             return errors
-        for name, value, options in self._calls:
+        for name, value, options in self._logged:
             value = logged_value(value, len(slots))
             weight = options.get("batch_size") or extract_batch_size(tree_map(lambda stack: stack[0], data))
             if is_epoch_mean(value, options):
@@ -343,18 +299,17 @@ class StackedTrainingLog(TrainingLog):
                     self._totals[name] = torch.zeros(self._slots, dtype=dtype, device=like.device)
                     self._examples[name] = [0.0] * self._slots
                 add_rows(self._totals[name], slots, value * weight)
-                examples = self._examples[name]
                 for slot in slots:
-                    examples[slot] += weight
+                    self._examples[name][slot] += weight
                 self._remember(name, options)
-            else:
-                if self.is_shared:
-                    self.check_local(name, options)
-                if isinstance(value, Tensor) and value.dim():  # one value of all clients of the step
-                    reduce = options.get("reduce_fx", "mean")
-                    value = REDUCTIONS.get(reduce, reduce)(value.float() if reduce == "mean" else value)
-                with with_attributes(self.module, self._marks):
-                    self._log(name, value, **{**options, "batch_size": weight * len(slots)})
+                continue
+            if self.is_shared:
+                self.check_local(name, options)
+            if isinstance(value, Tensor) and value.dim():  # one value of all clients of the step
+                reduce = options.get("reduce_fx", "mean")
+                value = REDUCTIONS.get(reduce, reduce)(value.float() if reduce == "mean" else value)
+            with with_attributes(self.module, self._marks):
+                self._log(name, value, **{**options, "batch_size": weight * len(slots)})
         return errors
 
     def end_chunk(self, clients: tuple[int, ...]) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Operations that most training steps use, written for a stack: half the calls that vmap makes of them.
+"""Operations that most training steps use, written for a stack: they take half the calls that vmap makes of them.
 
 Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence; and what vmap
 refuses although it has a meaning for a stack.
@@ -32,12 +32,15 @@ from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.squares import RowTally, with_tallies
 from lightning_fedbayes.layers.whole_network import kl_divergence
 
+FULL = (torch.float32, torch.float64)
+"""Types of numbers for which losses and recurrent layers are written out here."""
+
 
 class ClientOperations(TorchFunctionMode):
-    """Inside, the functions in :attr:`replacements` are replaced; here by operations on what one client sees.
+    """Inside, functions are replaced by operations on what one client sees.
 
     Args:
-        branches: False refuses every branch on a value that differs between clients, also where they agree on it.
+        branches: False refuses every branch on a value that differs between clients, even where they agree on it.
 
     Attributes:
         replacements: function → its replacement, which returns None where it does not apply.
@@ -50,10 +53,7 @@ class ClientOperations(TorchFunctionMode):
         self.branches = branches
         self.branched = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call ``func``, or its replacement."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self.replacements.get(func)
         result = replacement(self, *args, **kwargs) if replacement is not None else None
@@ -64,7 +64,7 @@ class StackedOperations(ClientOperations):
     """Replaces functions by operations on stacks where they can be; all others go through vmap.
 
     Attributes:
-        fused_times: steps in time that this training step has written out, of recurrences that torch takes in one
+        fused_times: time steps that this training step has written out, of recurrences that torch takes in one
             operation when it has one client: LSTMs, and all on a GPU.
     """
 
@@ -78,9 +78,9 @@ class StackedOperations(ClientOperations):
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear`` of inputs, weights and biases that differ between clients; None for anything else.
+    """``F.linear`` of inputs, weights and biases that differ between clients, or None for anything else.
 
-    The gradient of the weights comes from one batched product, that of the biases from one sum.
+    The gradient of the weights comes from one batched product, the gradient of the biases from one sum.
     """
     level = mode.level
     x, w = stack_of(input, level), stack_of(weight, level)
@@ -120,14 +120,14 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
             or len(params) != num_layers * directions * (4 if has_biases else 2)
             or (dropout and train and num_layers > 1)
             or torch.is_autocast_enabled(input.device.type)
-            or any(each.dtype not in (torch.float32, torch.float64) for each in tensors)
+            or any(each.dtype not in FULL for each in tensors)
         ):
             return None
         x, *stacks = [to_stack(each, mode.level, len(stack)) for each in tensors]
         starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
         with outside_vmap():
             x = x.transpose(1, 2) if batch_first else x
-            if cell is recurrent.lstm_cell or not x.is_cpu:
+            if cell is recurrent.lstm_step or not x.is_cpu:
                 mode.fused_times += x.shape[1] * num_layers * directions
             groups = recurrent.weights_of(cell, weights, has_biases)
             output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
@@ -155,7 +155,7 @@ def lstm_cell(
 
 
 def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
-    """``tensor.data`` of a client's own tensor, which vmap refuses; None for one that the clients share."""
+    """``tensor.data`` of a tensor that differs between clients, which vmap refuses; None for a shared one."""
     return tensor.detach() if version_if_any(tensor) is None else None
 
 
@@ -185,7 +185,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """``F.embedding`` with a padding row, to which vmap itself would give a gradient; None without one."""
+    """``F.embedding`` with a padding row, to which vmap itself would give a gradient, or None without one."""
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     found = F.embedding(input, weight)
@@ -203,12 +203,18 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,); None for anything else."""
+    """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,), or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
-    if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
-        return None
-    if x.dtype not in (torch.float32, torch.float64):
+    if (
+        not plain
+        or x is None
+        or y is None
+        or x.dim() != 3
+        or y.dim() != 2
+        or y.is_floating_point()
+        or x.dtype not in FULL
+    ):
         return None
     with outside_vmap():
         loss = mean_cross_entropy(x, y, ignore_index)
@@ -224,12 +230,10 @@ def mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor | None:
-    """The mean ``F.mse_loss`` of outputs and targets of one shape and floating-point dtype; None for anything else."""
+    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean"
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
-    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
-        return None
-    if x.dtype not in (torch.float32, torch.float64):
+    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
         return None
     with outside_vmap():
         loss = mean_squared_error(x, y)
@@ -237,13 +241,13 @@ def mse_loss(
 
 
 def std(mode: StackedOperations, rho: Tensor) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client; None if they share ρ."""
+    """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client, or None if they share ρ."""
     sigma = std_stack(mode, rho)
     return None if sigma is None else to_client_view(sigma, mode.level)
 
 
 def std_stack(mode: StackedOperations, rho: Tensor) -> Tensor | None:
-    """Return the stack of σ, computed once in a step: for the noise and for the KL; None if the clients share ρ."""
+    """Return the stack of σ, computed once in a step for noise and KL, or None if the clients share ρ."""
     stack = stack_of(rho, mode.level)
     if stack is None:
         return None
@@ -255,7 +259,7 @@ def std_stack(mode: StackedOperations, rho: Tensor) -> Tensor | None:
 
 
 def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor] | None:
-    """:func:`~lightning_fedbayes.layers.base.draw` of every client; None if they share a parameter."""
+    """:func:`~lightning_fedbayes.layers.base.draw` of every client, or None if they share a parameter."""
     mus = [stack_of(mean, mode.level) for mean in means]
     if any(mu is None for mu in mus):
         return None
@@ -275,7 +279,7 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
 def tallies(
     mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
 ) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows; None for anything else."""
+    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows, or None for anything else."""
     stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
     out, rows = stacks[:2]
     if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:
@@ -286,23 +290,23 @@ def tallies(
 
 
 def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.kl_divergence` of every client; None without Gaussian parameters."""
-    part = mode.gaussians.of(module)
-    if not part.every:
+    """:func:`~lightning_fedbayes.layers.kl_divergence` of every client, or None without Gaussian parameters."""
+    every, others = mode.gaussians.of(module)
+    if not every:
         return None
     joint = None
-    if part.others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
+    if others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
         joint = mode.joint.divergence()
         joint = own_divergence(mode) if joint is None else joint
     with mode:
         if joint is None:
-            return sum_kl(part.every)
+            return sum_kl(every)
         joint = to_client_view(joint, mode.level)
-        return joint + sum_kl(part.others) if part.others else joint
+        return joint + sum_kl(others) if others else joint
 
 
 def own_divergence(mode: StackedOperations) -> Tensor | None:
-    """Return the divergence of every client's small parameters from its own prior, (clients,); None without one."""
+    """Return the divergence of every client's small parameters from its prior, (clients,), or None without one."""
     prior = mode.joint.local()
     mus = [stack_of(each.mean, mode.level) for each in mode.gaussians.small]
     sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
@@ -318,16 +322,14 @@ def kl_sum(
     mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float
 ) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client; None if they share a parameter."""
-    mus = [stack_of(mean, mode.level) for mean in means]
-    sigmas = [std_stack(mode, rho) for rho in rhos]
+    mus, sigmas = [stack_of(mean, mode.level) for mean in means], [std_stack(mode, rho) for rho in rhos]
     if any(each is None for each in (*mus, *sigmas)):
         return None
     with outside_vmap():
-        mean, sigma = (
-            torch.cat([each.reshape(len(each), -1) for each in part if each is not None], 1) for part in (mus, sigmas)
-        )
-        half = mean.dtype in (torch.float16, torch.bfloat16)
-        mean, sigma = (mean.float(), sigma.float()) if half else (mean, sigma)
+        parts = ([each.reshape(len(each), -1) for each in part if each is not None] for part in (mus, sigmas))
+        mean, sigma = (torch.cat(part, 1) for part in parts)
+        if mean.dtype in (torch.float16, torch.bfloat16):
+            mean, sigma = mean.float(), sigma.float()
         joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std)
     return to_client_view(joint, mode.level)
 
@@ -338,8 +340,8 @@ class CrossEntropy(torch.autograd.Function):
     .. math:: L = \log \sum_c e^{z_c} - z_y, \qquad \frac{\partial L}{\partial z_c} = p_c - [c = y],
               \qquad p = \mathrm{softmax}(z)
 
-    It takes half the time of torch's own for ten classes, whose softmax is not vectorised. The backward pass can be
-    differentiated again. Use it outside of transforms of ``torch.func`` only.
+    For ten classes it takes half the time of torch's loss. The backward pass can be differentiated again. Use it only
+    outside of transforms of ``torch.func``.
 
     Args:
         logits: z, shape (\*, classes).
@@ -378,10 +380,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return each client's mean cross-entropy over the examples whose label is not ``ignored``; NaN if there is none.
-
-    Of logits (clients, batch, classes) and labels (clients, batch) it is of shape (clients,).
-    """
+    """Return each client's mean cross-entropy over labels that are not ``ignored``, or NaN if there is none."""
     if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
         try:
             losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
@@ -411,10 +410,10 @@ StackedOperations.replacements = {
     F.linear: linear,
     F.cross_entropy: cross_entropy,
     F.mse_loss: mse_loss,
-    torch.lstm: recurrence(recurrent.lstm_cell),
-    torch.gru: recurrence(recurrent.gru_cell),
-    torch.rnn_tanh: recurrence(recurrent.tanh_cell),
-    torch.rnn_relu: recurrence(recurrent.relu_cell),
+    torch.lstm: recurrence(recurrent.lstm_step),
+    torch.gru: recurrence(recurrent.gru_step),
+    torch.rnn_tanh: recurrence(recurrent.tanh_step),
+    torch.rnn_relu: recurrence(recurrent.relu_step),
     softplus_std: std,
     draw: sample,
     joined_kl_sum: kl_sum,

@@ -22,19 +22,19 @@ from lightning_fedbayes.sources.ivon import IVON
 
 
 class StackedOptimizer:
-    """The user's optimizer with stacked parameters of shape (clients, *) in place of its own.
+    """The user's optimizer with stacked parameters of shape (clients, *) in place of its parameters.
 
     An elementwise optimizer steps many networks as it steps one. The state of a parameter has two parts: tensors of the
-    parameter's shape, which are stacked as well, and the rest, such as Adam's number of steps, which clients that step
+    parameter's shape, which are stacked too, and the rest, such as Adam's number of steps, which clients that step
     together must share. Clients are of one *kind* if the rest was equal at every step so far. If clients have kept
-    unlike numbers of steps, these become tensors with one entry per row, where the optimizer can compute with such.
+    different numbers of steps, these become tensors with one entry per row where the optimizer can compute with such.
 
     Args:
         optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
         rows: the parameters of all clients, shape (clients, *), in the optimizer's order; written in place.
         states: optimizer state with which each client starts; empty for a new optimizer.
-        stacked_keys: names of the state that is stacked; see :func:`check_elementwise`.
-        counts: names of the state that can have one entry per row; see :func:`counts_by_row`.
+        stacked_keys: names of the state that is stacked, see :func:`check_elementwise`.
+        counts: names of the state that can have one entry per row, see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
@@ -68,7 +68,7 @@ class StackedOptimizer:
         self._steps = 0
 
     def remove(self) -> None:
-        """Give the optimizer its own parameters back."""
+        """Restore the optimizer's parameters."""
         self.optimizer.state.clear()
         set_parameters(self.optimizer, self._own)
 
@@ -83,11 +83,24 @@ class StackedOptimizer:
 
     def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
         """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``; ``alone``: no others step now."""
-        if slots != self._selected:
-            self.write_back()
-            self._load(slots, steps)
-        elif not alone:
-            self._remember(self._rest())
+        if slots == self._selected:
+            if not alone:
+                self._remember(self._rest())
+            return
+        self.write_back()
+        self._selected, self._steps = slots, steps
+        rest = self._shared[self._kinds[slots[0]]][steps]
+        self.optimizer.state.clear()
+        # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
+        self.parameters = [
+            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
+        ]
+        set_parameters(self.optimizer, self.parameters)
+        for i, parameter in enumerate(self.parameters):
+            if i in rest:
+                state = {key: take_rows(stack, slots) for key, stack in self.stacked_state[i].items()}
+                state.update({key: copied(value) for key, value in rest[i].items()})
+                self.optimizer.state[parameter] = state
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
@@ -136,33 +149,16 @@ class StackedOptimizer:
         row = self._selected.index(slot)
         kept: OptimizerState = {}
         for i, parameter in enumerate(self.parameters):
-            if parameter in self.optimizer.state:
-                kept[i] = {
-                    key: (
-                        _entry(value, row, self._single[key])
-                        if key in self._counts
-                        else value[row].clone()
-                        if key in self._stacked_keys
-                        else copied(value)
-                    )
-                    for key, value in sorted(self.optimizer.state[parameter].items())  # else by the hashes of names
-                }
+            if parameter not in self.optimizer.state:
+                continue
+            kept[i] = {}
+            for key, value in sorted(self.optimizer.state[parameter].items()):  # else by the hashes of names
+                if key in self._counts:  # as the optimizer makes it for one network
+                    count = value[row] if value.dim() else value
+                    kept[i][key] = count.detach().reshape(()).clone().to(self._single[key])
+                else:
+                    kept[i][key] = value[row].clone() if key in self._stacked_keys else copied(value)
         return kept
-
-    def _load(self, slots: Slots, steps: int) -> None:
-        self._selected, self._steps = slots, steps
-        rest = self._shared[self._kinds[slots[0]]][steps]
-        self.optimizer.state.clear()
-        # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
-        self.parameters = [
-            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
-        ]
-        set_parameters(self.optimizer, self.parameters)
-        for i, parameter in enumerate(self.parameters):
-            if i in rest:
-                state = {key: take_rows(stack, slots) for key, stack in self.stacked_state[i].items()}
-                state.update({key: copied(value) for key, value in rest[i].items()})
-                self.optimizer.state[parameter] = state
 
     def _rest(self) -> OptimizerState:
         """Return the state of the selected clients that is not stacked."""
@@ -171,7 +167,7 @@ class StackedOptimizer:
         return {i: {key: copied(value) for key, value in state.items()} for i, state in rest.items()}
 
     def _remember(self, rest: OptimizerState) -> None:
-        """Keep ``rest`` for other clients of this kind at the same step, and drop that of earlier steps."""
+        """Keep ``rest`` for other clients of this kind at the same step, and drop the rest of earlier steps."""
         by_steps = self._shared[self._kinds[self._selected[0]]]
         for steps in [steps for steps in by_steps if steps < self._steps - 1]:
             del by_steps[steps]
@@ -211,14 +207,9 @@ def _by_row(rows: Tensor) -> tuple[int, ...]:
     return (len(rows), *[1] * (rows.dim() - 1))
 
 
-def _entry(counts: Tensor, row: int, like: Tensor) -> Tensor:
-    """Return a client's entry as the optimizer makes it for one network."""
-    return (counts[row] if counts.dim() else counts).detach().reshape(()).clone().to(like)
-
-
 @contextmanager
 def _counting_by_row(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, torch's optimizers compute with their numbers of steps as tensors, which may have one entry per row."""
+    """Inside, torch's optimizers compute with numbers of steps as tensors, which may have an entry per row."""
     before = [group.get("differentiable") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["differentiable"] = True
@@ -245,15 +236,12 @@ def set_parameters(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def clip_norms(gradients: Sequence[Tensor], max_norm: float) -> None:
-    r"""Scale each client's gradient to a norm of at most ``max_norm``, in place.
+    r"""Scale each client's gradient to a norm of at most c = ``max_norm`` > 0, in place.
 
     .. math:: g_k \leftarrow g_k \min\left(1, \frac{c}{\|g_k\| + 10^{-6}}\right)
 
-    The norm is over all parameters of client k, as in ``torch.nn.utils.clip_grad_norm_`` for one network.
-
-    Args:
-        gradients: one per parameter, shape (clients, *).
-        max_norm: c > 0.
+    The norm is over all parameters of client k, as in ``torch.nn.utils.clip_grad_norm_`` for one network. There is one
+    gradient per parameter, of shape (clients, \*).
     """
     norms = torch.stack([torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients])
     factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
@@ -292,10 +280,8 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     # half precision rounds differently in a stack
     corners = [corner if corner.dtype == torch.float64 else corner.float() for corner in corners]
     rows = [torch.stack([corner, corner + 0.1]) for corner in corners]
-    together, *alone = (_copy_of(optimizer, corners) for _ in range(3))
-    set_parameters(together, [Parameter(stack.clone()) for stack in rows])
-    for slot, single in enumerate(alone):
-        set_parameters(single, [Parameter(stack[slot].clone()) for stack in rows])
+    together = _copy_of(optimizer, rows)
+    alone = [_copy_of(optimizer, [stack[slot] for stack in rows]) for slot in range(2)]
     options = copy.deepcopy(_options(together))
     for step in range(STEPS):
         scale = 0.1 ** (step % 2)
@@ -325,9 +311,9 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
 def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozenset[str]:
     """Return names of scalar tensors in the state, such as Adam's "step", that can have one entry per row.
 
-    Tried on copies with random gradients: a step of two stacked networks, of which the second has taken some steps
-    before, must be the step of each. Empty if it is not, or the optimizer has no such switch as torch's
-    ``differentiable``, which makes it compute with such a number as a tensor.
+    On copies with random gradients, a step of two stacked networks must be the step of each, although the second has
+    taken some steps before. Empty if it is not, or if the optimizer lacks torch's ``differentiable``, which makes it
+    compute with such a number as a tensor.
     """
     if isinstance(optimizer, IVON):
         return IVON.counts
@@ -337,14 +323,13 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
     own = parameters_of(optimizer)
     start = [torch.zeros([2, *(min(size, LARGEST) for size in p.shape)], device=p.device) for p in own]
     try:
-        together, *alone = (_copy_of(optimizer, start) for _ in range(3))
+        alone = [_copy_of(optimizer, [rows[row] for rows in start]) for row in range(2)]
         for row, (single, steps) in enumerate(zip(alone, (1, STEPS))):
-            set_parameters(single, [Parameter(rows[row].clone()) for rows in start])
             for _ in range(steps):
                 _step(single, [torch.randn(rows[row].shape, generator=random) for rows in start])
             for rows, p in zip(start, parameters_of(single)):
                 rows[row] = p.detach()
-        set_parameters(together, [Parameter(rows.clone()) for rows in start])
+        together = _copy_of(optimizer, start)
         firsts, seconds = ([single.state[p] for p in parameters_of(single)] for single in alone)
         counts = frozenset(
             key
@@ -380,15 +365,9 @@ def _step(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
 
 
 def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Check that ``optimizer`` evaluates the loss once, before it changes anything, and does not look at its value.
-
-    Raises:
-        CannotVectorize: it does something else with the closure that Lightning hands over.
-    """
+    """Raise CannotVectorize unless ``optimizer`` evaluates the loss once, first of all, and ignores its value."""
     random = torch.Generator().manual_seed(0)
-    without, with_closure = (_copy_of(optimizer, parameters) for _ in range(2))
-    for each in (without, with_closure):
-        set_parameters(each, [Parameter(p.clone()) for p in parameters])
+    without, with_closure = _copy_of(optimizer, parameters), _copy_of(optimizer, parameters)
     for _ in range(4 * STEPS):
         gradients = [torch.randn(p.shape, generator=random).to(p) for p in parameters]
         before = [p.detach().clone() for p in parameters_of(with_closure)]
@@ -401,9 +380,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
                 p.grad = gradient.clone()
             return torch.rand((), generator=random)
 
-        for p, gradient in zip(parameters_of(without), gradients):
-            p.grad = gradient.clone()
-        without.step()
+        _step(without, gradients)
         with_closure.step(closure)  # pyright: ignore
         pairs = zip(parameters_of(without), parameters_of(with_closure))
         if seen != [True] or not all(torch.equal(a, b) for a, b in pairs):
@@ -411,7 +388,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """Return a copy of ``optimizer`` with other ``parameters`` and without state."""
+    """Return a copy of ``optimizer`` with copies of other ``parameters`` and without state."""
     own, state = parameters_of(optimizer), optimizer.state
     set_parameters(optimizer, parameters)
     optimizer.state = defaultdict(dict)
@@ -423,10 +400,11 @@ def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     # deepcopy leaves out attributes that torch does not know; a learning-rate scheduler's "step" is the original's
     missing = {name: value for name, value in vars(optimizer).items() if name not in vars(copied) and name != "step"}
     vars(copied).update(missing)
+    set_parameters(copied, [Parameter(each.clone()) for each in parameters])
     return copied
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups, and its own attributes that are numbers or text."""
+    """Return the options of an optimizer's groups, and its attributes that are numbers or text."""
     plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
     return [*options_of(optimizer), plain]

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import random
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.engine import threads_for
-from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes
-from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
-from lightning_fedbayes.clients.vectorized.dry_run import ChangesForGood, check_against_single, check_buffers, dry_run
+from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes, ModuleState, Snapshot, noted_buffers
+from lightning_fedbayes.clients.states import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import StackedStep
-from lightning_fedbayes.core.batches import FailedBatch
+from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import (
     TorchDispatchMode,
@@ -40,6 +44,7 @@ from lightning_fedbayes.core.private_torch import (
     tree_leaves,
     tree_map,
 )
+from lightning_fedbayes.core.seeding import random_state
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class ProbeResult:
         reads_index: ``training_step`` uses the number of the batch.
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
-        fused_times: steps in time of recurrent layers that are one operation for one client, and many for a stack.
+        fused_times: time steps of recurrent layers that are one operation for one client, and many for a stack.
         shared_buffers: names of buffers that do not change.
         switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
     """
@@ -110,12 +115,18 @@ def _probe(
                         stack.forward_backward(range(2), data, index)
                         _check_modes(modes)
                     if step.branched:
-                        _check_branches(stack, data, index)
+                        # Branches may depend on the batch and on frozen values, as on a mask: clients that find
+                        # otherwise step apart. Where a branch depends on what trains, they mostly would.
+                        step.shares_batch = True
+                        try:
+                            stack.forward_backward(range(2), tree_map(lambda stacked: stacked[0], data), index)
+                        finally:
+                            step.shares_batch = False
                     check_buffers(stack)
                     fused_times = step.fused_times
                     log.check_metrics()
                 finally:
-                    stack.remove()
+                    stack.optimizer.remove()
                 check_unchanged()
                 check_against_single(context, model, step, clients, data)
                 check_unchanged()
@@ -155,22 +166,9 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
 
 
 def _check_modes(modes: Modes) -> None:
-    """Raise CannotVectorize unless later steps leave the ``modes`` that the first one has left."""
+    """Raise CannotVectorize if later steps leave other ``modes`` than the first one."""
     if not modes.is_now():
         raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
-
-
-def _check_branches(stack: ClientStack, data: Any, index: int) -> None:
-    """Raise unless branches on values depend on the batch and on what is frozen alone, such as that on a mask.
-
-    Clients that find otherwise in training step apart. Where a branch depends on what trains, they mostly would.
-    """
-    step = stack.step
-    step.shares_batch = True
-    try:
-        stack.forward_backward(range(2), tree_map(lambda stacked: stacked[0], data), index)
-    finally:
-        step.shares_batch = False
 
 
 class _Index(int):
@@ -197,20 +195,20 @@ for _name in (
 
 
 def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Iterator[str]:
-    """Yield the reasons why a stack cannot train this module, of those that a dry run would not show."""
+    """Yield the reasons why a stack cannot train this module that a dry run would not show."""
     own = {id(p) for p in model.parameters.values()}
-    if not parameters_of(context.optimizers[0]):
+    optimizer = context.optimizers[0]
+    if not parameters_of(optimizer):
         yield "the optimizer has no parameters"
-    for parameter in parameters_of(context.optimizers[0]):
+    for parameter in parameters_of(optimizer):
         if id(parameter) not in own:
-            yield "the optimizer holds a tensor that is no parameter of the module"
+            yield "the optimizer holds a tensor that is not a parameter of the module"
     for name, parameter in model.parameters.items():
         if has_gradient_hook(parameter):
             yield f"the parameter {name} has a hook, which would not see the clients' gradients"
     for path, each in model.module.named_modules():
         if has_backward_hook(each):
             yield f"the module {path} has a backward hook, which vmap leaves out"
-    optimizer = context.optimizers[0]
     if has_step_hook(optimizer):
         yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
     kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
@@ -253,7 +251,7 @@ CAUSES = (
 
 
 def explain(error: Exception) -> str:
-    """Return in one line what the code does that a stack of clients cannot, in which layer or metric, and where."""
+    """Return in one line what a stack of clients cannot run, in which layer or metric, and where."""
     first = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
     text = first
     for pattern, cause in reversed(CAUSES):
@@ -264,7 +262,7 @@ def explain(error: Exception) -> str:
 
 
 def explained(error: Exception) -> Exception:
-    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
+    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what the probe did not meet."""
     if isinstance(error, RuntimeError) and "vmap" in str(error):
         return CannotVectorize(
             f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
@@ -286,7 +284,7 @@ def _owner(trace: TracebackType | None) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line that is not of a library; of an installed package only if there is no other."""
+    """Return the innermost line outside of libraries; of an installed package only if there is no other."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & {*LIBRARIES}]
     if not own:
@@ -294,3 +292,175 @@ def _line(error: Exception) -> str:
     here = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
     last = (here or own)[-1]
     return f"at line {last.lineno} of {Path(last.filename).name} (`{last.line}`)"
+
+
+class ChangesForGood(CannotVectorize):
+    """A dry run has set something that cannot be put back, such as an entry of a network's configuration.
+
+    A second dry run may then find no change.
+    """
+
+
+@contextmanager
+def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
+    """Inside, ``module`` runs without consequences for itself and for random number generators.
+
+    Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
+    """
+    before = ModuleState(module, (*module.named_parameters(), *module.named_buffers()))
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    options = options_of(optimizer)
+    host = random.getstate(), np.random.get_state()
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+
+    def check() -> None:
+        found = [(path, name, each) for path, each in before.snapshots.items() for name in each.changes()]
+        changed = [f"{path}.{name}" if path else name for path, name, _ in found]
+        changed += before.written()
+        if changed:
+            stays = len(changed) == len(found) and not any(each.can_restore(name) for _, name, each in found)
+            error = ChangesForGood if stays else CannotVectorize
+            raise error(f"training_step changes self.{changed[0]}, which clients would share")
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        reached = [name for name, p in module.named_parameters() if p.grad is not None and id(p) in held]
+        if reached:
+            raise CannotVectorize(f"training_step keeps the parameter {reached[0]} elsewhere than in its module")
+        if options_of(optimizer) != options:
+            raise CannotVectorize("training_step changes the optimizer's options, which clients would share")
+        numpy_state = zip(np.random.get_state(), host[1], strict=True)
+        if random.getstate() != host[0] or not all(np.array_equal(now, before) for now, before in numpy_state):
+            raise CannotVectorize(
+                "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
+            )
+
+    for parameter in module.parameters():
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices):
+            yield check
+    finally:
+        random.setstate(host[0])
+        np.random.set_state(host[1])
+        before.restore()
+        for name, parameter in module.named_parameters():
+            parameter.grad = gradients[name]
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+
+
+SEED = 0x5EED
+"""Seed of the dry run, which no training_step sets by chance."""
+
+
+def check_buffers(stack: ClientStack) -> None:
+    """Raise CannotVectorize if a step has changed buffers that no client sends, which the module would keep."""
+    model = stack.model
+    live = dict(model.module.named_buffers())
+    for name in noted_buffers(model.module, model.global_buffers):
+        if not torch.equal(stack.buffers[name][0], live[name]):
+            raise CannotVectorize(f"training changes the buffer {name}, which is not persistent: no server averages it")
+
+
+def check_against_single(
+    context: TrainingContext, model: ResidentModel, step: StackedStep, clients: Sequence[Client], data: Any
+) -> None:
+    """Raise CannotVectorize unless a step of two clients is the step of each, with random draws held still.
+
+    This finds what a step counts or remembers out of sight, as in a closure, seeds of torch's generator, and parameters
+    from elsewhere: the first client must not notice that the second's parameters are changed.
+    """
+
+    def stacked(shift: float = 0.0, seed: int = SEED) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return losses and gradients of a step of two clients; ``shift`` is added to the second's parameters."""
+        stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, [{}] * 2)
+        try:
+            torch.manual_seed(seed)
+            for name, row in zip(stack.names, stack.optimizer.rows if shift else ()):
+                if row.is_floating_point() and name not in model.frozen:
+                    row[1] += shift
+            stack.optimizer.select(range(2), 0, alone=True)
+            losses, _ = stack.forward_backward(range(2), data, 1)
+            gradients = zip(stack.names, stack.optimizer.parameters)
+            return losses, {name: p.grad.clone() for name, p in gradients if p.grad is not None}
+        finally:
+            stack.optimizer.remove()
+
+    with Still():
+        torch.manual_seed(SEED)
+        seeded = random_state(context.device)
+        losses, gradients = stacked()
+        drawn = random_state(context.device)
+        shifted, others = stacked(shift=0.1)
+        both = zip((losses, *gradients.values()), (shifted, *others.values()), strict=True)
+        if not all(_are_close(a[0], b[0]) for a, b in both if a is not None and b is not None):
+            raise CannotVectorize(
+                "training_step reads parameters from elsewhere than the module, such as the optimizer"
+            )
+        if not torch.equal(drawn, seeded):  # draws that cannot be held still
+            stacked(seed=SEED + 1)
+            if torch.equal(random_state(context.device), drawn):
+                raise CannotVectorize("training_step seeds torch's generator, and clients would share the draws")
+        elif not context.is_coarse:  # else it rounds too much to tell
+            _check_singles(context, model, step, clients, data, losses, gradients)
+
+
+def _check_singles(
+    context: TrainingContext,
+    model: ResidentModel,
+    step: StackedStep,
+    clients: Sequence[Client],
+    data: Any,
+    losses: Tensor | None,
+    gradients: dict[str, Tensor],
+) -> None:
+    """Check that the step of each client gives its loss and gradients in the stack."""
+    module = context.module
+    before = Snapshot(module) if hasattr(module, "on_client_start") else None
+    torch.manual_seed(SEED)
+    state = random_state(context.device)
+    for slot, client in enumerate(clients):
+        own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.parameters.items()}
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        batch = tree_map(lambda stacked, slot=slot: stacked[slot], data)
+        with step.swap.using({**own, **buffers}), step.log.noting():
+            if before is not None:
+                module.on_client_start(client)  # pyright: ignore[reportCallIssue]
+            with with_attributes(module, context.training_step_marks), context.precision.train_step_context():
+                output = module.training_step(*((batch, 1) if takes_index(module) else (batch,)))
+            loss = None if output is None else loss_and_rest(output)[0]
+        alike = (loss is None) == (losses is None)
+        if alike and loss is not None and losses is not None:
+            single = torch.autograd.grad(loss.reshape(()), [own[name] for name in gradients], allow_unused=True)
+            pairs = [(losses[slot], loss.detach().reshape(()))]
+            pairs += [(g[slot], each) for g, each in zip(gradients.values(), single) if each is not None]
+            alike = all(_are_close(a, b.to(a.dtype)) for a, b in pairs)
+        if not torch.equal(random_state(context.device), state):
+            break  # draws that cannot be held still: nothing can be said
+        if not alike:
+            raise CannotVectorize(
+                "a step of two clients at once differs from the step of each: training_step may count or remember "
+                "something outside of the module"
+            )
+    if before is not None:
+        before.restore()  # what on_client_start has set
+
+
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+class Still(TorchFunctionMode):
+    """Inside, random draws of torch are constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
+            return args[0]
+        if name in ("randn_like", "rand_like", "bernoulli"):
+            return torch.full_like(args[0], 0.25)
+        if name in ("randn", "rand"):
+            shape = args[0] if isinstance(args[0], Sequence) else args
+            return torch.full(shape, 0.25, **{key: kwargs[key] for key in kwargs.keys() & {"dtype", "device"}})
+        if name in ("normal_", "uniform_", "bernoulli_"):
+            return args[0].fill_(0.25)
+        return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Recurrent layers of torch, written out over time for a stack of clients: torch's own take one client only."""
+"""Recurrent layers of torch, written out over time for a stack of clients: torch takes one client only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """W, U, b and b′ of one direction of one layer, each with a first dimension of clients."""
 
 
-def gru_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def gru_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     r"""Return h' = (1 - z) n + z h with r, z = σ(gates + U h + b') and n = tanh(gates + r (U h + b'))."""
     (h,) = state
     own = torch.bmm(h, weight) if bias is None else torch.baddbmm(bias, h, weight)
@@ -27,8 +27,8 @@ def gru_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -
     return (torch.lerp(n, h, z),)
 
 
-def lstm_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    r"""Return c' = σ(f) c + σ(i) tanh(g) and h' = σ(o) tanh(c') with i, f, g, o = gates + U h; ``bias`` is in gates."""
+def lstm_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+    """Return c' = σ(f) c + σ(i) tanh(g) and h' = σ(o) tanh(c') with i, f, g, o = gates + U h; gates hold ``bias``."""
     h, c = state
     size = h.shape[-1]
     i_f, g, o = torch.baddbmm(gates, h, weight).split((2 * size, size, size), -1)
@@ -37,65 +37,54 @@ def lstm_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) 
     return o.sigmoid() * c.tanh(), c
 
 
-def tanh_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return h' = tanh(gates + U h); ``bias`` is in gates."""
+def tanh_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+    """Return h' = tanh(gates + U h); gates hold ``bias``."""
     return (torch.baddbmm(gates, state[0], weight).tanh(),)
 
 
-def relu_cell(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return h' = max(0, gates + U h); ``bias`` is in gates."""
+def relu_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+    """Return h' = max(0, gates + U h); gates hold ``bias``."""
     return (torch.baddbmm(gates, state[0], weight).relu(),)
 
 
 def weights_of(cell: Cell, tensors: Sequence[Tensor], has_biases: bool) -> list[Weights]:
-    """Return the weights of each layer and direction. All cells but the GRU's add both biases to the gates at once."""
+    """Return the weights of each layer and direction. All cells but the GRU's add both biases to the gates."""
     if not has_biases:
         return [(w, u, None, None) for w, u in zip(tensors[::2], tensors[1::2], strict=True)]
     groups = zip(tensors[::4], tensors[1::4], tensors[2::4], tensors[3::4], strict=True)
-    return [(w, u, b, own) if cell is gru_cell else (w, u, b + own, None) for w, u, b, own in groups]
+    return [(w, u, b, own) if cell is gru_step else (w, u, b + own, None) for w, u, b, own in groups]
 
 
 def run_layers(
     cell: Cell, x: Tensor, states: State, weights: Sequence[Weights], directions: int
 ) -> tuple[Tensor, State]:
-    """Run the layers one above the other.
+    """Run the layers one above the other, and both directions of each.
 
     Args:
-        cell: of every layer.
         x: shape (clients, time, batch, features).
         states: first states, each of shape (clients, layers · directions, batch, hidden).
         weights: of each layer and direction.
-        directions: 2 for bidirectional layers.
 
     Returns: the outputs of the last layer, shape (clients, time, batch, directions · hidden), and the last states.
     """
+    clients, times, batch, _ = x.shape
     lasts: list[State] = []
     for layer in range(len(weights) // directions):
         outputs: list[Tensor] = []
         for i in range(layer * directions, (layer + 1) * directions):
-            start = tuple(each[:, i] for each in states)
-            output, last = run(cell, x, start, weights[i], backwards=i % directions == 1)
-            outputs.append(output)
-            lasts.append(last)
+            w, u, bias, own = weights[i]
+            backwards, state = i % directions == 1, tuple(each[:, i] for each in states)
+            rows = x.reshape(clients, times * batch, -1)  # one product for the inputs of all times
+            gates = linear_rows(rows, w, bias).view(clients, times, batch, -1).unbind(1)
+            u, own = u.transpose(1, 2), None if own is None else own.unsqueeze(1)
+            hidden: list[Tensor] = []
+            for gate in reversed(gates) if backwards else gates:
+                state = cell(gate, state, u, own)
+                hidden.append(state[0])
+            outputs.append(torch.stack(hidden[::-1] if backwards else hidden, 1))
+            lasts.append(state)
         x = torch.cat(outputs, -1) if directions == 2 else outputs[0]
     return x, tuple(torch.stack(each, 1) for each in zip(*lasts))
-
-
-def run(cell: Cell, x: Tensor, state: State, weights: Weights, *, backwards: bool) -> tuple[Tensor, State]:
-    """Run one direction of one layer, with one product for the inputs of all times.
-
-    Returns: h at every time, shape (clients, time, batch, hidden), and the last state.
-    """
-    clients, times, batch, _ = x.shape
-    w, u, bias, own = weights
-    rows = x.reshape(clients, times * batch, -1)
-    gates = linear_rows(rows, w, bias).view(clients, times, batch, -1).unbind(1)
-    u, own = u.transpose(1, 2), None if own is None else own.unsqueeze(1)
-    outputs: list[Tensor] = []
-    for gate in reversed(gates) if backwards else gates:
-        state = cell(gate, state, u, own)
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if backwards else outputs, 1), state
 
 
 def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
-"""Schedule and batches of a round: clients at the same step with batches of equal size form a group.
+"""Schedule and batches of a round: clients at the same step with batches of equal size form a group, which steps
+together.
 
-A group steps together. Batches come from the same data and in the same order as client by client.
+Batches come from the same data and in the same order as client by client.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import torch
@@ -40,12 +41,12 @@ def take_rows(stack: Tensor, slots: Slots) -> Tensor:
 
 def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
     """Write ``rows`` into the rows ``slots`` of ``stack``, unless they are the view from :func:`take_rows`."""
-    if isinstance(slots, range):
-        target = stack[slots.start : slots.stop]
-        if target.data_ptr() != rows.data_ptr():
-            target.copy_(rows)
-    else:
+    if not isinstance(slots, range):
         stack[list(slots)] = rows.to(stack.dtype)  # counts of new clients are of single precision, of others double
+        return
+    target = stack[slots.start : slots.stop]
+    if target.data_ptr() != rows.data_ptr():
+        target.copy_(rows)
 
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
@@ -58,13 +59,10 @@ def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Clients that take one step together.
+    """Clients that take one step together, in the rows ``slots`` of the stack.
 
-    Args:
-        step: number of steps that each of them has taken before.
-        slots: their rows in the stack.
-        batch_size: number of examples in the batch of each.
-        alone: True if this group has all clients that take this step.
+    Each has taken ``step`` steps before and has a batch of ``batch_size`` examples. ``alone`` is True if all clients
+    that take this step are here.
     """
 
     step: int
@@ -75,13 +73,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that are in the stack at the same time.
-
-    Args:
-        clients: number of the client in each slot, those with most steps first, so that the
-            first rows are those of the clients that still train.
-        groups: the steps, in order.
-    """
+    """Clients that are in the stack at the same time, those with most steps first, and their steps in order."""
 
     clients: tuple[int, ...]
     groups: tuple[Group, ...]
@@ -109,22 +101,40 @@ class Schedule:
 
 
 class Scheduler:
-    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same."""
+    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same.
+
+    Clients with similar numbers of steps share a chunk. Chunks have at most ``clients_at_once`` clients, and about
+    equal numbers of them.
+
+    >>> from lightning_fedbayes.server.plan import plan_round
+    >>> sizes, batching = (8, 6, 3), Batching(batch_size=4, shuffle=False)
+    >>> (chunk,) = Scheduler(sizes, batching, clients_at_once=3)(plan_round(0, sizes, batching)).chunks
+    >>> for group in chunk.groups: print(group)
+    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
+    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
+    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
+    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
+    """
 
     def __init__(
         self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
     ) -> None:
-        self.sizes = sizes
-        self.batching = batching
-        self.clients_at_once = clients_at_once
-        self.steps_per_batch = steps_per_batch
+        self.sizes, self.batching = sizes, batching
+        self.clients_at_once, self.steps_per_batch = clients_at_once, steps_per_batch
         self._last: tuple[tuple[int, ...], Schedule] = ((), Schedule(()))
 
     def __call__(self, plan: RoundPlan) -> Schedule:
         """Return the schedule of the round of ``plan``."""
-        if self._last[0] != plan.cohort:
-            chunks = chunk_cohort(plan, self.sizes, self.batching, self.clients_at_once)
-            self._last = plan.cohort, Schedule(chunks, self.steps_per_batch)
+        if self._last[0] == plan.cohort:
+            return self._last[1]
+        sizes, batching = self.sizes, self.batching
+        steps = {client: batches_per_epoch(sizes[client], batching) for client in plan.cohort}
+        order = sorted(plan.cohort, key=lambda client: (-steps[client], -_last_batch_size(sizes[client], batching)))
+        count = -(-len(order) // self.clients_at_once)
+        bounds = [len(order) * i // count for i in range(count + 1)]
+        chunks = [tuple(order[start:end]) for start, end in pairwise(bounds)]
+        groups = [_groups([sizes[client] for client in clients], batching) for clients in chunks]
+        self._last = plan.cohort, Schedule(tuple(map(Chunk, chunks, groups)), self.steps_per_batch)
         return self._last[1]
 
     def batch_order(self, plan: RoundPlan) -> Iterator[tuple[int, int]]:
@@ -134,32 +144,8 @@ class Scheduler:
                 yield from ((chunk.clients[slot], group.step) for slot in group.slots)
 
 
-def chunk_cohort(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> tuple[Chunk, ...]:
-    """Split the cohort of ``plan`` into chunks of at most ``clients_at_once`` clients, and their steps into groups.
-
-    Clients with similar numbers of steps share a chunk; chunks have as equal numbers of clients as possible.
-
-    >>> from lightning_fedbayes.server.plan import plan_round
-    >>> batching = Batching(batch_size=4, shuffle=False)
-    >>> (chunk,) = chunk_cohort(plan_round(0, (8, 6, 3), batching), (8, 6, 3), batching, clients_at_once=3)
-    >>> for group in chunk.groups: print(group)
-    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
-    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
-    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
-    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
-    """
-    order = sorted(
-        plan.cohort,
-        key=lambda client: (-batches_per_epoch(sizes[client], batching), -_last_batch_size(sizes[client], batching)),
-    )
-    count = -(-len(order) // clients_at_once)
-    bounds = [len(order) * i // count for i in range(count + 1)]
-    chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
-    return tuple(Chunk(clients, _groups([sizes[c] for c in clients], batching)) for clients in chunks)
-
-
 def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:
-    """Return the steps of one chunk, whose clients are in order of decreasing number of batches."""
+    """Return the steps of one chunk. Its clients come in order of decreasing number of batches."""
     lengths = [batches_per_epoch(size, batching) for size in sizes]
     short: dict[int, dict[int, list[int]]] = {}  # step → batch size → slots
     for slot, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
@@ -192,10 +178,8 @@ def _last_batch_size(size: int, batching: Batching) -> int:
 class StackedBatch:
     """The batches of a group of clients.
 
-    Args:
-        parts: (slots, data) of clients whose batches have equal shapes; the data are tensors of shape
-            (clients, batch, *).
-        failures: slot → error of every client whose batch could not be loaded.
+    ``parts`` has (slots, data) of clients with batches of equal shapes, in tensors of shape (clients, batch, *).
+    ``failures`` has slot → error of every client with a batch that could not be loaded.
     """
 
     parts: list[tuple[Slots, Any]]
@@ -272,7 +256,7 @@ class StackedBatches:
 
 
 class Disagreement(RuntimeError):
-    """Raised where clients in a stack would take different branches, with what each of them finds."""
+    """Clients in a stack would take different branches; ``truths`` says what each of them finds."""
 
     def __init__(self, truths: Sequence[bool]) -> None:
         super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
@@ -280,7 +264,7 @@ class Disagreement(RuntimeError):
 
 
 class _Like:
-    """A ``UserDict``, such as a ``BatchEncoding`` of Hugging Face, without its entries."""
+    """A ``UserDict`` without its entries, such as a ``BatchEncoding`` of Hugging Face."""
 
     def __init__(self, batch: UserDict) -> None:
         self.empty, self.keys = copy.copy(batch), tuple(batch.data)
@@ -308,8 +292,7 @@ def _unflatten(values: Iterable[Any], like: _Like) -> UserDict:
 def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
     """Stack loaded batches, one for each slot, with those of equal structure, shapes and dtypes.
 
-    Raises:
-        CannotVectorize: a batch holds something other than tensors.
+    Raises CannotVectorize if a batch holds something other than tensors.
     """
     failures = {slot: batch.error for slot, batch in zip(slots, batches) if isinstance(batch, FailedBatch)}
     alike: dict[Any, tuple[Any, list[int], list[list[Tensor]]]] = {}
@@ -336,5 +319,5 @@ def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
 
 
 def rows_of_tree(data: Any, rows: list[int]) -> Any:
-    """Return some clients' batches out of a stacked one, a container of tensors of shape (clients, batch, *)."""
+    """Return some clients' batches out of a stacked one."""
     return tree_map(lambda tensor: tensor[rows], data)

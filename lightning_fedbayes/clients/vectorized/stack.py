@@ -35,9 +35,8 @@ Clip = Callable[[Sequence[Tensor]], None]
 Layout = tuple[int, ...]
 """The dimensions of a tensor in order of decreasing stride.
 
-A stack of parameters gets the layout of its gradient. The gradient of a stacked weight matrix comes out of a batched
-product transposed; autograd copies a gradient into the layout of its parameter, and for a matrix that copy takes
-several times as long as the product itself.
+A stack of parameters gets the layout of its gradient, which comes out of a batched product transposed. Otherwise
+autograd would copy it into the parameter's layout, which takes several times as long as the product.
 """
 
 PLAIN = (int, float, str, type(None))
@@ -48,16 +47,11 @@ class ClientStack:
     """Parameters, buffers and optimizer state of several clients; the module itself keeps the global model.
 
     Args:
-        model: the resident network, with the global model from which the clients start.
-        optimizer: the user's.
-        step: the stacked training step.
-        clients: the clients in the stack, slot by slot.
-        states: state that each of them has kept from earlier rounds.
-        starts: state of each one's optimizer at its start.
+        model, optimizer, step: the resident network with the global model, the user's optimizer and the stacked step.
+        clients, states, starts, problems: of each slot, the client, its kept state, its optimizer's state, its problem.
         stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
-        local: puts priors of clients into the network; None where nothing is measured.
-        problems: the clients'.
+        local: puts priors of clients into the network, or None where nothing is measured.
         terms: what the clients' losses gain.
     """
 
@@ -108,7 +102,8 @@ class ClientStack:
         self._local, self.measured = local, None
         if local is not None:
             if local.layers:
-                self._priors = step.priors(local, [each.prior for each in problems if each.prior is not None])
+                own = [each.prior for each in problems if each.prior is not None]
+                self._priors = StackedPriors(local, own, step.gaussians)
             self._paths = {**local.paths, **local.others}
             like = {name: everything[path] for name, path in self._paths.items() if path in self.names}
             self.measured = Measured(like, local.layers, len(clients))
@@ -118,12 +113,9 @@ class ClientStack:
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Compute the gradients of the clients in ``slots``, for :meth:`StackedOptimizer.step`.
+        """Compute the gradients of the clients in ``slots``, which :meth:`StackedOptimizer.select` has selected.
 
-        Args:
-            slots: the clients that :meth:`StackedOptimizer.select` has selected.
-            batch: their batches, tensors of shape (clients, batch, *).
-            batch_idx, clip: the argument of ``training_step``; changes the gradients in place.
+        ``batch`` has tensors of shape (clients, batch, *); ``clip`` changes the gradients in place.
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
@@ -134,25 +126,20 @@ class ClientStack:
         except Exception as error:
             if not self.shared or (isinstance(error, Disagreement) and self._keeps_shared()):
                 raise
-        self._unshare()
-        losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
-        self.step.shared_buffers = frozenset()
-        return losses, rest
-
-    def _keeps_shared(self, replaced: Collection[str] = ()) -> bool:
-        """Return whether a step has left the buffers that clients share alone."""
-        return not self.shared.keys() & replaced and all(
-            version_if_any(value) == version for value, version, _ in self.shared.values()
-        )
-
-    def _unshare(self) -> None:
-        """Give every client buffers of its own, with the values from before the step."""
-        for name, (value, version, before) in self.shared.items():
+        for name, (value, version, before) in self.shared.items():  # give every client a copy from before the step
             self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
             if version_if_any(value) != version:
                 with torch.no_grad():
                     write(value, before)
         self.shared = {}
+        losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
+        self.step.shared_buffers = frozenset()
+        return losses, rest
+
+    def _keeps_shared(self, replaced: Collection[str] = ()) -> bool:
+        """Return whether a step has left alone the buffers that clients share."""
+        kept = all(version_if_any(value) == version for value, version, _ in self.shared.values())
+        return kept and not self.shared.keys() & replaced
 
     def _take_step(
         self, slots: Slots, batch: Any, batch_idx: int, clip: Clip | None
@@ -167,15 +154,9 @@ class ClientStack:
             stacked = tree_map(lambda value: take_rows(value, slots), stacked)
         local = None if self._priors is None else self._priors.rows(slots)
         try:
-            output = self.step(
-                parameters,
-                buffers,
-                Attributes(stacked, self.attributes.shared),
-                batch,
-                batch_idx,
-                local,
-                {name: value for name, (value, *_) in self.shared.items()},
-            )
+            attributes = Attributes(stacked, self.attributes.shared)
+            shared = {name: value for name, (value, *_) in self.shared.items()}
+            output = self.step(parameters, buffers, attributes, batch, batch_idx, local, shared)
             losses = output.losses
             if losses is not None:
                 for term in self._terms:
@@ -200,7 +181,7 @@ class ClientStack:
     def _measure(
         self, local: StackedPriors | None, measured: Measured, slots: Slots, parameters: Mapping[str, Tensor]
     ) -> None:
-        """Add what the gradients of the clients in ``slots`` say of their data, and keep widths as they are."""
+        """Add what the gradients of the clients in ``slots`` say of their data; keep widths as they are."""
         factors = None if local is None else local.factors()
         if factors is not None:
             add_rows(measured.factor, slots, factors.double())
@@ -233,9 +214,8 @@ class ClientStack:
     def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
-        Args:
-            measured: returns the variances of the client in a slot, outside of Bayesian layers, from its parameters,
-                buffers and optimizer's state; None if there are none.
+        ``measured`` gives the variances outside of Bayesian layers of the client in a slot, from its parameters,
+        buffers and optimizer's state.
         """
         self.optimizer.write_back()
         rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
@@ -272,24 +252,18 @@ class ClientStack:
     def read_local(self, slot: int) -> Tensors:
         """Return what a client keeps for its next round: local parameters and buffers."""
         rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers, **self._variances}
-        return {
-            name: (rows[name][slot] if name in rows else value).clone()
-            for name, value in self.model.kept_values().items()
-        }
-
-    def remove(self) -> None:
-        """Give the optimizer its own parameters back."""
-        self.optimizer.remove()
+        kept = self.model.kept_values()
+        return {name: (rows[name][slot] if name in rows else value).clone() for name, value in kept.items()}
 
 
 def clipping(context: TrainingContext) -> Clip | None:
-    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
+    """Return the loop's gradient clipping for stacked gradients, or None if it does not clip."""
     limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
     return None if limit is None else lambda gradients: clip(gradients, limit)
 
 
 def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
-    """Stack ``value`` once for each client, or the client's own value under ``name``; shape (clients, *)."""
+    """Stack ``value`` once for each client, or what the client has kept under ``name``; shape (clients, *)."""
     stack = empty_with_layout((len(local), *value.shape), layout, value)
     stack.copy_(value)
     for slot, kept in enumerate(local):
@@ -299,9 +273,8 @@ def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | 
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """Return the layout of a stacked tensor; None unless it is dense in memory, client after client.
+    """Return the layout of a stacked tensor, or None unless it is dense in memory, client after client.
 
-    >>> import torch
     >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
     (0, 2, 1)
     """
@@ -321,8 +294,9 @@ def empty_with_layout(shape: tuple[int, ...], layout: Layout | None, like: Tenso
 class StackedClient(Client):
     """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs."""
 
-    def __init__(self, number: Tensor, num_examples: Tensor, position: Tensor, like: Client) -> None:
-        self.__dict__.update(
+    def __init__(self, values: Sequence[Tensor], like: Client) -> None:
+        number, num_examples, position = values
+        vars(self).update(
             number=number, num_examples=num_examples, position=position, round=like.round, cohort=like.cohort
         )
 
@@ -335,16 +309,14 @@ class StackedClient(Client):
 register_pytree_node(
     StackedClient,
     lambda client: ([client.number, client.num_examples, client.position], client),
-    lambda tensors, like: StackedClient(tensors[0], tensors[1], tensors[2], like),  # pyright: ignore
+    StackedClient,
 )
 
 
 def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
-    """Call the module's ``on_client_start``, if it has one, for several clients at once.
-
-    Returns: the attributes that it set.
+    """Call the module's ``on_client_start``, if it has one, for several clients. Returns the attributes that it set.
 
     Raises:
         CannotVectorize: it did something other than setting attributes of the module to tensors or plain values.
@@ -355,9 +327,9 @@ def start_clients(
     shared: dict[str, Any] = {}
     given: list[weakref.ref[Any]] = []
 
-    def start(number: Tensor, num_examples: Tensor, position: Tensor, tensors: Tensors) -> dict[str, Any]:
-        client = StackedClient(number, num_examples, position, clients[0])
-        given.extend(weakref.ref(each) for each in (client, number, num_examples, position))
+    def start(values: list[Tensor], tensors: Tensors) -> dict[str, Any]:
+        client = StackedClient(values, clients[0])
+        given.extend(weakref.ref(each) for each in (client, *values))
         before = Snapshot(module)
         try:
             with swap.using(tensors):
@@ -377,9 +349,9 @@ def start_clients(
                 raise CannotVectorize(f"on_client_start sets self.{name} to a {type(value).__name__}")
         return stacked
 
-    numbers = [torch.tensor([getattr(c, name) for c in clients]) for name in ("number", "num_examples", "position")]
-    numbers = [each.to(module.device) for each in numbers]
-    stacked = torch.func.vmap(start, randomness="different")(numbers[0], numbers[1], numbers[2], tensors)
+    names = "number", "num_examples", "position"
+    values = [torch.tensor([getattr(c, name) for c in clients]).to(module.device) for name in names]
+    stacked = torch.func.vmap(start, randomness="different")(values, tensors)
     if any(each() is not None for each in given):
         gc.collect()
         if any(each() is not None for each in given):

@@ -1,4 +1,4 @@
-"""One training step of several clients at once, on their own tensors in place of the module's."""
+"""One training step of several clients together, on their tensors in place of the module's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
-from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.snapshot import Modes
-from lightning_fedbayes.clients.vectorized.gaussians import (
-    GaussianParameters,
-    JointDraws,
-    SeenPrior,
-    StackedPriors,
-    seen,
-    with_own,
-)
+from lightning_fedbayes.clients.vectorized import gaussians
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, StackedPriors
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
@@ -38,7 +31,6 @@ from lightning_fedbayes.core.private_torch import (
     tree_unflatten,
     vmap_level,
 )
-from lightning_fedbayes.methods.method import Quadratic
 
 
 @dataclass(frozen=True)
@@ -46,8 +38,8 @@ class Attributes:
     """Attributes that a module's ``on_client_start`` has set on it.
 
     Args:
-        stacked: attributes that differ between clients: name → tensor of shape (clients, *), or a container of such.
-        shared: attributes that are equal for all.
+        stacked: those that differ between clients: name → tensor of shape (clients, *), or a container of such.
+        shared: those that are equal for all.
     """
 
     stacked: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +51,7 @@ class StepOutput:
     """Result of a stacked step.
 
     Args:
-        losses: one per client, shape (clients,), with gradient; None if ``training_step`` skipped the batch.
+        losses: one per client, shape (clients,), with gradient, or None if ``training_step`` skipped the batch.
         rest: the other entries that ``training_step`` returned; tensors have a first dimension of clients.
         buffers: buffers that were replaced (not updated in place), shape (clients, *).
     """
@@ -72,7 +64,7 @@ class StepOutput:
 class StepModes:
     """The modes of a module's parts, training or evaluation, where a client's first step switches them.
 
-    Every client begins with those of the round's start, and its later steps with those that its first one has left.
+    Every client begins in the modes of the round's start. Its later steps begin in those that its first step left.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,11 +73,11 @@ class StepModes:
         self._later: Modes | None = None
 
     def restore(self) -> None:
-        """Put back what the round has begun with."""
+        """Put back the modes of the round's start."""
         self._start.restore()
 
     def begin_clients(self) -> None:
-        """Take the present modes as those in which the next clients begin, after ``on_client_start``."""
+        """Take the present modes, after ``on_client_start``, as those in which the next clients begin."""
         self._first, self._later = Modes(self._module), None
 
     def enter(self, step: int) -> None:
@@ -93,7 +85,7 @@ class StepModes:
         (self._later if step and self._later is not None else self._first).restore()
 
     def check(self) -> None:
-        """Note the modes that a client's first step leaves; raise CannotVectorize if another leaves others."""
+        """Note the modes that a client's first step leaves; raise CannotVectorize if another step leaves others."""
         if self._later is None:
             self._later = Modes(self._module)
         elif not self._later.is_now():
@@ -107,21 +99,16 @@ Assemble = Callable[[Sequence[Tensor]], StepOutput]
 
 
 class StackedStep:
-    """``training_step`` under vmap, with every client's own parameters, buffers and noise.
+    """``training_step`` under vmap, with the parameters, buffers and noise of every client.
 
     Without torch's private vmap primitives (:mod:`~lightning_fedbayes.core.private_torch`) the step runs in
     ``torch.func.vmap``, without :class:`StackedOperations`: slower, with other draws of the same distribution.
 
-    Args:
-        context: the training loop's module and precision; the step runs in the precision's context, such as autocast.
-        log: takes the calls of ``self.log``.
-
     Attributes:
         swap: puts the clients' tensors into the module.
         fused_times, branched: of the last step, see :class:`StackedOperations`.
-        shares_batch: the next steps take one batch for all clients, so that only what depends on the clients' own
-            parameters differs between them, and they may not branch on that.
-        shared_buffers: names of buffers that do not change, so that one is enough for all clients.
+        shares_batch: the next steps take one batch for all clients, and refuse branches on what differs between them.
+        shared_buffers: names of buffers that do not change, so that one copy serves all clients.
     """
 
     def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
@@ -132,11 +119,11 @@ class StackedStep:
         self._marks = context.training_step_marks
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
-        self._gaussians = GaussianParameters(module)
+        self.gaussians = GaussianParameters(module)
         self.fused_times, self.branched, self.shares_batch = 0, False, False
         self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
-        self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
+        self._has_primitives = has_vmap_primitives()
 
     def __call__(
         self,
@@ -151,85 +138,62 @@ class StackedStep:
         """Take the forward pass.
 
         Args:
-            parameters, buffers: name → tensor of shape (clients, *).
+            parameters, buffers, batch: of the clients, tensors with a first dimension of clients.
             attributes: set on the module during the step.
-            batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
-            local: the clients' own priors; None: the layers'.
-            shared: buffers that are one for all clients.
+            local, shared: priors of the clients, None for the layers' priors; buffers that all clients share.
         """
+        tensors, shared = {**parameters, **buffers}, shared or {}
+
+        def of_client(
+            views: Tensors, stacked: dict[str, Any], batch: Any, operations: ClientOperations, as_seen: Any
+        ) -> tuple[list[Tensor], Assemble]:
+            held = {**attributes.shared, **stacked}
+            with nullcontext() if local is None else local.installed(as_seen):
+                return self._of_client({**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations)
+
         self.log.begin_step()
         with self._context():
-            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, local, shared or {})
+            if not self._has_primitives:
+                assembles: list[Assemble] = []
+
+                def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
+                    given, operations = iter(fields), ClientOperations(not self.shares_batch)
+                    outputs, assemble = of_client(
+                        views,
+                        stacked,
+                        batch,
+                        operations,
+                        lambda stack: gaussians.with_own(stack, islice(given, len(gaussians.seen(stack)))),
+                    )
+                    self.branched = operations.branched
+                    assembles.append(assemble)
+                    return outputs
+
+                vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
+                stacks = vmapped(tensors, attributes.stacked, batch, [] if local is None else local.stacks())
+                return assembles[0](stacks)
+
+            count = len(next(iter(tensors.values())))
+            with vmap_level(count) as level:
+
+                def view(value: Any) -> Any:
+                    return tree_map_only(Tensor, lambda stack: to_client_view(stack, level), value)
+
+                views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
+                stacked = {name: view(value) for name, value in attributes.stacked.items()}
+                if not self.shares_batch:
+                    # of a TensorDataset: faster than through the tree
+                    is_flat = type(batch) is list and all(isinstance(each, Tensor) for each in batch)
+                    batch = [to_client_view(each, level) for each in batch] if is_flat else view(batch)
+                joint = gaussians.JointDraws(self.gaussians, parameters, views, local)
+                operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
+                outputs, assemble = of_client(
+                    views, stacked, batch, operations, lambda stack: gaussians.SeenPrior(stack, view)
+                )
+                self.fused_times, self.branched = operations.fused_times, operations.branched
+                stacks = [to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
-
-    def priors(self, local: LocalPriors, own: Sequence[Quadratic]) -> StackedPriors:
-        """Return the own priors of clients, side by side."""
-        stacked = StackedPriors(local, own)
-        stacked.join(self._gaussians)
-        return stacked
-
-    def _with_primitives(
-        self,
-        parameters: Tensors,
-        buffers: Tensors,
-        attributes: Attributes,
-        batch: Any,
-        batch_idx: int,
-        local: StackedPriors | None,
-        shared: Tensors,
-    ) -> tuple[Sequence[Tensor], Assemble]:
-        tensors = {**parameters, **buffers}
-        count = len(next(iter(tensors.values())))
-        with vmap_level(count) as level:
-
-            def view(value: Any) -> Any:
-                return tree_map_only(Tensor, lambda stack: to_client_view(stack, level), value)
-
-            views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
-            held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
-            if not self.shares_batch:
-                of_tensors = type(batch) is list and all(isinstance(each, Tensor) for each in batch)  # TensorDataset
-                batch = [to_client_view(each, level) for each in batch] if of_tensors else view(batch)
-            joint = JointDraws(self._gaussians, parameters, views, local)
-            operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
-            with nullcontext() if local is None else local.installed(lambda stack: SeenPrior(stack, view)):
-                outputs, assemble = self._of_client(
-                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
-                )
-            self.fused_times, self.branched = operations.fused_times, operations.branched
-            return [to_stack(output, level, count) for output in outputs], assemble
-
-    def _with_public_vmap(
-        self,
-        parameters: Tensors,
-        buffers: Tensors,
-        attributes: Attributes,
-        batch: Any,
-        batch_idx: int,
-        local: StackedPriors | None,
-        shared: Tensors,
-    ) -> tuple[Sequence[Tensor], Assemble]:
-        assembles: list[Assemble] = []
-
-        def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
-            held, given = {**attributes.shared, **stacked}, iter(fields)
-            with (
-                nullcontext()
-                if local is None
-                else local.installed(lambda stack: with_own(stack, islice(given, len(seen(stack)))))
-            ):
-                operations = ClientOperations(not self.shares_batch)
-                outputs, assemble = self._of_client(
-                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
-                )
-            self.branched = operations.branched
-            assembles.append(assemble)
-            return outputs
-
-        vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
-        fields = [] if local is None else local.stacks()
-        return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
     def _of_client(
         self,
@@ -240,12 +204,9 @@ class StackedStep:
         batch_idx: int,
         operations: ClientOperations,
     ) -> tuple[list[Tensor], Assemble]:
-        """Call ``training_step`` under vmap. Returns its results as one client sees them, and how to use their stacks.
-
-        All arguments are as one client sees them; ``buffers`` are names.
-        """
+        """Call ``training_step`` on one client's views. Returns its results, and how to use their stacks."""
         held = {**attributes, **self._marks}
-        noting = self.log.metrics.noting()
+        noting = self.log.noting()
         with with_attributes(self.module, held), self.swap.using(views), noting, operations:
             output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
             replaced = {
