@@ -5,11 +5,11 @@ samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchm
 """
 
 from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.metrics.calibration import AdaptiveCalibrationError, CalibrationDiagram
-from lightning_fedbayes.metrics.fairness import ClientAccuracy
-from lightning_fedbayes.metrics.ood import OutOfDistributionAUROC, OutOfDistributionFPR
 from lightning_fedbayes.metrics.scores import (
+    AdaptiveCalibrationError,
     BrierScore,
+    CalibrationDiagram,
+    ClientAccuracy,
     DeterminantSharpness,
     EnsembleCRPS,
     GaussianCRPS,
@@ -23,6 +23,8 @@ from lightning_fedbayes.metrics.uncertainty import (
     KwonAleatoric,
     KwonEpistemic,
     MutualInformation,
+    OutOfDistributionAUROC,
+    OutOfDistributionFPR,
     PredictiveEntropy,
     RetainedCurve,
 )

@@ -1,60 +1,20 @@
-"""Mean scores of a predictive distribution."""
+"""Scores of predictive distributions, calibration of a classifier, and the accuracy of every client."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_fedbayes.core.errors import FedBayesError, check_number
-from lightning_fedbayes.metrics.functional.scores import (
-    brier_score,
-    determinant_sharpness,
-    ensemble_crps,
-    gaussian_crps,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-)
-
-
-class ExampleMean(Metric):
-    """Mean over all examples of one value per example.
-
-    A subclass implements ``update`` and passes the values to :meth:`add`. The state is one sum and one count, so
-    batches and processes of any size combine exactly.
-
-    Args:
-        name: name of the state, unique to what the metric computes, by default that of the class: a MetricCollection
-            takes two metrics for one if their states have equal names and, after the first batch, equal values.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
-
-    full_state_update = False
-    is_differentiable = False
-
-    count: Tensor
-
-    def __init__(self, name: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.total_name = f"{name or type(self).__name__}_total"
-        self.add_state(self.total_name, torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def add(self, values: Tensor) -> None:
-        """Add the values of some examples, any shape."""
-        setattr(self, self.total_name, getattr(self, self.total_name) + values.detach().sum())
-        self.count = self.count + values.numel()
-
-    def compute(self) -> Tensor:
-        """Return the mean so far."""
-        return getattr(self, self.total_name) / self.count
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
-        return self._plot(val, ax)
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number, is_whole
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.metrics.examples import ExampleMean, HitCounts
+from lightning_fedbayes.metrics.functional import scores
+from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
 
 
 class BrierScore(ExampleMean):
@@ -68,7 +28,7 @@ class BrierScore(ExampleMean):
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
-        self.add(brier_score(probs, target))
+        self.add(scores.brier_score(probs, target))
 
 
 class NegativeLogLikelihood(ExampleMean):
@@ -82,7 +42,7 @@ class NegativeLogLikelihood(ExampleMean):
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
-        self.add(negative_log_likelihood(probs, target))
+        self.add(scores.negative_log_likelihood(probs, target))
 
 
 class GaussianNLL(ExampleMean):
@@ -96,7 +56,7 @@ class GaussianNLL(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(gaussian_nll(mean, variance, target))
+        self.add(scores.gaussian_nll(mean, variance, target))
 
 
 class GaussianCRPS(ExampleMean):
@@ -106,7 +66,7 @@ class GaussianCRPS(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(gaussian_crps(mean, variance, target))
+        self.add(scores.gaussian_crps(mean, variance, target))
 
 
 class EnsembleCRPS(ExampleMean):
@@ -116,17 +76,14 @@ class EnsembleCRPS(ExampleMean):
 
     def update(self, samples: Tensor, target: Tensor) -> None:
         """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
-        self.add(ensemble_crps(samples, target))
+        self.add(scores.ensemble_crps(samples, target))
 
 
 class IntervalCoverage(ExampleMean):
     """Share of targets in the central interval (:func:`~lightning_fedbayes.metrics.functional.interval_coverage`).
 
-    Compare it with ``level``: a smaller share means overconfident, a larger one underconfident.
-
-    Args:
-        level: probability of the interval.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Compare it with ``level``, the probability of the interval: a smaller share means overconfident, a larger one
+    underconfident. Other arguments are those of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
@@ -136,7 +93,7 @@ class IntervalCoverage(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(interval_coverage(mean, variance, target, self.level))
+        self.add(scores.interval_coverage(mean, variance, target, self.level))
 
 
 class DeterminantSharpness(ExampleMean):
@@ -146,4 +103,140 @@ class DeterminantSharpness(ExampleMean):
 
     def update(self, covariance: Tensor) -> None:
         """Add predictive covariances, shape (*, d, d)."""
-        self.add(determinant_sharpness(covariance))
+        self.add(scores.determinant_sharpness(covariance))
+
+
+class CalibrationSums(HitCounts):
+    """Sums of confidences and correct examples in cells of equal width over [0, 1]."""
+
+    higher_is_better = False
+
+    confidences: Tensor
+
+    def __init__(self, cells: int, **kwargs: Any) -> None:
+        super().__init__(cells, **kwargs)
+        self.cells = cells
+        self.add_state("confidences", torch.zeros(cells), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, target: Tensor) -> None:
+        """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
+        counts, confidences, hits = scores.calibration_sums(probs.detach(), target, self.cells)
+        self.add(counts, hits)
+        self.confidences = self.confidences + confidences
+
+
+class CalibrationDiagram(CalibrationSums):
+    """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width; ECE.
+
+    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`; log its ``ece``.
+
+    Args:
+        bins: number of bins; [BA-BFL] uses 100, most others 15.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+
+    >>> diagram = CalibrationDiagram(bins=2)
+    >>> diagram.update(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
+    >>> diagram.compute().ece
+    tensor(0.3500)
+    """
+
+    def __init__(self, bins: int = 15, **kwargs: Any) -> None:
+        check_at_least("bins", bins, 1, error=FedBayesError)
+        super().__init__(bins, **kwargs)
+
+    def compute(self) -> scores.CalibrationBins:
+        """Return the diagram so far."""
+        return scores.calibration_of_sums(self.counts, self.confidences, self.hits)
+
+    def plot(self) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Draw the diagram so far: (figure, axes)."""
+        figure = plots.calibration_diagram(*self.compute())
+        return figure, figure.axes[0]
+
+
+class AdaptiveCalibrationError(CalibrationSums):
+    """Calibration error with bins of equal mass (see the function of the same name), over all batches.
+
+    Confidences are kept in a fine histogram, so the state does not grow with the data. Examples in one cell count as
+    equally confident: with 10,000 cells this matters only at the boundary of a bin, for confidences that differ by less
+    than 1e-4.
+
+    Args:
+        bins: number of bins of equal mass.
+        resolution: number of cells of the histogram over [0, 1].
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+    """
+
+    def __init__(self, bins: int = 15, resolution: int = 10_000, **kwargs: Any) -> None:
+        check_at_least("bins", bins, 1, error=FedBayesError)
+        check_at_least("resolution", resolution, 1, error=FedBayesError)
+        super().__init__(resolution, **kwargs)
+        self.bins = bins
+
+    def compute(self) -> Tensor:
+        """Return the calibration error so far, a scalar."""
+        sums = (sums.cpu().double() for sums in (self.counts, self.confidences, self.hits))
+        return scores.equal_mass_error(*sums, bins=self.bins).float().to(self.device)
+
+
+class ClientAccuracy(HitCounts):
+    """Accuracy of each client on its own data. Source: [BA-BFL] §4.
+
+    For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`.
+
+    Args:
+        clients: number of clients.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+
+    >>> metric = ClientAccuracy(clients=2)
+    >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    tensor([1., 0.])
+    """
+
+    higher_is_better = True
+
+    def __init__(self, clients: int, **kwargs: Any) -> None:
+        check_at_least("clients", clients, 1, error=FedBayesError)
+        super().__init__(clients, **kwargs)
+        self.clients = clients
+
+    def update(self, probs: Tensor, target: Tensor, client: Tensor | int) -> None:
+        """Add examples.
+
+        Args:
+            probs: mean predictive, shape (batch, classes).
+            target: classes, shape (batch,).
+            client: number of the client that each example belongs to, shape (batch,), or one for all.
+        """
+        hit = check_predictive(probs, target).argmax(1) == target
+        owner = as_owner(client, hit)
+        if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
+            raise FedBayesError(
+                f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "
+                f"numbered from 0; create ClientAccuracy with more clients"
+            )
+        self.add(*sum_by_index(owner, self.clients, hit.long()))
+
+    def compute(self) -> Tensor:
+        """Return the accuracy of each client so far, shape (clients,); NaN for a client without examples."""
+        return self.hits / self.counts
+
+    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
+        figure = plots.client_accuracy(self.compute() if val is None else val)
+        return figure, figure.axes[0]
+
+
+def as_owner(client: Any, like: Tensor) -> Tensor:
+    """Return the client of each example as a vector like ``like``; raise FedBayesError if it is not a whole number."""
+    if is_whole(client):
+        check_at_least("client", client, 0, error=FedBayesError)
+        return torch.full_like(like, int(client), dtype=torch.int64)
+    check_tensor("client", client, error=FedBayesError)
+    if client.dtype not in (torch.int64, torch.int32) or client.shape not in ((), like.shape):
+        raise FedBayesError(
+            f"client has shape {tuple(client.shape)} and dtype {client.dtype}; give one whole number per example, "
+            f"shape {tuple(like.shape)}, or one for all"
+        )
+    return client.to(like.device).expand_as(like)

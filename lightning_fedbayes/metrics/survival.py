@@ -9,11 +9,7 @@ from lightning_fedbayes.metrics.functional.survival import check_survival, conco
 
 
 class SurvivalMetric(ExampleMetric):
-    """Keep risk, time and event of every example; a subclass implements :meth:`score`.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
+    """Keep risk, time and event of every example; a subclass implements :meth:`score`."""
 
     kept = ("risk", "time", "event")
 
@@ -35,10 +31,7 @@ class SurvivalMetric(ExampleMetric):
 class ConcordanceIndex(SurvivalMetric):
     """Harrell's c (:func:`~lightning_fedbayes.metrics.functional.concordance_index`) over all batches.
 
-    Pairs of examples of different batches count as well.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Pairs of examples of different batches count as well. Arguments are those of :class:`torchmetrics.Metric`.
 
     >>> import torch
     >>> ConcordanceIndex()(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))

@@ -1,21 +1,28 @@
-"""Scores of a predictive distribution over classes or real targets; of a Gaussian or of samples."""
+"""Scores of a predictive distribution over classes or real targets, calibration, and fairness over clients."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number, shown
 from lightning_fedbayes.metrics.functional.utilities import (
     at_least_float32,
     check_gaussian,
     check_numbers,
     check_predictive,
     check_same_shape,
+    check_vectors,
     class_indices,
+    sum_by_index,
+    sum_by_value,
 )
+
+Vector = Tensor | Sequence[float]
 
 
 def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
@@ -39,7 +46,7 @@ def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
 
 
 def brier_score(probs: Tensor, target: Tensor) -> Tensor:
-    r"""Brier score of each example, :math:`\sum_c (\bar p_c - [c = y])^2`, from 0 (best) to 2.
+    r"""Brier score of each example, :math:`\sum_c (\bar p_c - [c = y])^2`, from 0 (best) to 2. Source: Brier (1950).
 
     Unlike the log-likelihood it is bounded, so a few confident errors do not dominate it. (For two classes it is twice
     the score that some define on the probability of one class.)
@@ -49,8 +56,6 @@ def brier_score(probs: Tensor, target: Tensor) -> Tensor:
         target: class of each example, integers, shape (batch,).
 
     Returns: shape (batch,); its mean is the score.
-
-    Source: Brier (1950).
 
     >>> brier_score(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]))
     tensor([0.5000, 2.0000])
@@ -197,3 +202,138 @@ def determinant_sharpness(covariance: Tensor) -> Tensor:
             "positive semidefinite"
         )
     return (logarithm / (2 * covariance.shape[-1])).exp()
+
+
+class CalibrationBins(NamedTuple):
+    """Data of a calibration diagram: three vectors of shape (bins,), and the ECE."""
+
+    confidence: Tensor
+    """Mean confidence; NaN in empty bins."""
+    accuracy: Tensor
+    """Accuracy; NaN in empty bins."""
+    counts: Tensor
+    """Number of examples."""
+    ece: Tensor
+    """Expected calibration error, a scalar."""
+
+
+def calibration_diagram(probs: Tensor, target: Tensor, bins: int = 15) -> CalibrationBins:
+    r"""Calibration diagram: confidence, accuracy and number of examples of B bins of equal width, and their ECE.
+
+    .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    The diagram is also called a reliability diagram. Confidence is the largest probability; torchmetrics gives the
+    same ECE. Source: Guo et al. (2017).
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        target: class of each example, integers, shape (batch,).
+        bins: number of bins B.
+
+    >>> diagram = calibration_diagram(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), bins=2)
+    >>> diagram.accuracy, diagram.ece
+    (tensor([   nan, 0.5000]), tensor(0.3500))
+    """
+    return calibration_of_sums(*calibration_sums(probs, target, bins))
+
+
+def calibration_sums(probs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, per bin, the number of examples, the sum of their confidences and the number of correct ones."""
+    check_at_least("bins", bins, 1, error=FedBayesError)
+    probs = check_predictive(probs, target)
+    confidence, predicted = probs.max(1)
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    counts, confidences, hits = sum_by_index(index, bins, confidence, (predicted == target).to(probs.dtype))
+    return counts.long(), confidences, hits.long()
+
+
+def calibration_of_sums(counts: Tensor, confidences: Tensor, hits: Tensor) -> CalibrationBins:
+    """Return the diagram from the sums of :func:`calibration_sums`."""
+    ece = (hits - confidences).abs().sum() / counts.sum()
+    return CalibrationBins(confidences / counts, hits / counts, counts, ece)
+
+
+def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> Tensor:
+    r"""Adaptive ECE, :math:`\sum_b \frac1B |\mathrm{acc}_b - \mathrm{conf}_b|` over B bins with N/B examples each.
+
+    Confidence is the largest probability. Bins of equal width put nearly all examples of a confident network into the
+    last bin; bins of equal mass are fine where the examples are. If a bin's boundary falls among examples of equal
+    confidence, each bin gets its share of their mean accuracy, so the order of the data does not matter.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        target: class of each example, integers, shape (batch,).
+        bins: number of bins B.
+
+    Returns: a scalar in [0, 1].
+
+    Source: Nguyen and O'Connor (2015); Mukhoti et al. (2020), "AdaECE".
+
+    >>> adaptive_calibration_error(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))
+    tensor(0.)
+    """
+    check_at_least("bins", bins, 1, error=FedBayesError)
+    probs = check_predictive(probs, target)
+    confidence, predicted = probs.max(1)
+    counts, confidences, hits = sum_by_value(confidence, confidence, predicted == target)
+    return equal_mass_error(counts, confidences, hits, bins).float().to(probs.device)
+
+
+def equal_mass_error(counts: Tensor, confidences: Tensor, hits: Tensor, bins: int) -> Tensor:
+    """Return the adaptive ECE of groups of examples in ascending order of confidence, shape (groups,), float64."""
+    gap = (hits - confidences)[counts > 0]
+    mass = counts[counts > 0].cumsum(0)
+    edges = torch.linspace(0, 1, bins + 1, dtype=mass.dtype) * mass[-1]
+    x, y = (torch.cat([mass.new_zeros(1), each]) for each in (mass, gap.cumsum(0)))
+    right = torch.searchsorted(x, edges).clamp(1, len(x) - 1)  # and between the points linearly
+    between = torch.lerp(y[right - 1], y[right], (edges - x[right - 1]) / (x[right] - x[right - 1]))
+    return between.diff().abs().sum() / mass[-1]
+
+
+def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
+    r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`, a scalar: utilitarian fairness.
+
+    Args:
+        accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
+        weights: weight of each client, non-negative, shape (clients,), not necessarily normalised; the source takes the
+            numbers of training examples.
+
+    Source: [BA-BFL] §4, Acc_avg.
+
+    >>> weighted_accuracy(torch.tensor([0.5, 1.0, torch.nan]), torch.tensor([3, 1, 6]))
+    tensor(0.6250)
+    """
+    accuracies, weights = as_floats(accuracies), as_floats(weights)
+    check_vectors(accuracies=accuracies, weights=weights)
+    known = ~accuracies.isnan()
+    return (accuracies[known] * weights[known]).sum() / weights[known].sum()
+
+
+def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor:
+    """Mean accuracy of the worst ⌈fraction·K⌉ clients, a scalar: egalitarian fairness.
+
+    Args:
+        accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
+        fraction: above 0 and at most 1, which gives the plain mean.
+
+    Source: [BA-BFL] §4, worst 10% accuracies.
+
+    >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)
+    tensor(0.5000)
+    """
+    check_number("fraction", fraction, "(0, 1]", error=FedBayesError)
+    accuracies = as_floats(accuracies)
+    check_vectors(accuracies=accuracies)
+    known = accuracies[~accuracies.isnan()]
+    # 0.1 · 30 is a little more than 3 in floating point, but means 3 clients
+    return known.sort().values[: math.ceil(fraction * len(known) - 1e-9)].mean()
+
+
+def as_floats(values: Vector) -> Tensor:
+    """Return a list or a tensor of any numbers as a floating-point tensor."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # what torch raises for other values
+        raise FedBayesError(f"{shown(values)} cannot be read as numbers: give one per client") from None
+    check_numbers(values=tensor)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())

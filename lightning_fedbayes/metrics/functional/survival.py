@@ -18,11 +18,11 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     .. math:: c = \frac{\sum_{(i, j) \in P} [r_i > r_j] + \tfrac12 [r_i = r_j]}{|P|}, \qquad
               P = \{(i, j): e_i = 1,\ t_i < t_j \text{ or } (t_i = t_j,\ e_j = 0)\}
 
-    A pair is comparable if it is known whose event came first. An example that is censored at the time of another one's
-    event outlived it; two events at the same time are not comparable. Equal risks count half. lifelines and
-    scikit-survival do the same (scikit-survival also takes risks within 1e-8 for equal). 1 is a perfect order, 0.5 that
-    of chance. Use it for the discrimination of a survival model; it says nothing about calibration, and it depends on
-    how many examples are censored. Time grows with the number of events times that of examples, memory does not.
+    A pair is comparable if it is known which event came first. An example that is censored at the time of another one's
+    event outlived it; two events at the same time are not comparable. Equal risks count half, as in lifelines and
+    scikit-survival (which also takes risks within 1e-8 for equal). 1 is a perfect order, 0.5 is chance. Use it for the
+    discrimination of a survival model; it does not measure calibration, and it depends on how many examples are
+    censored. Time grows with events times examples, memory does not.
 
     Args:
         risk: predicted risk, higher for an earlier event, any unit, such as the log risk of a Cox model; for
@@ -57,11 +57,10 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     .. math:: -\frac{1}{\sum_i e_i} \sum_{i: e_i = 1} \Bigl( h_i - \log \sum_{j: t_j \ge t_i} e^{h_j} \Bigr)
 
     for the hazard :math:`\lambda_0(t) e^{h_i}` with any baseline :math:`\lambda_0`. The risk set of an event is all
-    examples of the batch that are observed at least until then, those with the same time among them: ties are treated
-    by Breslow's method. A constant added to all log risks changes nothing. Use it to train on times to an event of
-    which some are censored; give batches as large as memory allows, or whole data sets, because risk sets lie within a
-    batch. Times the share of events it is the loss of FLamby's Fed-TCGA-BRCA, which is a mean over all examples and,
-    among equal times, depends on their order.
+    examples of the batch that are observed at least until then, with equal times included (Breslow's method for ties).
+    A constant added to all log risks does not change it. Use it to train on censored times to an event; give batches as
+    large as memory allows, because risk sets lie within a batch. Times the share of events it is the loss of FLamby's
+    Fed-TCGA-BRCA, which is a mean over all examples and, among equal times, depends on their order.
 
     Args:
         log_risk: log of the relative hazard h, shape (batch,).
@@ -83,10 +82,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def cox_terms(log_risk: Tensor, time: Tensor, event: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each example adds to :func:`cox_loss`, from the last time to the first, and the examples' order.
-
-    It does not look at values, so that ``torch.vmap`` can map it.
-    """
+    """Return each example's term of :func:`cox_loss`, last time first, and the examples' order; ``vmap`` can map it."""
     order = time.argsort(descending=True)
     log_risk, time, event = at_least_float32(log_risk)[order], time[order], event[order]
     last_of_equal_time = torch.searchsorted(-time, -time, right=True) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
 
 
@@ -84,11 +84,6 @@ def check_not_nan(**tensors: Tensor) -> None:
             )
 
 
-def check_bins(bins: int) -> None:
-    """Raise FedBayesError unless ``bins`` is at least 1."""
-    check_at_least("bins", bins, 1, error=FedBayesError)
-
-
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return ``tensor``, in float32 if it has fewer bits: entropies and logarithms of half floats are too coarse."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -108,11 +103,7 @@ def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
 
 
 def sum_by_value(value: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Count the examples of each distinct ``value`` and sum their ``weights``, whatever the order of the examples.
-
-    Args:
-        value: shape (examples,).
-        weights: each of shape (examples,).
+    """Count the examples of each distinct ``value`` and sum their ``weights``, all of shape (examples,).
 
     Returns: counts and one sum per weight, each of shape (distinct values,), ascending by value, float64, on the CPU.
     """
