@@ -21,15 +21,23 @@ from lightning_fedbayes.layers.conv import (
     ConvTranspose3dLocalReparameterization,
     ConvTranspose3dReparameterization,
 )
-from lightning_fedbayes.layers.convert import bayesianize
-from lightning_fedbayes.layers.dropout import MCDropout, with_mc_dropout
+from lightning_fedbayes.layers.convert import MCDropout, bayesianize, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
 from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
-from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters, load_posterior, read_posterior
+from lightning_fedbayes.layers.posterior_view import (
+    PosteriorView,
+    evaluation_mode,
+    gaussian_parameters,
+    kl_divergence,
+    load_posterior,
+    mean_only,
+    read_posterior,
+    set_prior,
+    use_estimator,
+)
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, ScaleMixturePrior, TiedMeanPrior
 from lightning_fedbayes.layers.reparameterized import Reparameterized
 from lightning_fedbayes.layers.scaler import FederatedScaler
-from lightning_fedbayes.layers.whole_network import evaluation_mode, kl_divergence, mean_only, set_prior, use_estimator
 
 __all__ = [
     "ESTIMATORS",

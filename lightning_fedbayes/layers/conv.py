@@ -19,7 +19,7 @@ from lightning_fedbayes.layers.functional import (
     flipout_by_example,
     one_convolution_is_cheaper,
 )
-from lightning_fedbayes.layers.priors import Prior
+from lightning_fedbayes.layers.priors import Prior, choose_prior
 
 Size = int | tuple[int, ...]
 
@@ -32,7 +32,6 @@ CONVOLVE: dict[type[nn.Module], Any] = {
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 
-
 ORDER = "pass all arguments after kernel_size by keyword: their order in bayesian-torch differs from layer to layer"
 
 
@@ -44,42 +43,13 @@ def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
         check_at_least(name, each, least, 2**31 - 1, error=ConversionError, why=ORDER)
 
 
-def check_geometry(
-    dims: int,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    padding_mode: Any,
-    *,
-    transposed: bool,
-) -> None:
-    """Raise ConversionError unless these are the arguments of a convolution in ``dims`` dimensions."""
-    for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
-        check_sizes(name, size, dims, 1)
-    if isinstance(padding, str) and not transposed:
-        check_choice("padding", padding, ("same", "valid"), error=ConversionError)
-        if padding == "same" and stride not in (1, (1,) * dims):
-            raise ConversionError(f"padding='same' needs stride=1, not {stride}")
-    else:
-        check_sizes("padding", padding, dims, 0)
-    modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
-    check_choice("padding_mode", padding_mode, modes, error=ConversionError)
-    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if channels % groups:
-            raise ConversionError(f"{name}={channels} is no multiple of groups={groups}; {ORDER}")
-
-
 class BayesianConv(BayesianAffine):
     """Base of convolutions and transposed convolutions.
 
     ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs: every entry
-    has the distribution that a sampled kernel gives, but independently of the other positions. Under one kernel sample
-    the positions are correlated, so the spread of a pooled map is too small. ``*Flipout`` gives each example and
-    channel a random sign: all positions of one example see one kernel, and examples are uncorrelated.
+    has the distribution that a sampled kernel gives, but positions are independent, so the spread of a pooled map is
+    too small. ``*Flipout`` gives each example and channel a random sign: all positions of one example see one kernel,
+    and examples are uncorrelated.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``;
@@ -127,23 +97,25 @@ class BayesianConv(BayesianAffine):
     ) -> None:
         check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
         transposed = isinstance(self, TransposedConvolution)
-        check_geometry(
-            self.dims,
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            padding_mode,
-            transposed=transposed,
-        )
-        own: dict[str, Any] = {} if output_padding is None else {"output_padding": output_padding}
-        if own and not transposed:
-            raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions: leave it out")
-        for name, size in own.items():
-            check_sizes(name, size, self.dims, 0)
+        for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
+            check_sizes(name, size, self.dims, 1)
+        if isinstance(padding, str) and not transposed:
+            check_choice("padding", padding, ("same", "valid"), error=ConversionError)
+            if padding == "same" and stride not in (1, (1,) * self.dims):
+                raise ConversionError(f"padding='same' needs stride=1, not {stride}")
+        else:
+            check_sizes("padding", padding, self.dims, 0)
+        modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
+        check_choice("padding_mode", padding_mode, modes, error=ConversionError)
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if channels % groups:
+                raise ConversionError(f"{name}={channels} is not a multiple of groups={groups}; {ORDER}")
+        extra: dict[str, Any] = {}
+        if output_padding is not None:
+            if not transposed:
+                raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions only")
+            check_sizes("output_padding", output_padding, self.dims, 0)
+            extra["output_padding"] = output_padding
         template: Any = self.deterministic(
             in_channels,
             out_channels,
@@ -156,19 +128,10 @@ class BayesianConv(BayesianAffine):
             padding_mode=padding_mode,
             device=device,
             dtype=dtype,
-            **own,
+            **extra,
         )
-        super().__init__(
-            template,
-            "kernel",
-            prior_mean,
-            prior_variance,
-            prior_std,
-            prior,
-            posterior_mu_init,
-            posterior_rho_init,
-            bayesian_bias,
-        )
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        super().__init__(template, "kernel", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
         self.in_channels: int = template.in_channels
         self.out_channels: int = template.out_channels
         self.kernel_size: tuple[int, ...] = template.kernel_size
@@ -217,7 +180,7 @@ class Convolution(BayesianConv):
 
 
 def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
-    """Padding in the order of ``F.pad``: last dimension first, before and after.
+    """Padding for ``F.pad``: last dimension first, before and after.
 
     >>> margins((1, 2), (3, 3), (1, 1)), margins("same", (4,), (1,))
     ([2, 2, 1, 1], [1, 2])
@@ -235,8 +198,7 @@ def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilati
 class TransposedConvolution(BayesianConv):
     """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
 
-    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword, because their order differs between
-    bayesian-torch's classes.
+    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword: bayesian-torch's order differs.
     """
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None) -> Tensor:
@@ -256,13 +218,7 @@ class TransposedConvolution(BayesianConv):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # nn.ConvTranspose2d has output_size second
         self, x: Tensor, output_size: Sequence[int] | None = None, return_kl: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
-
-        Args:
-            x: input, shaped as for the deterministic layer.
-            output_size: spatial size of the output, as in ``nn.ConvTranspose2d``; None uses ``output_padding``.
-            return_kl: also return :meth:`kl_loss`.
-        """
+        """See :meth:`BayesianAffine.forward`; ``output_size`` as in ``nn.ConvTranspose2d``."""
         output = self._output(partial(self.op, output_size=output_size), x)
         return (output, self.kl_loss()) if return_kl else output
 

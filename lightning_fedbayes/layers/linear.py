@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
-from lightning_fedbayes.layers.priors import Prior
+from lightning_fedbayes.layers.priors import Prior, choose_prior
 
 
 class LinearReparameterization(BayesianAffine):
     r"""Linear layer with Gaussian weights, :math:`y = x W^T + b`, :math:`W = \mu + \sigma \odot \epsilon`.
 
     One weight sample per call, shared by the batch: a sample of the *function*. Cheapest (one product), but the
-    gradient noise does not fall with the batch size. Names and arguments follow bayesian-torch, whose checkpoints load.
+    gradient noise does not fall with the batch size. Names, arguments and checkpoints are bayesian-torch's.
 
     Args:
         in_features, out_features: sizes of the last dimension of input and output.
@@ -58,10 +58,7 @@ class LinearReparameterization(BayesianAffine):
         super().__init__(
             nn.Linear(in_features, out_features, bias, device, dtype),
             "weight",
-            prior_mean,
-            prior_variance,
-            prior_std,
-            prior,
+            choose_prior(prior_mean, prior_variance, prior_std, prior),
             posterior_mu_init,
             posterior_rho_init,
             bayesian_bias,
@@ -78,7 +75,7 @@ class LinearReparameterization(BayesianAffine):
         return F.linear(x, weight, bias)
 
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Signs per example (dimension 0) and feature; dimensions between them, such as time, share the signs."""
+        """Signs per example (dimension 0) and feature; dimensions between, such as time, share them."""
         lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
         return (*lead, self.in_features), (*lead, self.out_features)
 
@@ -86,15 +83,14 @@ class LinearReparameterization(BayesianAffine):
 class LinearLocalReparameterization(LinearReparameterization, estimator="local_reparameterization"):
     r"""Linear layer that samples its outputs, :math:`y \sim N(x\mu^T, x^2 (\sigma^2)^T)` (Kingma et al. 2015).
 
-    Independent noise for every example and output: the least gradient noise, at the cost of two products. For inputs
-    (batch, time, features) the time steps are independent too, unlike under one sampled weight.
-    Arguments as in :class:`LinearReparameterization`.
+    Independent noise for every example and output, and every time step of inputs (batch, time, features): the least
+    gradient noise, at the cost of two products. Arguments as in :class:`LinearReparameterization`.
     """
 
 
 class LinearFlipout(LinearReparameterization, estimator="flipout"):
     """Linear layer with Flipout (Wen et al. 2018): one perturbation, decorrelated between examples by random signs.
 
-    All time steps of one example see one weight, so it suits sequences; two products.
-    Arguments as in :class:`LinearReparameterization`; dimension 0 of the input counts the examples.
+    All time steps of one example see one weight, so it suits sequences; two products. Dimension 0 of the input counts
+    the examples. Arguments as in :class:`LinearReparameterization`.
     """

@@ -1,4 +1,4 @@
-"""A network's parameters as one Gaussian posterior: read it, load another.
+"""A whole network: its Gaussian posterior, KL divergence, prior, posterior mean and estimator.
 
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
@@ -6,6 +6,7 @@ This is the only place where (mu, rho) becomes (mean, variance) and back.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,26 +14,36 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, listed, nearest
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
-from lightning_fedbayes.layers.functional import inverse_softplus_std
+from lightning_fedbayes.layers.base import (
+    BayesianAffine,
+    BayesianLayer,
+    GaussianParameter,
+    check_estimator,
+    is_exporting,
+    sum_kl,
+)
+from lightning_fedbayes.layers.convert import MCDropout
+from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
+from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.priors import NormalPrior, Prior
 
 T = TypeVar("T")
 
 KEPT = "_replaced"
-"""Suffix of the buffers that keep the own prior of a bayesian-torch layer while another one is in force."""
+"""Suffix of the buffers that keep the prior of a bayesian-torch layer while another one is in force."""
 
 
 @dataclass(frozen=True)
 class ForeignGaussianParameter(GaussianParameter):
-    """A Gaussian parameter tensor of a bayesian-torch layer, whose prior lives in two buffers.
+    """A Gaussian parameter tensor of a bayesian-torch layer, with a prior in two buffers.
 
-    Its ``prior_*_sigma`` buffer is filled with the argument ``prior_variance``, and read as the variance it is named
-    after (bayesian-torch's own KL takes it for a standard deviation). While a replaced prior is in force, the buffers
-    hold mean and *standard deviation* of that, so that bayesian-torch's own ``kl_loss`` has the right prior too.
+    The buffer ``prior_*_sigma`` holds the argument ``prior_variance``, and is read as a variance (bayesian-torch's KL
+    takes it for a standard deviation). While a replaced prior is in force, the buffers hold its mean and *standard
+    deviation*, so that bayesian-torch's ``kl_loss`` has the right prior too.
     """
 
     @property
@@ -53,7 +64,7 @@ class ForeignGaussianParameter(GaussianParameter):
         return NormalPrior(mu, sigma.sqrt())
 
     def replace_prior(self, prior: Prior | None) -> None:
-        """Put a :class:`NormalPrior` in force through the buffers; None brings the layer's own back."""
+        """Put a :class:`NormalPrior` in force through the buffers; None restores the layer's prior."""
         kept = [f"{name}{KEPT}" for name in self._buffers]
         if prior is None:
             for name, copy in zip(self._buffers, kept):
@@ -71,11 +82,11 @@ class ForeignGaussianParameter(GaussianParameter):
 
 
 def store_own_prior(layer: nn.Module, state: dict, prefix: str, metadata: object) -> None:
-    """Store a bayesian-torch layer's own prior in its ``state_dict`` while another one is in force."""
+    """Store the prior that a bayesian-torch layer had in its ``state_dict`` while another one is in force."""
     for name, value in layer._buffers.items():
-        own = name.removesuffix(KEPT)
-        if own != name and f"{prefix}{own}" in state:
-            state[f"{prefix}{own}"] = value
+        usual = name.removesuffix(KEPT)
+        if usual != name and f"{prefix}{usual}" in state:
+            state[f"{prefix}{usual}"] = value
 
 
 def gaussian_parameters_of(layer: BaseVariationalLayer_) -> Iterator[GaussianParameter]:
@@ -93,11 +104,8 @@ def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
     """Every Gaussian parameter of ``module`` by its name in the posterior; a tied one appears once.
 
     The name is the dotted path of the mean without ``mu_``: "fc1.weight" for the parameter "fc1.mu_weight",
-    "conv.kernel" for "conv.mu_kernel", "lstm.module.weight_ih_l0" inside a
-    :class:`~lightning_fedbayes.layers.Reparameterized`.
-
-    Raises:
-        PosteriorError: two of them would have one name.
+    "lstm.module.weight_ih_l0" inside a :class:`~lightning_fedbayes.layers.Reparameterized`. Two parameters with one
+    name raise PosteriorError.
     """
     parameters: dict[str, GaussianParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -120,14 +128,13 @@ class PosteriorView:
     variance 0. Tied parameters appear once, buffers not at all.
 
     Args:
-        module: any network; its own layers, bayesian-torch's and deterministic ones.
+        module: any network, with layers of this package, of bayesian-torch and deterministic ones.
         exclude: posterior names to leave out, such as those that stay with the client.
-        variances: name → variance of parameters of no Bayesian layer that have one beside the module; :meth:`load`
-            replaces the entries.
+        variances: name → variance of parameters outside of Bayesian layers; :meth:`load` replaces the entries.
 
     Raises:
         PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or ``exclude``
-            names a parameter that is not there.
+            names a parameter that does not exist.
 
     >>> view = PosteriorView(nn.Linear(2, 1))
     >>> view.read().names
@@ -184,11 +191,11 @@ class PosteriorView:
     def load(self, posterior: GaussianPosterior) -> None:
         """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
 
-        A parameter keeps its dtype. A deterministic one takes the mean, and the variance where it has one. A Gaussian
-        parameter of variance 0 takes the smallest σ that layers represent (1e-19 in float32): almost a point mass.
+        A parameter keeps its dtype. A Gaussian parameter of variance 0 takes the smallest σ that layers represent
+        (1e-19 in float32): almost a point mass.
 
         Raises:
-            PosteriorError: names or shapes are not this module's.
+            PosteriorError: names or shapes differ from the module's.
         """
         check_posterior(posterior, "posterior")
         self._check(posterior)
@@ -201,7 +208,7 @@ class PosteriorView:
                 continue
             entry.mean.copy_(mean)
             rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
-            # inverting softplus rounds; where the variance is already the one asked for, rho stays unchanged
+            # inverting softplus rounds: rho stays where the variance does
             rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
 
     def _check(self, posterior: GaussianPosterior) -> None:
@@ -210,8 +217,7 @@ class PosteriorView:
             extra = [name for name in posterior.mean if name not in self._entries]
             raise PosteriorError(
                 f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
-                f"{listed(extra) or 'nothing'} that the module does not have; read it from the same network with the "
-                "same exclude"
+                f"{listed(extra) or 'nothing'} that the module lacks; read it from this network with the same exclude"
             )
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
@@ -223,7 +229,7 @@ class PosteriorView:
 
 
 def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:
-    """The posterior of ``module`` now; see :meth:`PosteriorView.read`. The means are views of the parameters."""
+    """The posterior of ``module`` now; see :meth:`PosteriorView.read`."""
     return PosteriorView(module, exclude).read()
 
 
@@ -242,7 +248,7 @@ def parameter_paths(network: nn.Module) -> dict[str, str]:
 
 
 def parameter_of(entry: tuple[nn.Module, str]) -> Tensor:
-    """Return the live parameter that ``entry`` (a module and the name of its attribute) refers to."""
+    """Return the live parameter of ``entry``: a module and the name of its attribute."""
     owner, attribute = entry
     parameter = owner._parameters[attribute]
     assert parameter is not None
@@ -254,3 +260,149 @@ def add(entries: dict[str, T], name: str, entry: T) -> None:
     if name in entries:
         raise PosteriorError(f"two parameters would both be called '{name}' in the posterior; rename one of them")
     entries[name] = entry
+
+
+def kl_divergence(module: nn.Module) -> Tensor:
+    r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
+
+    The ELBO of n examples is the summed log-likelihood minus this; the loss per example is the mean negative
+    log-likelihood plus KL/n. A tied layer counts once; a bayesian-torch layer counts with the sum over its parameters
+    and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``. 0 for a network without Gaussian
+    parameters. A ``TorchFunctionMode`` can override it.
+
+    >>> kl_divergence(nn.Linear(2, 1))
+    tensor(0.)
+    """
+    KLWatch.note()
+    if has_torch_function((module,)):
+        return handle_torch_function(kl_divergence, (module,), module)
+    parameters = gaussian_parameters(module)
+    if not parameters:
+        return torch.zeros((), device=next((p.device for p in module.parameters()), None))
+    return sum_kl(parameters.values())
+
+
+@torch.no_grad()
+def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
+    """Make ``posterior`` the prior of all Gaussian parameters of ``module``; None restores the layers' priors.
+
+    The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
+    deviation in their prior buffers, as their ``kl_loss`` reads them.
+
+    Args:
+        module: any network.
+        posterior: has every Gaussian parameter of ``module``, with positive variance; other names are ignored.
+        exclude: names of Gaussian parameters that keep their prior.
+
+    Raises:
+        PosteriorError: a Gaussian parameter is missing, has another shape, or a variance of 0.
+    """
+    exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
+    parameters = {name: each for name, each in gaussian_parameters(module).items() if name not in exclude}
+    if posterior is None:
+        for parameter in parameters.values():
+            parameter.replace_prior(None)
+        return
+    check_posterior(posterior, "posterior")
+    priors = {}
+    for name, parameter in parameters.items():
+        mean, variance = posterior.mean.get(name), posterior.variance.get(name)
+        if mean is None or variance is None:
+            raise PosteriorError(f"the posterior has no '{name}' for a prior; it has {listed(posterior.names)}")
+        if mean.shape != parameter.mean.shape:
+            raise PosteriorError(
+                f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
+                f"{tuple(parameter.mean.shape)} in the module; give a prior of the same shape"
+            )
+        std = variance.to(parameter.mean).sqrt()
+        if not bool((std > 0).all()):
+            raise PosteriorError(
+                f"'{name}' has variance 0 at {int((std <= 0).sum())} of {std.numel()} entries of the posterior: the KL "
+                "divergence from a point mass is infinite; fuse with a rule that keeps a variance, or keep the prior"
+            )
+        priors[name] = NormalPrior(mean.to(parameter.mean, copy=True), std)
+    for name, parameter in parameters.items():
+        parameter.replace_prior(priors[name])
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is in evaluation mode; afterwards each of its parts is in its earlier mode.
+
+    >>> network = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> with evaluation_mode(network):
+    ...     pass
+    >>> network[0].training, network[1].training
+    (True, False)
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@contextmanager
+def mean_only(module: nn.Module) -> Iterator[None]:
+    """Run ``module`` at its posterior mean inside the context: no noise, no dropout, the cost of a deterministic one.
+
+    A bayesian-torch layer runs with σ = 0, at its usual cost; exporting it raises ConversionError.
+
+    >>> layer = MCDropout(0.5)
+    >>> with mean_only(layer):
+    ...     layer(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
+    before = [m.mean_only for m in switched]
+    foreign = [
+        each
+        for m in module.modules()
+        if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)
+        for each in gaussian_parameters_of(m)
+    ]
+    if foreign and is_exporting():  # torch cannot record σ = 0, which is not a parameter
+        raise ConversionError(
+            f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "
+            "network with torch's own layers and load fb.read_posterior(module).mean into it"
+        )
+    rhos = [each.layer._parameters[each.rho_name] for each in foreign]
+    try:
+        for m in switched:
+            m.mean_only = True
+        for each in foreign:
+            zero_std = torch.full((), -torch.inf, dtype=each.rho.dtype, device=each.rho.device)
+            each.layer._parameters[each.rho_name] = zero_std.expand(each.rho.shape)  # pyright: ignore
+        yield
+    finally:
+        for m, value in zip(switched, before):
+            m.mean_only = value
+        for each, rho in zip(foreign, rhos):
+            each.layer._parameters[each.rho_name] = rho
+
+
+@contextmanager
+def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
+    """Let the linear and convolutional layers of ``module`` use the estimator ``name`` inside the context.
+
+    :class:`~lightning_fedbayes.layers.Reparameterized` modules and bayesian-torch layers keep their estimator.
+
+    Args:
+        module: any network.
+        name: "reparameterization", "local_reparameterization" or "flipout", else ConversionError.
+    """
+    name = check_estimator(name)
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
+    before: list[Estimator] = [m.estimator for m in switched]
+    try:
+        for m in switched:
+            m.estimator = name
+        yield
+    finally:
+        for m, value in zip(switched, before):
+            m.estimator = value

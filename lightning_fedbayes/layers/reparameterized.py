@@ -22,10 +22,9 @@ class Reparameterized(BayesianLayer):
 
     When to use it: for a module without a Bayesian layer of its kind (LSTM, embedding, attention, normalisation, a
     whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
-    Parameters that are frozen (``requires_grad=False``) when it is wrapped stay deterministic, buffers stay buffers.
-    The estimator is reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence.
-
-    ``torch.func.vmap`` works where torch can vmap the module; it cannot for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+    Parameters that are frozen when it is wrapped stay deterministic, buffers stay buffers. The estimator is
+    reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence. It works under
+    ``torch.func.vmap`` if the module does; ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
 
     Args:
         module: the module to wrap; it is kept, not copied.
@@ -35,8 +34,7 @@ class Reparameterized(BayesianLayer):
             module's values where it is all zero).
 
     Raises:
-        ConversionError: nothing to sample, a Bayesian layer inside, uninitialised parameters, or an
-            impossible prior or σ.
+        ConversionError: no parameter to sample, a Bayesian layer inside, lazy parameters, or an impossible prior or σ.
 
     >>> lstm = Reparameterized(nn.LSTM(3, 4, batch_first=True))
     >>> output, (hidden, cell) = lstm(torch.zeros(2, 5, 3))
