@@ -1,7 +1,6 @@
 """Bayesian layers: pure functions, one file per kind of layer, and the reading and loading of posteriors."""
 
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
-from lightning_fedbayes.layers.conv import (
+from lightning_fedbayes.layers.affine import (
     Conv1dFlipout,
     Conv1dLocalReparameterization,
     Conv1dReparameterization,
@@ -20,10 +19,13 @@ from lightning_fedbayes.layers.conv import (
     ConvTranspose3dFlipout,
     ConvTranspose3dLocalReparameterization,
     ConvTranspose3dReparameterization,
+    LinearFlipout,
+    LinearLocalReparameterization,
+    LinearReparameterization,
 )
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.convert import MCDropout, bayesianize, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
-from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.layers.posterior_view import (
     PosteriorView,
     evaluation_mode,

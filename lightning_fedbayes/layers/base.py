@@ -24,15 +24,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.layers import functional
-from lightning_fedbayes.layers.functional import (
-    ESTIMATORS,
-    Estimator,
-    FlipoutNoise,
-    Normal,
-    inverse_softplus_std,
-    softplus_std,
-    with_tallies,
-)
+from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, inverse_softplus_std, softplus_std
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
 from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, map_tensors
 
@@ -244,7 +236,7 @@ class BayesianAffine(BayesianLayer):
         if not self.replaced_priors or not torch.is_grad_enabled():
             return output
         weight, bias = (getattr(self.replaced_priors.get(name), "squares", None) for name in (self.weight_name, "bias"))
-        return output if weight is bias is None else with_tallies(output, x, weight, bias, op, self.dims)
+        return output if weight is bias is None else functional.with_tallies(output, x, weight, bias, op, self.dims)
 
     def _sampled(self, op: functional.Op, x: Tensor) -> Tensor:
         weight_mean: Tensor = getattr(self, f"mu_{self.weight_name}")
@@ -358,5 +350,5 @@ def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
 
 def check_estimator(name: str) -> Estimator:
     """Return ``name`` if it is an estimator, else raise ConversionError."""
-    check_choice("estimator", name, ESTIMATORS, error=ConversionError)
+    check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
     return cast("Estimator", name)

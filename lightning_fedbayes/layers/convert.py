@@ -26,7 +26,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook, remove_forward_hook
-from lightning_fedbayes.layers import conv, linear
+from lightning_fedbayes.layers import affine
 from lightning_fedbayes.layers.base import (
     BayesianAffine,
     BayesianLayer,
@@ -40,12 +40,11 @@ from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean
 
 AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
     kind: {
-        "reparameterization": getattr(module, f"{kind.__name__}Reparameterization"),
-        "local_reparameterization": getattr(module, f"{kind.__name__}LocalReparameterization"),
-        "flipout": getattr(module, f"{kind.__name__}Flipout"),
+        "reparameterization": getattr(affine, f"{kind.__name__}Reparameterization"),
+        "local_reparameterization": getattr(affine, f"{kind.__name__}LocalReparameterization"),
+        "flipout": getattr(affine, f"{kind.__name__}Flipout"),
     }
-    for module, kinds in ((linear, [nn.Linear]), (conv, conv.CONVOLVE))
-    for kind in kinds
+    for kind in (nn.Linear, *affine.CONVOLVE)
 }
 """Deterministic layer → estimator → Bayesian layer."""
 
@@ -111,28 +110,26 @@ def bayesianize(
         check_std("posterior_std", posterior_std)
     check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
     check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
-    choose_prior(0.0, None, prior_std, prior)
-    s = 1.0 if prior_std is None else prior_std
+    usual = choose_prior(0.0, None, prior_std, prior)
 
     def convert(layer: nn.Module) -> BayesianLayer:
-        own_prior = NormalPrior(0.0, s) if prior is None else prior
         kind = affine_kind(layer)
         if kind is None:
             if init == "fresh":
                 reset(layer)
-            new = Reparameterized(layer, prior=own_prior, posterior_std=posterior_std)
+            new = Reparameterized(layer, prior=usual, posterior_std=posterior_std)
         else:
             bias = cast("Tensor | None", layer.bias) is not None
-            new = AFFINE[kind][estimator](**geometry(layer), bias=bias, bayesian_bias=bayesian_bias, prior=own_prior)
+            new = AFFINE[kind][estimator](**geometry(layer), bias=bias, bayesian_bias=bayesian_bias, prior=usual)
             carry_over(layer, new, posterior_std, pretrained=init == "pretrained")
         if init == "pretrained":
-            moped(new, delta, None if prior is not None else s)
+            moped(new, delta, None if prior is not None else 1.0 if prior_std is None else prior_std)
         return new.train(layer.training)
 
     copied = copy.deepcopy(network)
     chosen = choose(copied, last, names, types)
-    for name, layer in chosen.items():
-        check_convertible(copied, name, layer)
+    for outer, module in chosen.items():
+        check_convertible(copied, outer, module)
     for outer, module in chosen.items():
         parts = {id(inner) for inner in module.modules() if inner is not module}
         for inner, other in chosen.items():
@@ -194,13 +191,13 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
             f"last={last} counts the layers of a deterministic network, but "
             f"[{listed(map(repr, already))}] are Bayesian already; choose by names"
         )
-    affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
-    if not affine:
+    known = [name for name, module in candidates.items() if affine_kind(module) is not None]
+    if not known:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
-    live = [name for name in affine if any(p.requires_grad for p in candidates[name].parameters(recurse=False))]
-    live = live or affine
+    live = [name for name in known if any(p.requires_grad for p in candidates[name].parameters(recurse=False))]
+    live = live or known
     if last > len(live):
-        frozen = [name for name in affine if name not in live]
+        frozen = [name for name in known if name not in live]
         rest = f"; frozen, so that they stay deterministic: {listed(frozen)}: set requires_grad first" if frozen else ""
         raise ConversionError(f"last={last}, but only {len(live)} layers can be converted: {listed(live)}{rest}")
     return {name: candidates[name] for name in live[-last:]}
@@ -272,24 +269,21 @@ def geometry(layer: Any) -> dict[str, Any]:
     made = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     if isinstance(layer, nn.Linear):
         return {"in_features": layer.in_features, "out_features": layer.out_features, **made}
-    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
-    names += ["output_padding"] if layer.transposed else []
+    names = (*affine.GEOMETRY, "output_padding") if layer.transposed else affine.GEOMETRY
     return {name: getattr(layer, name) for name in names} | made
 
 
 @torch.no_grad()
 def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None, pretrained: bool) -> None:
     """Give ``new`` the trainability, and where ``pretrained`` the weights, of the layer it replaces."""
-    for name in ("weight", "bias"):
+    gaussian = {each.path: each for each in new.gaussian_parameters()}
+    for name, path in (("weight", new.weight_name), ("bias", "bias")):
         value = cast("Tensor | None", getattr(old, name))
         if value is None:
             continue
-        path = new.weight_name if name == "weight" else "bias"
-        parameter = next((each for each in new.gaussian_parameters() if each.path == path), None)
-        if parameter is None:
-            mean = cast("Tensor", new.bias)
-        else:
-            mean = parameter.mean
+        parameter = gaussian.get(path)
+        mean = cast("Tensor", new.bias) if parameter is None else parameter.mean
+        if parameter is not None:
             parameter.rho.requires_grad_(value.requires_grad)
             if posterior_std is not None:
                 parameter.rho.copy_(inverse_softplus_std(torch.full_like(parameter.rho, posterior_std)))
@@ -373,15 +367,8 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
 
     Source: [FBDL] §3.1 and Figure 1b: "a dropout layer after each convolutional and linear layer" of a block.
 
-    >>> with_mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rate=0.1)
-    Sequential(
-      (0): Linear(
-        in_features=4, out_features=8, bias=True
-        (mc_dropout): MCDropout(p=0.1)
-      )
-      (1): ReLU()
-      (2): Linear(in_features=8, out_features=2, bias=True)
-    )
+    >>> with_mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rate=0.1)[0].mc_dropout
+    MCDropout(p=0.1)
     """
     check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     copied = copy.deepcopy(network)

@@ -123,11 +123,9 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     Args:
         op: the deterministic layer.
-        x: input (batch, \*), as ``op`` takes it.
-        weight, bias: μ and σ, of the shapes of the deterministic layer's; None for no bias.
+        x: its input, (batch, \*).
+        weight, bias: μ and σ, of the shapes in the deterministic layer; None for no bias.
         noise: ε and the signs.
-
-    Returns: output of ``op``, (batch, \*).
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
@@ -207,9 +205,8 @@ def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor 
     Args:
         output: of the layer, (examples, \\*, channels, \\*space), or one example without the first dimension.
         x: its input, (examples, \\*).
-        weight, bias: tallies, zeros of the shapes of its parameters; None: none is taken.
-        op: the deterministic layer.
-        dims: number of dimensions of space.
+        weight, bias: tallies, zeros of the shapes of its parameters; None: not taken.
+        op: the deterministic layer, with ``dims`` dimensions of space.
     """
     tensors = tuple(each for each in (output, x, weight, bias) if each is not None)
     if has_torch_function(tensors):

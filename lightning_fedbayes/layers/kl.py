@@ -7,7 +7,7 @@ The closed form takes a few passes over the parameters where autograd takes doze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ class GaussianKL(torch.autograd.Function):
               \frac{\partial}{\partial s_i} = \frac{1}{s_i} - \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^3}
 
     The backward pass can be differentiated again. Under ``vmap`` it runs once on the stacked tensors.
-
     Shapes: mean and std (*, n), prior_mean and prior_std numbers or tensors that broadcast to that, result (*).
     """
 
@@ -143,23 +142,15 @@ def standardised(
     return (mean - prior_mean) / prior_std, std / prior_std
 
 
-class JointPrior(Protocol):
-    """Prior of several parameters side by side, such as a stack of cavities."""
-
-    def values(self, mean: Tensor, std: Tensor) -> Tensor:
-        """The divergence of each network, shape (networks, entries) → (networks,)."""
-        ...
-
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Its derivatives by every mean and standard deviation; None where the latter are 0."""
-        ...
-
-
 class JointKL(torch.autograd.Function):
-    """The divergence of several networks from a :class:`JointPrior`: (networks, entries) → (networks,)."""
+    """The divergence of several networks from a joint prior: (networks, entries) → (networks,).
+
+    A joint prior of several parameters has the methods ``values`` and ``gradients`` of
+    :class:`~lightning_fedbayes.layers.priors.LocalPrior`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: JointPrior) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: Any) -> Tensor:
         """Return the prior's values."""
         ctx.prior = prior
         ctx.save_for_backward(mean, std)
@@ -191,7 +182,7 @@ class JointDraw(torch.autograd.Function):
     Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        prior: m and s of the prior N(m, s²) that all parameters share, or a joint one; None for no divergence.
+        prior: m and s of the prior N(m, s²) that all parameters share, or a joint prior; None for no divergence.
         parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
 
     Returns: a draw of each parameter, of its shape; all means, ρ and σ side by side, shape (networks, entries) each;
@@ -199,7 +190,7 @@ class JointDraw(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prior: tuple[float, float] | JointPrior | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, prior: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
@@ -227,32 +218,27 @@ class JointDraw(torch.autograd.Function):
         of_mean, of_rho, of_std = of_joint
         used = [each is not None for each in of_draws]
         if any(used):
-            of_draw = torch.cat(
-                [
-                    mean.new_zeros(len(mean), size) if each is None else _rows(each)
-                    for each, size in zip(of_draws, ctx.sizes)
-                ],
-                1,
-            )
+            sized = zip(of_draws, ctx.sizes)
+            rows = [mean.new_zeros(len(mean), size) if each is None else _rows(each) for each, size in sized]
+            of_draw = torch.cat(rows, 1)
             of_std = _plus(of_draw * noise, of_std)
             of_mean = _plus(of_draw, of_mean)
-        if of_divergence is not None and not isinstance(ctx.prior, tuple):
+        scale = None if of_divergence is None else of_divergence.unsqueeze(1)
+        if scale is not None and not isinstance(ctx.prior, tuple):
             kl_of_mean, kl_of_std = ctx.prior.gradients(mean, std)
-            of_mean = _plus(kl_of_mean.mul_(of_divergence.unsqueeze(1)), of_mean)
+            of_mean = _plus(kl_of_mean.mul_(scale), of_mean)
             if kl_of_std is not None:
-                of_std = _plus(kl_of_std.mul_(of_divergence.unsqueeze(1)), of_std)
-        elif of_divergence is not None:
+                of_std = _plus(kl_of_std.mul_(scale), of_std)
+        elif scale is not None:
             prior_mean, prior_std = ctx.prior
-            scale = of_divergence.unsqueeze(1)
             inverse = scale / std
             scale = scale if prior_std == 1 else scale / prior_std**2
             of_mean = _plus((mean if prior_mean == 0 else mean - prior_mean) * scale, of_mean)
             of_std = _plus((std * scale).sub_(inverse), of_std)
         if of_std is not None:
             of_rho = _plus(of_std * torch.sigmoid(rho), of_rho)
-        alone = of_divergence is None and all(each is None for each in of_joint)
         parts = [[None] * count if each is None else _split(each, ctx) for each in (of_mean, of_rho)]
-        if alone and not all(used):
+        if of_divergence is None and all(each is None for each in of_joint):  # the draws' gradients only
             parts = [[part if use else None for part, use in zip(each, used)] for each in parts]
         return None, *parts[0], *parts[1]
 

@@ -218,10 +218,10 @@ class FederatedScaler(nn.Module):
 
     .. math:: z = (x - m) / s
 
-    for each entry of an example. A federation fills it before its first round, by one exchange in which each client
-    sends :class:`~lightning_fedbayes.layers.scaler.ScaleSums` of its training data, on every engine and transport; the
-    pooled data give the same scale. A :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when
-    the fit begins; for any other module call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
+    for each entry of an example. A federation fills it before its first round, in one exchange of
+    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`; the pooled data give the same scale. A
+    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins; for any other module
+    call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
 
     When to use it: units are far from 1, or differ between inputs. The regressors of this package have one for their
     targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss; as the attribute ``scaler`` it

@@ -10,6 +10,7 @@ from lightning_fedbayes.metrics.scores import (
     BrierScore,
     CalibrationDiagram,
     ClientAccuracy,
+    ConcordanceIndex,
     DeterminantSharpness,
     EnsembleCRPS,
     GaussianCRPS,
@@ -17,7 +18,6 @@ from lightning_fedbayes.metrics.scores import (
     IntervalCoverage,
     NegativeLogLikelihood,
 )
-from lightning_fedbayes.metrics.survival import ConcordanceIndex
 from lightning_fedbayes.metrics.uncertainty import (
     AccuracyRetained,
     KwonAleatoric,

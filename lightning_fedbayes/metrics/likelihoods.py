@@ -15,7 +15,7 @@ from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.private_torch import outside_of_vmap
 from lightning_fedbayes.metrics.functional import kwon_aleatoric, kwon_epistemic, mutual_information, predictive_entropy
-from lightning_fedbayes.metrics.functional.survival import check_survival, cox_terms
+from lightning_fedbayes.metrics.functional.scores import check_survival, cox_terms
 from lightning_fedbayes.metrics.predictions import (
     LIKELIHOODS,
     ClassPrediction,
@@ -161,7 +161,6 @@ class Bernoulli(_OfClasses):
 
     When to use it: two classes by one logit, or several labels at once. A label is scored like a class of two, with the
     logits (0, f).
-
     Shapes: outputs (batch,), (batch, labels, \*positions); targets, 0 or 1, of as many entries.
 
     >>> Bernoulli().nll(torch.zeros(2, 1), torch.tensor([0, 1]))
@@ -328,9 +327,7 @@ class Cox(Likelihood):
     When to use it: a network that ranks risks; give batches as large as memory allows. A term depends on the whole
     batch: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it, Bayesian
     layers and :class:`~lightning_fedbayes.IVON` do not need terms. Risks have no scale, so they are not calibrated.
-
     Shapes: outputs (batch,) or (batch, 1), log risks; targets (batch, 2): event, 1 or 0 (censored), and time.
-
     Source: Cox (1972); ties by Breslow's method.
 
     >>> Cox().nll(torch.zeros(3, 1), torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 2.0]]))  # log 3, censored, log 2

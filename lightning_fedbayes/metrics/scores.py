@@ -1,20 +1,110 @@
-"""Scores of predictive distributions, calibration of a classifier, and the accuracy of every client."""
+"""Bases of metrics; scores of predictive distributions and risks, calibration, and the accuracy of every client."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number, is_whole
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.metrics.examples import ExampleMean, HitCounts
 from lightning_fedbayes.metrics.functional import scores
+from lightning_fedbayes.metrics.functional.scores import check_survival, concordance_index, cox_loss
 from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
+
+
+class Plotted(Metric):
+    """A metric that torchmetrics can plot, without gradients."""
+
+    full_state_update = False
+    is_differentiable = False
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
+        return self._plot(val, ax)
+
+
+class ExampleMean(Plotted):
+    """Mean over all examples of one value per example; a subclass passes the values to :meth:`add` in ``update``.
+
+    The state is one sum and one count, so batches and processes of any size combine exactly.
+
+    Args:
+        name: name of the state, unique to what the metric computes, by default the class name: a MetricCollection
+            takes two metrics for one if their states have equal names and, after the first batch, equal values.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+    """
+
+    count: Tensor
+
+    def __init__(self, name: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.total_name = f"{name or type(self).__name__}_total"
+        self.add_state(self.total_name, torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def add(self, values: Tensor) -> None:
+        """Add the values of some examples, any shape."""
+        setattr(self, self.total_name, getattr(self, self.total_name) + values.detach().sum())
+        self.count = self.count + values.numel()
+
+    def compute(self) -> Tensor:
+        """Return the mean so far."""
+        return getattr(self, self.total_name) / self.count
+
+
+class HitCounts(Plotted):
+    """Numbers of examples and of correct ones in ``groups`` groups; kwargs are arguments of torchmetrics.Metric."""
+
+    counts: Tensor
+    hits: Tensor
+
+    def __init__(self, groups: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("counts", torch.zeros(groups, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("hits", torch.zeros(groups, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def add(self, counts: Tensor, hits: Tensor) -> None:
+        """Add counts of examples and of correct ones, shape (groups,)."""
+        self.counts = self.counts + counts
+        self.hits = self.hits + hits
+
+
+class ExampleMetric(Plotted):
+    """Base of metrics that keep vectors of all examples; a subclass implements ``update`` and :meth:`score`.
+
+    Attributes:
+        kept: names of the vectors, one number per example each: the state grows by so much.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.kept:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def keep(self, *vectors: Tensor) -> None:
+        """Add vectors of shape (batch,), in the order of :attr:`kept`."""
+        for name, vector in zip(self.kept, vectors, strict=True):
+            getattr(self, name).append(vector.detach())
+
+    def compute(self) -> Tensor:
+        """Return the value so far; NaN before the first example."""
+        vectors = [getattr(self, name) for name in self.kept]
+        if not len(vectors[0]):
+            return torch.tensor(torch.nan, device=self.device)
+        return self.score(*map(dim_zero_cat, vectors))
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return the value of all examples, a scalar."""
+        raise NotImplementedError
 
 
 class BrierScore(ExampleMean):
@@ -128,11 +218,8 @@ class CalibrationSums(HitCounts):
 class CalibrationDiagram(CalibrationSums):
     """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width; ECE.
 
-    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`; log its ``ece``.
-
-    Args:
-        bins: number of bins; [BA-BFL] uses 100, most others 15.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`; log its ``ece``. [BA-BFL]
+    uses 100 ``bins``, most others 15. Other arguments are those of :class:`torchmetrics.Metric`.
 
     >>> diagram = CalibrationDiagram(bins=2)
     >>> diagram.update(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
@@ -155,16 +242,11 @@ class CalibrationDiagram(CalibrationSums):
 
 
 class AdaptiveCalibrationError(CalibrationSums):
-    """Calibration error with bins of equal mass (see the function of the same name), over all batches.
+    """Calibration error with bins of equal mass, over all batches.
 
-    Confidences are kept in a fine histogram, so the state does not grow with the data. Examples in one cell count as
-    equally confident: with 10,000 cells this matters only at the boundary of a bin, for confidences that differ by less
-    than 1e-4.
-
-    Args:
-        bins: number of bins of equal mass.
-        resolution: number of cells of the histogram over [0, 1].
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    See :func:`~lightning_fedbayes.metrics.functional.adaptive_calibration_error`. Confidences are kept in a histogram
+    of ``resolution`` cells over [0, 1]; in one cell they count as equal, which matters only at the boundary of a bin.
+    Other arguments are those of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, bins: int = 15, resolution: int = 10_000, **kwargs: Any) -> None:
@@ -183,11 +265,8 @@ class ClientAccuracy(HitCounts):
     """Accuracy of each client on its own data. Source: [BA-BFL] §4.
 
     For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
-    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`.
-
-    Args:
-        clients: number of clients.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number; other arguments
+    are those of :class:`torchmetrics.Metric`.
 
     >>> metric = ClientAccuracy(clients=2)
     >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
@@ -226,6 +305,43 @@ class ClientAccuracy(HitCounts):
         """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
         figure = plots.client_accuracy(self.compute() if val is None else val)
         return figure, figure.axes[0]
+
+
+class SurvivalMetric(ExampleMetric):
+    """Keep risk, time and event of every example; a subclass implements :meth:`score`."""
+
+    kept = ("risk", "time", "event")
+
+    def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
+        """Add examples; see :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
+        happened = check_survival(time, event, risk=risk)
+        self.keep(risk, time, happened)
+
+
+class ConcordanceIndex(SurvivalMetric):
+    """Harrell's c (:func:`~lightning_fedbayes.metrics.functional.concordance_index`) over all batches.
+
+    Pairs of examples of different batches count as well. Arguments are those of :class:`torchmetrics.Metric`.
+
+    >>> ConcordanceIndex()(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
+    tensor(0.6667)
+    """
+
+    higher_is_better = True
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return Harrell's c."""
+        return concordance_index(*vectors)
+
+
+class CoxNLL(SurvivalMetric):
+    """Negative log partial likelihood per example, with the risk sets of all batches together."""
+
+    higher_is_better = False
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return :func:`cox_loss` times the share of events."""
+        return cox_loss(*vectors) * vectors[2].float().mean()
 
 
 def as_owner(client: Any, like: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_number
-from lightning_fedbayes.metrics.examples import ExampleMean, ExampleMetric, HitCounts
 from lightning_fedbayes.metrics.functional import uncertainty as measures
 from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors, sum_by_index
+from lightning_fedbayes.metrics.scores import ExampleMean, ExampleMetric, HitCounts
 
 ROUNDING = 1e-3
 """Largest excess over [0, 1] of an uncertainty that counts as rounding."""
@@ -65,25 +65,18 @@ class MutualInformation(ExampleMean):
 
 
 class RetainedCurve(NamedTuple):
-    """Accuracy of the least uncertain examples: two vectors of shape (points,), and the area."""
+    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each; area, a scalar: 1 − AURC."""
 
     fraction: Tensor
-    """Fraction of the examples that is retained, ascending; the last is 1."""
     accuracy: Tensor
-    """Accuracy of the retained examples."""
     area: Tensor
-    """Mean accuracy over all retained numbers, a scalar: 1 − AURC."""
 
 
 class AccuracyRetained(HitCounts):
     """Accuracy against the fraction retained when the most uncertain examples are discarded, over all batches.
 
-    The uncertainties u are kept in a histogram, so the state does not grow with the data. Its cells are equally wide in
-    √u, to resolve small u such as epistemic ones; examples in one cell count as equally uncertain.
-
-    Args:
-        resolution: number of cells.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Uncertainties u are kept in a histogram of ``resolution`` cells, equally wide in √u to resolve small u; examples in
+    one cell count as equally uncertain. Other arguments are those of :class:`torchmetrics.Metric`.
 
     >>> metric = AccuracyRetained()
     >>> metric.update(torch.tensor([True, False]), torch.tensor([0.1, 0.5]))
@@ -103,10 +96,7 @@ class AccuracyRetained(HitCounts):
 
         Args:
             correct: true where the example was classified correctly, shape (batch,).
-            uncertainty: in [0, 1], shape (batch,): normalised entropy, aleatoric or epistemic trace.
-
-        Raises:
-            FedBayesError: an uncertainty outside [0, 1] by more than rounding, or NaN.
+            uncertainty: normalised entropy, aleatoric or epistemic trace, shape (batch,), in [0, 1] up to rounding.
         """
         check_vectors(correct=correct, uncertainty=uncertainty)
         if not ((uncertainty >= -ROUNDING) & (uncertainty <= 1 + ROUNDING)).all():
@@ -139,11 +129,8 @@ class OutOfDistributionMetric(ExampleMetric):
         """Add examples.
 
         Args:
-            uncertainty: any measure of uncertainty, shape (batch,).
+            uncertainty: any measure of uncertainty, shape (batch,); NaN raises FedBayesError.
             out: true where the example is out of distribution, bool, shape (batch,), or True or False for all.
-
-        Raises:
-            FedBayesError: other shapes or types; an uncertainty is NaN.
         """
         check_vectors(uncertainty=uncertainty)
         if isinstance(out, bool):

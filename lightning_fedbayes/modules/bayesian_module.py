@@ -35,7 +35,7 @@ from lightning_fedbayes.metrics import (
     PredictiveEntropy,
 )
 from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
-from lightning_fedbayes.metrics.survival import CoxNLL
+from lightning_fedbayes.metrics.scores import CoxNLL
 from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive, linear_moments
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,

@@ -9,6 +9,8 @@ from lightning_fedbayes.metrics.functional.scores import (
     adaptive_calibration_error,
     brier_score,
     calibration_diagram,
+    concordance_index,
+    cox_loss,
     determinant_sharpness,
     ensemble_crps,
     gaussian_crps,
@@ -18,7 +20,6 @@ from lightning_fedbayes.metrics.functional.scores import (
     weighted_accuracy,
     worst_fraction_accuracy,
 )
-from lightning_fedbayes.metrics.functional.survival import concordance_index, cox_loss
 from lightning_fedbayes.metrics.functional.uncertainty import (
     accuracy_retained_area,
     accuracy_retained_curve,

@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.special import digamma, entr
 
 from lightning_fedbayes.core.errors import FedBayesError, check_flag, check_number
-from lightning_fedbayes.metrics.functional.utilities import (
-    check_not_nan,
-    check_numbers,
-    check_samples,
-    check_vectors,
-    sum_by_value,
-)
+from lightning_fedbayes.metrics.functional import utilities
 
 
 def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
@@ -28,16 +22,14 @@ def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
     The total uncertainty: 0 if one class is certain, 1 (normalised) if all are equally likely. Source: [FBDL] eq. (8).
 
     Args:
-        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes); the result is (batch,).
         normalize: divide by log C; otherwise the entropy is in nats.
-
-    Returns: shape (batch,).
 
     >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([1., 0.])
     """
     check_flag("normalize", normalize, error=FedBayesError)
-    entropy = entr(check_samples(probs).mean(0)).sum(-1)
+    entropy = entr(utilities.check_samples(probs).mean(0)).sum(-1)
     return entropy / math.log(probs.shape[-1]) if normalize else entropy
 
 
@@ -46,13 +38,12 @@ def mutual_information(probs: Tensor) -> Tensor:
 
     The epistemic part of the predictive entropy (BALD): 0 if all posterior samples agree.
     Source: Houlsby et al. (2011); Depeweg et al. (2018).
-
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
 
     >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # log 2
     tensor([0.6931])
     """
-    probs = check_samples(probs)
+    probs = utilities.check_samples(probs)
     return (entr(probs.mean(0)).sum(-1) - entr(probs).sum(-1).mean(0)).clamp_min(0)
 
 
@@ -60,13 +51,12 @@ def kwon_aleatoric(probs: Tensor) -> Tensor:
     r"""Noise of the label: the trace of :func:`aleatoric_covariance`, :math:`1 - \frac1M \sum_{mc} p_{mc}^2`.
 
     From 0 (every sample certain) to 1 − 1/C. Source: [FBDL] eq. (9), reported as the trace.
-
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
 
     >>> kwon_aleatoric(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([0.5000, 0.0000])
     """
-    probs = check_samples(probs)
+    probs = utilities.check_samples(probs)
     return (probs * (1 - probs)).sum(-1).mean(0)
 
 
@@ -74,13 +64,12 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
     r"""Disagreement of samples: the trace of :func:`epistemic_covariance`, :math:`\frac1M \sum_m |p_m - \bar p|^2`.
 
     0 if all posterior samples agree (always for one sample), at most 1 − 1/C. Source: [FBDL] eq. (9), as the trace.
-
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
 
     >>> kwon_epistemic(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
     tensor([0.5000])
     """
-    probs = check_samples(probs)
+    probs = utilities.check_samples(probs)
     return (probs - probs.mean(0)).square().sum(-1).mean(0)
 
 
@@ -89,10 +78,9 @@ def aleatoric_covariance(probs: Tensor) -> Tensor:
 
     Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
     :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. Source: [FBDL] eq. (9).
-
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
     """
-    probs = check_samples(probs)
+    probs = utilities.check_samples(probs)
     return probs.mean(0).diag_embed() - _mean_outer_product(probs)
 
 
@@ -101,7 +89,7 @@ def epistemic_covariance(probs: Tensor) -> Tensor:
 
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
     """
-    probs = check_samples(probs)
+    probs = utilities.check_samples(probs)
     return _mean_outer_product(probs - probs.mean(0))
 
 
@@ -113,48 +101,41 @@ def _mean_outer_product(vectors: Tensor) -> Tensor:
 def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
     """Accuracy of the least uncertain examples against the fraction of examples that is retained.
 
-    The most uncertain examples are discarded first, those of equal uncertainty together, so the order of the data does
-    not matter. A useful uncertainty gives a curve that falls from 1 to the plain accuracy, a useless one a level line.
+    The most uncertain examples are discarded first, equally uncertain ones together, so the order of the data does not
+    matter. A useful uncertainty gives a curve that falls from 1 to the plain accuracy, a useless one a level line.
 
     Args:
         correct: true where the example was classified correctly, shape (batch,).
         uncertainty: any measure of uncertainty, shape (batch,).
 
     Returns: fractions retained (ascending, the last is 1) and accuracies, one entry per distinct uncertainty.
-
     Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7.
 
     >>> accuracy_retained_curve(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
     (tensor([0.2500, 0.5000, 1.0000]), tensor([1.0000, 1.0000, 0.5000]))
     """
-    check_vectors(correct=correct, uncertainty=uncertainty)
-    fractions, accuracy = curve_of_groups(*sum_by_value(uncertainty, correct))
+    utilities.check_vectors(correct=correct, uncertainty=uncertainty)
+    fractions, accuracy = curve_of_groups(*utilities.sum_by_value(uncertainty, correct))
     return fractions.float().to(correct.device), accuracy.float().to(correct.device)
 
 
 def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
     r"""Mean accuracy over all retained numbers, :math:`\frac1N \sum_{n=1}^N \mathrm{acc}(n)`: 1 − AURC, a scalar.
 
-    acc(n) is the accuracy of the n least uncertain examples. Among equally uncertain ones it is the expectation over a
-    random choice, in closed form. Use it to compare measures of uncertainty of one model; between models it also
-    rewards plain accuracy. Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
-
-    Args:
-        correct: true where the example was classified correctly, shape (batch,).
-        uncertainty: any measure of uncertainty, shape (batch,).
+    acc(n) is the accuracy of the n least uncertain examples, among equally uncertain ones its expectation over a random
+    choice. Use it to compare measures of uncertainty of one model; between models it also rewards plain accuracy.
+    Arguments as for :func:`accuracy_retained_curve`.
+    Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
 
     >>> accuracy_retained_area(torch.tensor([1, 0]), torch.tensor([0.1, 0.5]))  # (1 + 1/2) / 2
     tensor(0.7500)
     """
-    check_vectors(correct=correct, uncertainty=uncertainty)
-    return area_of_groups(*sum_by_value(uncertainty, correct)).float().to(correct.device)
+    utilities.check_vectors(correct=correct, uncertainty=uncertainty)
+    return area_of_groups(*utilities.sum_by_value(uncertainty, correct)).float().to(correct.device)
 
 
 def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fractions and accuracies at the ends of groups of equally uncertain examples, most certain first.
-
-    Counts, float64, and correct ones among them are of shape (groups,); empty groups are skipped.
-    """
+    """Return fractions and accuracies at the ends of groups of equally uncertain examples, float64, certain first."""
     counts, hits = counts[counts > 0], hits[counts > 0]
     return counts.cumsum(0) / counts.sum(), hits.cumsum(0) / counts.cumsum(0)
 
@@ -196,7 +177,7 @@ def ood_auroc(uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
     """
     _check_sides(uncertainty_in, uncertainty_out)
     is_out = torch.cat([torch.zeros(len(uncertainty_in)), torch.ones(len(uncertainty_out))])
-    counts, out = sum_by_value(torch.cat([uncertainty_in, uncertainty_out]), is_out)
+    counts, out = utilities.sum_by_value(torch.cat([uncertainty_in, uncertainty_out]), is_out)
     inside = counts - out
     below = inside.cumsum(0) - inside
     return ((out * (below + inside / 2)).sum() / (inside.sum() * out.sum())).float().to(uncertainty_in.device)
@@ -215,15 +196,10 @@ def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.9
     confidence, such as the source, take in-distribution as the positive class and report another number.
 
     Args:
-        uncertainty_in: of in-distribution examples, any unit, shape (examples in,); infinity is allowed.
-        uncertainty_out: of out-of-distribution examples, in the same unit, shape (examples out,).
-        recall: share of out-of-distribution examples to be found, above 0 and at most 1.
+        uncertainty_in, uncertainty_out: as for :func:`ood_auroc`.
+        recall: share of out-of-distribution examples to be found, in (0, 1], else FedBayesError.
 
     Returns: a scalar in [0, 1]; 0 is best.
-
-    Raises:
-        FedBayesError: an argument is not a vector, is empty or holds NaN; ``recall`` is outside (0, 1].
-
     Source: Liang, Li and Srikant (2018), with the classes exchanged.
 
     >>> ood_fpr(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.3, 0.5]))  # both are found from 0.3
@@ -239,11 +215,11 @@ def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.9
 
 def _check_sides(uncertainty_in: Tensor, uncertainty_out: Tensor) -> None:
     """Raise FedBayesError unless both are vectors of one example or more, without NaN."""
-    check_numbers(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
+    utilities.check_numbers(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
     for name, side in (("uncertainty_in", uncertainty_in), ("uncertainty_out", uncertainty_out)):
         if side.ndim != 1 or not len(side):
             raise FedBayesError(
                 f"{name} has shape {tuple(side.shape)}, but one number for each of at least one example is needed; "
                 "flatten it, or give examples of both sides"
             )
-    check_not_nan(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
+    utilities.check_not_nan(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)

@@ -17,7 +17,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one, rows
-from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, joined
+from lightning_fedbayes.sources.curvature.kronecker import KroneckerPosterior, joined
 
 Tensors = dict[str, Tensor]
 
@@ -32,22 +32,21 @@ def linearised_outputs(
 
     with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
 
-    When to use it: for Laplace posteriors. Their variances are those of this linear model; the network itself, at
+    When to use it: for Laplace posteriors. Their variances hold for this linear model; the network itself, at
     parameters drawn from them, is far from its mean.
 
     Args:
         network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself;
-            in evaluation mode. Its own noise is off.
+            in evaluation mode. Its noise is off.
         posterior: of its parameters; others, and those of variance 0, are fixed.
-        inputs: a batch: a tensor of shape (batch, \*), a collection of such, or whatever else the network takes, such
-            as a graph. That is not divided into examples: it passes once, and back for every output of every example.
-        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one after the other. The
-            Jacobians of a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or
-            are those of one example.
+        inputs: a batch: a tensor of shape (batch, \*), a collection of such, or another input of the network, such as
+            a graph, which is not divided into examples: one pass, and one back for every output of every example.
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one by one. The Jacobians of
+            a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or are of one
+            example.
 
     Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
     O, O).
-
     Source: Immer, Korzepa and Bauer 2021.
     """
     paths = parameter_paths(network)
@@ -102,15 +101,12 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     r"""Return draws from :math:`N(f, C)`, shape (draws, batch, \*outputs), spread evenly.
 
     Each is a draw from that distribution, and their averages are unbiased. Together they are one scrambled Sobol
-    sequence, the same for all examples, so that averages over 256 draws are as exact as over 1,000 independent ones.
+    sequence, the same for all examples: averages over 256 draws are as exact as over 1,000 independent ones.
 
     Args:
         mean: f, shape (batch, \*outputs).
-        covariance: C, positive semidefinite, shape (batch, O, O).
+        covariance: C, positive semidefinite, shape (batch, O, O); FedBayesError if it is not finite.
         draws: number of draws.
-
-    Raises:
-        FedBayesError: C is not finite.
     """
     wrong = int((~covariance.isfinite()).flatten(1).any(1).sum())
     if wrong:
@@ -129,13 +125,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _covariance(
     posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
 ) -> Tensor:
-    r"""Return :math:`J \Sigma J^\top`, shape (batch, O, O), like ``mean``, shape (batch, O).
-
-    Args:
-        posterior: with the covariance :math:`\Sigma`.
-        jacobians: name → J, shape (batch, O, \*shape); overwritten.
-        mean: of the outputs.
-    """
+    r"""Return :math:`J \Sigma J^\top`, (batch, O, O); overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
     total = mean.new_zeros(*mean.shape, mean.shape[1])
     if isinstance(posterior, GaussianPosterior):
         for name, jacobian in jacobians.items():
