@@ -50,10 +50,10 @@ class LinearReparameterization(BayesianAffine):
         bayesian_bias: False makes the bias an ordinary deterministic parameter named ``bias``.
         device, dtype: as in ``nn.Linear``.
 
-    Shapes: input (batch, *, in_features), output (batch, *, out_features).
-
     Raises:
         ConversionError: more than one prior is described, or a prior without positive spread.
+
+    Shapes: input (batch, *, in_features), output (batch, *, out_features).
 
     >>> layer = LinearReparameterization(3, 2)
     >>> layer(torch.ones(5, 3)).shape, layer.kl_loss().shape
@@ -77,14 +77,9 @@ class LinearReparameterization(BayesianAffine):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_template(bias, device, dtype, in_features=in_features, out_features=out_features)
-        super().__init__(
-            nn.Linear(in_features, out_features, bias, device, dtype),
-            "weight",
-            choose_prior(prior_mean, prior_variance, prior_std, prior),
-            posterior_mu_init,
-            posterior_rho_init,
-            bayesian_bias,
-        )
+        template = nn.Linear(in_features, out_features, bias, device, dtype)
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        super().__init__(template, "weight", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
         self.in_features = in_features
         self.out_features = out_features
 
@@ -199,20 +194,9 @@ class BayesianConv(BayesianAffine):
                 raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions only")
             check_sizes("output_padding", output_padding, self.dims, 0)
             extra["output_padding"] = output_padding
-        template: Any = self.deterministic(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation=dilation,
-            groups=groups,
-            bias=bias,
-            padding_mode=padding_mode,
-            device=device,
-            dtype=dtype,
-            **extra,
-        )
+        extra |= {"bias": bias, "device": device, "dtype": dtype}
+        values = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
+        template: Any = self.deterministic(**dict(zip(GEOMETRY, values)), **extra)
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
         super().__init__(template, "kernel", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
         self.in_channels: int = template.in_channels

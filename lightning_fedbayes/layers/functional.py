@@ -213,7 +213,7 @@ def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor 
         return handle_torch_function(with_tallies, tensors, output, x, weight, bias, op, dims)
     if dims == 0 and x.dim() == output.dim() == 2:
         return RowTally.apply(output, x, weight, bias)  # pyright: ignore[reportReturnType]
-    return SquareTally.apply(output, x, weight, bias, op, dims)  # pyright: ignore[reportReturnType]
+    return _SquareTally.apply(output, x, weight, bias, op, dims)  # pyright: ignore[reportReturnType]
 
 
 class RowTally(torch.autograd.Function):
@@ -242,26 +242,23 @@ class RowTally(torch.autograd.Function):
         return gradient, None, of_weight, squares.sum(-2) if ctx.has_bias else None
 
 
-class SquareTally(torch.autograd.Function):
+class _SquareTally(torch.autograd.Function):
     """:func:`with_tallies` of any layer that is linear in its weight; one gradient of the weight for every example."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:
-        """Return ``output``; arguments as for :func:`with_tallies`."""
         return output.view_as(output)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the input."""
         _, x, weight, bias, ctx.op, ctx.dims = inputs
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the output as it is, and the sums of squares."""
         (gradient,), (x, weight), dims = gradients, ctx.saved_tensors, ctx.dims
         each = in_single_precision(gradient)
         if gradient.dim() == 1 + dims:

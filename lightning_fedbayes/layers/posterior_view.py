@@ -198,20 +198,6 @@ class PosteriorView:
             PosteriorError: names or shapes differ from the module's.
         """
         check_posterior(posterior, "posterior")
-        self._check(posterior)
-        for name, entry in self._entries.items():
-            mean = posterior.mean[name]
-            if not isinstance(entry, GaussianParameter):
-                parameter_of(entry).copy_(mean)
-                if name in self._variances:
-                    self._variances[name] = posterior.variance[name].to(parameter_of(entry), copy=True)
-                continue
-            entry.mean.copy_(mean)
-            rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
-            # inverting softplus rounds: rho stays where the variance does
-            rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
-
-    def _check(self, posterior: GaussianPosterior) -> None:
         if posterior.mean.keys() != self._entries.keys():
             missing = [name for name in self._entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
@@ -226,6 +212,17 @@ class PosteriorView:
                     f"'{name}' has shape {tuple(posterior.mean[name].shape)} in the posterior but "
                     f"{tuple(live.shape)} in the module; read it from a network of the same sizes"
                 )
+        for name, entry in self._entries.items():
+            mean = posterior.mean[name]
+            if not isinstance(entry, GaussianParameter):
+                parameter_of(entry).copy_(mean)
+                if name in self._variances:
+                    self._variances[name] = posterior.variance[name].to(parameter_of(entry), copy=True)
+                continue
+            entry.mean.copy_(mean)
+            rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
+            # inverting softplus rounds: rho stays where the variance does
+            rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
 
 
 def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:

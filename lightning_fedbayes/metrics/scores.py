@@ -289,7 +289,17 @@ class ClientAccuracy(HitCounts):
             client: number of the client that each example belongs to, shape (batch,), or one for all.
         """
         hit = check_predictive(probs, target).argmax(1) == target
-        owner = as_owner(client, hit)
+        owner: Any = client
+        if is_whole(client):
+            check_at_least("client", client, 0, error=FedBayesError)
+            owner = torch.full_like(hit, int(client), dtype=torch.int64)
+        check_tensor("client", owner, error=FedBayesError)
+        if owner.dtype not in (torch.int64, torch.int32) or owner.shape not in ((), hit.shape):
+            raise FedBayesError(
+                f"client has shape {tuple(owner.shape)} and dtype {owner.dtype}; give one whole number per example, "
+                f"shape {tuple(hit.shape)}, or one for all"
+            )
+        owner = owner.to(hit.device).expand_as(hit)
         if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
             raise FedBayesError(
                 f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "
@@ -342,17 +352,3 @@ class CoxNLL(SurvivalMetric):
     def score(self, *vectors: Tensor) -> Tensor:
         """Return :func:`cox_loss` times the share of events."""
         return cox_loss(*vectors) * vectors[2].float().mean()
-
-
-def as_owner(client: Any, like: Tensor) -> Tensor:
-    """Return the client of each example as a vector like ``like``; raise FedBayesError if it is not a whole number."""
-    if is_whole(client):
-        check_at_least("client", client, 0, error=FedBayesError)
-        return torch.full_like(like, int(client), dtype=torch.int64)
-    check_tensor("client", client, error=FedBayesError)
-    if client.dtype not in (torch.int64, torch.int32) or client.shape not in ((), like.shape):
-        raise FedBayesError(
-            f"client has shape {tuple(client.shape)} and dtype {client.dtype}; give one whole number per example, "
-            f"shape {tuple(like.shape)}, or one for all"
-        )
-    return client.to(like.device).expand_as(like)

@@ -15,7 +15,7 @@ from lightning_fedbayes.core.errors import FederationError, check_at_least, chec
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.core.private_torch import foreach
 from lightning_fedbayes.sources import ivon_state
-from lightning_fedbayes.sources.ivon_state import SHARE, START, Factors, Sum, Sums, factors, total
+from lightning_fedbayes.sources.ivon_state import SHARE, START, Factors, State, Sum, Sums, factors, total
 
 EPSILON = 1e-8
 """Added to the divisor of a step of parameters without a posterior, as in Adam."""
@@ -219,11 +219,20 @@ class IVON(Optimizer):
                     result = closure()
         elif not self._draws:
             raise FederationError(
-                "IVON.step() has no gradient at a draw of the parameters: give it a closure, as Lightning's automatic "
+                "IVON.step() has no gradient at a draw of the parameters: hand it a closure, as Lightning's automatic "
                 "optimization does (not with precision='16-mixed': take 'bf16-mixed'), or take gradients inside "
                 "`with optimizer.sampled():`"
             )
-        self._update_all()
+        sums, draws = self._sums or {}, self._draws
+        self.forget()
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p in sums]
+            with torch.no_grad():
+                if group["posterior"] and found:
+                    self._update(group, found, [sums[p] for p in found], draws)
+                elif found:
+                    for p in found:
+                        self._update_point(group, p, sums[p].gradient / draws)
         return result
 
     def forget(self) -> None:
@@ -272,20 +281,7 @@ class IVON(Optimizer):
         self._sums = sums
         self._draws += bool(found)
 
-    @torch.no_grad()
-    def _update_all(self) -> None:
-        """Update all parameters from the sums over the draws, and forget them."""
-        sums, draws = self._sums or {}, self._draws
-        self.forget()
-        for group in self.param_groups:
-            found = [p for p in group["params"] if p in sums]
-            if group["posterior"] and found:
-                self._update(group, found, [sums[p] for p in found], draws)
-            elif found:
-                for p in found:
-                    self._update_point(group, p, sums[p].gradient / draws)
-
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
+    def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
         """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
@@ -325,13 +321,7 @@ class IVON(Optimizer):
                 foreach.add_(parameters, foreach.div(move, divisors), alpha=-1.0)
 
     def _follow(
-        self,
-        group: dict[str, Any],
-        states: list[dict[str, Any]],
-        sums: list[Sum],
-        draws: int,
-        scale: Factors,
-        prior: float | list[Tensor],
+        self, group: State, states: list[State], sums: list[Sum], draws: int, scale: Factors, prior: Any
     ) -> None:
         """Update the precisions as Shen et al. do: every entry follows its estimate."""
         precisions = [state["precision"] for state in states]
@@ -347,14 +337,7 @@ class IVON(Optimizer):
         foreach.mul_(precisions, factor)
 
     def _measure(
-        self,
-        group: dict[str, Any],
-        states: list[dict[str, Any]],
-        sums: list[Sum],
-        draws: int,
-        steps: Factors,
-        scale: Factors,
-        prior: float | list[Tensor],
+        self, group: State, states: list[State], sums: list[Sum], draws: int, steps: Factors, scale: Factors, prior: Any
     ) -> list[Tensor]:
         """Update the precisions from squared gradients; return λ c v + A, at least :data:`LEAST` of the precision."""
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
@@ -387,7 +370,7 @@ class IVON(Optimizer):
             foreach.maximum_(wanted, foreach.mul(precisions, LEAST))
         return wanted
 
-    def _update_point(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def _update_point(self, group: State, parameter: Tensor, gradient: Tensor) -> None:
         """Take Adam's step of a parameter without a posterior."""
         state, (first, second) = self.state[parameter], group["betas"]
         if not state:
@@ -416,7 +399,7 @@ class IVON(Optimizer):
             variance[name] = state["precision"].reciprocal().to(p.dtype) if known else zeros_like(mean[name])
         return GaussianPosterior(mean, variance)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: Tensor) -> State:
         """Return the state of a parameter with a posterior, made at the first call."""
         state = self.state[parameter]
         if not state:

@@ -32,6 +32,7 @@ class Sum(NamedTuple):
     square: Tensor | None = None
 
 
+State = dict[str, Any]
 Sums = dict[Tensor, Sum]
 Factors = list[Any]
 
@@ -63,7 +64,7 @@ def larger(first: Any, second: float) -> Any:
     return first.clamp_min(second) if isinstance(first, Tensor) else max(first, second)
 
 
-def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None:
+def begin(state: State, square: Tensor, number: float | Tensor) -> None:
     r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
 
     :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; the sums change unit
@@ -80,7 +81,7 @@ def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None
 
 
 def unit_of(
-    states: list[dict[str, Any]], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
+    states: list[State], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
 ) -> Factors:
     r"""Add a step to the sums of each parameter, and return :math:`\lambda c`, the unit of its squared gradients.
 
@@ -120,7 +121,7 @@ def _mode(signal: Tensor, noise: Tensor) -> Tensor:
     return torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
 
 
-def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
+def first_state(parameter: Tensor, group: State, num_examples: int) -> dict[str, Tensor]:
     """Return the state with which a parameter of ``group`` begins, for n examples."""
     like = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
     scale = num_examples / group["temperature"]
@@ -133,16 +134,12 @@ def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> 
     }
     if group["curvature"] == "squares":
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state |= {
-            "square": torch.full_like(like, curvature),
-            "received": torch.zeros(()),
-            "signal": zero,
-            "noise": zero.clone(),
-        }
+        state |= {"square": torch.full_like(like, curvature), "received": torch.zeros(())}
+        state |= {"signal": zero, "noise": zero.clone()}
     return state
 
 
-def first_curvature(parameter: Tensor, group: dict[str, Any], scale: float) -> float:
+def first_curvature(parameter: Tensor, group: State, scale: float) -> float:
     r"""Return :math:`h_0`; by default draws are :data:`WIDTH` times the weights' root mean square wide."""
     if group["hessian_init"] is not None:
         return group["hessian_init"]

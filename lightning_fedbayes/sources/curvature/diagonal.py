@@ -308,15 +308,18 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
     """Return matching parameters outside of Bayesian layers; FederationError for a pattern without a match."""
     bayesian = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found: Tensors = {}
+    found = matching(patterns, trained, "parameter that requires gradients")
+    return {name: p for name, p in found.items() if id(p) not in bayesian}
+
+
+def matching(patterns: Sequence[str], known: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the entries of ``known`` that match a pattern; FederationError if a pattern matches none of ``what``."""
+    found = {}
     for pattern in patterns:
-        matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
-        if not matching:
-            raise FederationError(
-                f"parameters pattern '{pattern}' matches no parameter that requires gradients: "
-                f"{nearest(pattern, trained)}"
-            )
-        found |= {name: p for name, p in matching.items() if id(p) not in bayesian}
+        names = [name for name in known if fnmatchcase(name, pattern)]
+        if not names:
+            raise FederationError(f"parameters pattern '{pattern}' matches no {what}: {nearest(pattern, known)}")
+        found |= {name: known[name] for name in names}
     return found
 
 

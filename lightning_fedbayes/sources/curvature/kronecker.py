@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.core.batches import output_of
-from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, nearest, raised_as
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, raised_as
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.scaler import UNITS
-from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes
+from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes, matching
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 Tensors = dict[str, Tensor]
@@ -191,29 +190,18 @@ class KroneckerLaplace:
         }
         uses = Counter(id(p) for each in module.modules() for p in each.parameters(recurse=False))
         found = {}
-        for pattern in self.curvature.parameters:
-            matching = [name for name in supported if fnmatchcase(name, pattern)]
-            if not matching:
-                raise FederationError(
-                    f"parameters pattern '{pattern}' matches no weight of a linear layer or convolution: "
-                    f"{nearest(pattern, supported)}"
-                )
-            for name in matching:
-                layer = supported[name]
-                is_plain = isinstance(layer, nn.Linear) or (
-                    layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-                )
-                if not is_plain:
-                    raise FederationError(
-                        f"KroneckerLaplace: '{name}' has groups, padding by name or another padding mode than zeros: "
-                        "leave it out by Laplace(parameters=[...])"
-                    )
-                if uses[id(layer.weight)] > 1:
-                    raise FederationError(
-                        f"KroneckerLaplace: '{name}' is the weight of another layer, too, and has no one input: leave "
-                        "it out by Laplace(parameters=[...])"
-                    )
-                found[name.removesuffix("weight").removesuffix(".")] = layer
+        patterns = self.curvature.parameters
+        for name, layer in matching(patterns, supported, "weight of a linear layer or convolution").items():
+            why = ""
+            if not isinstance(layer, nn.Linear) and (
+                layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+            ):
+                why = "has groups, padding by name or another padding mode than zeros"
+            elif uses[id(layer.weight)] > 1:
+                why = "is the weight of another layer, too, and has no one input"
+            if why:
+                raise FederationError(f"KroneckerLaplace: '{name}' {why}: leave it out by Laplace(parameters=[...])")
+            found[name.removesuffix("weight").removesuffix(".")] = layer
         return found
 
 

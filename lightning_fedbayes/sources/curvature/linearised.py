@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,10 @@ def linearised_outputs(
         values = {paths[name]: _differentiable(value) for name, value in posterior.mean.items()}
         fixed = {**buffers, **{path: value for path, value in values.items() if path not in names.values()}}
 
-        def output(parameters: Tensors, example: Any) -> tuple[Tensor, Tensor]:
+        def output(part: Any, parameters: Tensors) -> Tensor:
+            return output_of(network, part, {**fixed, **parameters})
+
+        def of_one(parameters: Tensors, example: Any) -> tuple[Tensor, Tensor]:
             found = output_of_one(network, {**fixed, **parameters}, example)
             return found.reshape(-1), found
 
@@ -73,21 +77,18 @@ def linearised_outputs(
         size = sum(value.numel() for value in at.values())
 
         def parts() -> Iterator[tuple[Tensor, Tensors]]:
-            if count is None:
-                yield from _jacobians_by_row(lambda leaves: output_of(network, inputs, {**fixed, **leaves}), at)
+            if count is None or not vectorized:
+                for part in [inputs] if count is None else (rows(inputs, slice(i, i + 1)) for i in range(count)):
+                    yield from _jacobians_by_row(partial(output, part), at)
                 return
-            start, chunk = 0, 1  # the first example says how many outputs there are
+            start, chunk = 0, 1  # the first example tells the number of outputs
             while start < count:
                 part = rows(inputs, slice(start, start + chunk))
-                if vectorized:
-                    mean, jacobians = _jacobians(output, at, part)
-                    yield mean, jacobians
-                    start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
-                else:
-                    yield from _jacobians_by_row(
-                        lambda leaves, part=part: output_of(network, part, {**fixed, **leaves}), at
-                    )
-                    start += 1
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
+                    jacobians, mean = torch.func.vmap(torch.func.jacrev(of_one, has_aux=True), (None, 0))(at, part)
+                yield mean, jacobians
+                start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
 
         means, covariances = [], []
         for mean, jacobians in parts():
@@ -137,16 +138,8 @@ def _covariance(
     return total
 
 
-def _jacobians(output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs: Any) -> tuple[Tensor, Tensors]:
-    r"""Return outputs, shape (batch, \*outputs), and their Jacobians, path → (batch, O, \*shape)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
-        jacobians, outputs = torch.func.vmap(torch.func.jacrev(output, has_aux=True), in_dims=(None, 0))(at, inputs)
-    return outputs, jacobians
-
-
 def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Iterator[tuple[Tensor, Tensors]]:
-    """Yield what :func:`_jacobians` returns, example by example, for networks that do not vectorize."""
+    r"""Yield the output, shape (1, \*outputs), and its Jacobians, path → (1, O, \*shape), for each example."""
     leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
     with torch.enable_grad():
         found = output(leaves)
