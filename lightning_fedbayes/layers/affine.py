@@ -268,12 +268,8 @@ class TransposedConvolution(BayesianConv):
         """Compute ``F.conv_transpose*d``."""
         output_padding = self.output_padding
         if output_size is not None:
-            smallest = [
-                (size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
-                for size, stride, padding, dilation, kernel in zip(
-                    x.shape[-self.dims :], self.stride, self.padding, self.dilation, self.kernel_size
-                )
-            ]
+            sizes = zip(x.shape[-self.dims :], self.stride, self.padding, self.dilation, self.kernel_size)
+            smallest = [(n - 1) * step - 2 * int(pad) + gap * (kernel - 1) + 1 for n, step, pad, gap, kernel in sizes]
             output_padding = tuple(size - least for size, least in zip(output_size[-self.dims :], smallest))
         convolve = CONVOLVE[self.deterministic]
         return convolve(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)

@@ -205,15 +205,15 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
 
 def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:
     """The network's modules by name, in definition order, without the parts of Bayesian and attention layers."""
-    opaque = BaseVariationalLayer_ | nn.MultiheadAttention  # which reads its projection's weight without a call
-    inside = {
-        id(inner)
-        for module in network.modules()
-        if isinstance(module, opaque)
-        for inner in module.modules()
-        if inner is not module
-    }
+    kinds = BaseVariationalLayer_ | nn.MultiheadAttention  # which reads its projection's weight without a call
+    inside = {id(part) for part in parts_of(network, kinds)}
     return {name: module for name, module in network.named_modules() if id(module) not in inside}
+
+
+def parts_of(network: nn.Module, kinds: Any) -> list[nn.Module]:
+    """The modules inside of modules of the given kinds."""
+    whole = [each for each in network.modules() if isinstance(each, kinds)]
+    return [part for each in whole for part in each.modules() if part is not each]
 
 
 def affine_kind(module: nn.Module) -> type[nn.Module] | None:
@@ -224,42 +224,30 @@ def affine_kind(module: nn.Module) -> type[nn.Module] | None:
 
 def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
     """Raise ConversionError, with the reason, if the chosen ``module`` cannot become Bayesian."""
-    reason = None
+    reason, is_affine = None, affine_kind(module) is not None
     if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
         reason = "is Bayesian already, or a part of it is"
     elif isinstance(module, LazyModuleMixin):
         reason = "is lazy, so its sizes are unknown: run one batch through the network first"
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
         reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
-    elif any(
-        module is part
-        for layer in network.modules()
-        if isinstance(layer, nn.TransformerEncoderLayer)
-        for part in layer.modules()
-        if part is not layer
-    ):
+    elif any(module is part for part in parts_of(network, nn.TransformerEncoderLayer)):
         reason = "is inside a TransformerEncoderLayer, which reads its weight: wrap that whole layer in Reparameterized"
-    elif is_parametrized(module) or (
-        affine_kind(module) is not None and not isinstance(module._parameters.get("weight"), Tensor)
-    ):
+    elif is_parametrized(module) or (is_affine and not isinstance(module._parameters.get("weight"), Tensor)):
         reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"
     elif has_forward_hook(module) or has_backward_hook(module):
         reason = "has hooks, which would be lost: register them after the conversion"
     elif not any(p.is_floating_point() for p in module._parameters.values() if p is not None):
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
         reason = f"holds no parameter itself: choose among {listed(children)}" if children else "has no parameter"
-    elif affine_kind(module) is None and not any(p.requires_grad for p in module.parameters()):
+    elif not is_affine and not any(p.requires_grad for p in module.parameters()):
         reason = "has only frozen parameters, which stay deterministic: set requires_grad first"
     else:
-        mine = {id(p) for p in module.parameters()}
-        inside = set(module.modules())
-        others = [
-            path
-            for path, other in network.named_modules()
-            if other not in inside and any(id(p) in mine for p in other._parameters.values() if p is not None)
-        ]
-        if others:
-            reason = f"shares a parameter with '{others[0]}': untie them first"
+        mine, inside = {id(p) for p in module.parameters()}, set(module.modules())
+        others = [(path, other) for path, other in network.named_modules() if other not in inside]
+        shared = [path for path, other in others if not mine.isdisjoint(map(id, other._parameters.values()))]
+        if shared:
+            reason = f"shares a parameter with '{shared[0]}': untie them first"
     if reason is not None:
         raise ConversionError(f"'{name}' ({type(module).__name__}) cannot be made Bayesian: it {reason}")
 

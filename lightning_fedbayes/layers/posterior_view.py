@@ -356,12 +356,8 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
     before = [m.mean_only for m in switched]
-    foreign = [
-        each
-        for m in module.modules()
-        if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)
-        for each in gaussian_parameters_of(m)
-    ]
+    others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
+    foreign = [each for m in others for each in gaussian_parameters_of(m)]
     if foreign and is_exporting():  # torch cannot record σ = 0, which is not a parameter
         raise ConversionError(
             f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "

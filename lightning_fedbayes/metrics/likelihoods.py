@@ -69,11 +69,9 @@ class _OfClasses(Likelihood):
     def predict(self, draws: Tensor) -> ClassPrediction:
         probs = self.logits(draws).softmax(-1)
         rows, mean = probs.flatten(1, -2), probs.mean(0)
-        measures = [
-            measure(rows).view(probs.shape[1:-1])
-            for measure in (predictive_entropy, mutual_information, kwon_aleatoric, kwon_epistemic)
-        ]
-        return ClassPrediction(self._as_outputs(mean), mean.argmax(-1), *measures)
+        measures = predictive_entropy, mutual_information, kwon_aleatoric, kwon_epistemic
+        found = [measure(rows).view(probs.shape[1:-1]) for measure in measures]
+        return ClassPrediction(self._as_outputs(mean), mean.argmax(-1), *found)
 
     @abstractmethod
     def _as_outputs(self, probs: Tensor) -> Tensor:

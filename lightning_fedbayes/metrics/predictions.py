@@ -169,10 +169,8 @@ class Likelihood(ABC):
                 f"likelihood '{self.name}' predicts {shown(prediction)}: what is scored example by example is a "
                 "ClassPrediction or a RegressionPrediction"
             )
-        mean, variance, target = (
-            each.movedim(1, -1).flatten(0, -2)
-            for each in (prediction.mean, prediction.variance, shaped_like(targets, prediction.mean))
-        )
+        parts = prediction.mean, prediction.variance, shaped_like(targets, prediction.mean)
+        mean, variance, target = (each.movedim(1, -1).flatten(0, -2) for each in parts)
         counts = torch.full((len(targets),), len(mean) // max(1, len(targets)))
         return {"mean": mean, "variance": variance, "target": target, "counts": counts}
 
