@@ -132,15 +132,11 @@ class BayesianConv(BayesianAffine):
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``;
             padding_mode of a transposed convolution is "zeros".
-        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
-            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
         output_padding: of a transposed convolution, as in ``nn.ConvTranspose2d``.
-        device, dtype: as in ``nn.Conv2d``.
+        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias,
+            device, dtype: as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
 
-    Shapes: as for the deterministic layer, with or without a batch dimension.
-
-    Raises:
-        ConversionError: more than one prior is described, or a prior without positive spread; no such convolution.
+    Shapes: as for the deterministic layer, with or without a batch dimension. ConversionError: no such convolution.
     """
 
     deterministic: ClassVar[type[nn.Module]]

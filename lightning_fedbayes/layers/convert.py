@@ -346,12 +346,9 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     and the activation there. It has no KL; weight decay is its prior (Gal & Ghahramani 2016).
 
     Args:
-        network: any module.
+        network: a module without Bayesian layers and dropout of this kind, with at least two linear layers or
+            convolutions, else ConversionError.
         rate: probability that an entry of a layer's output is dropped, in [0, 1).
-
-    Raises:
-        ConversionError: ``rate`` is out of range, ``network`` has Bayesian layers or fewer than two linear layers and
-            convolutions, or it was converted before.
 
     Source: [FBDL] §3.1 and Figure 1b: "a dropout layer after each convolutional and linear layer" of a block.
 

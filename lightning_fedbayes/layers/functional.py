@@ -94,12 +94,8 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
 
 class FlipoutNoise(NamedTuple):
-    """Noise of one call of Flipout: standard normal draws, and signs ±1 per example and channel.
-
-    Args:
-        weight, bias: of the shapes of weight and bias; None for a deterministic or missing bias.
-        input_signs, output_signs: s and r, of size 1 along space and time.
-    """
+    """Noise of one call of Flipout: standard normal draws for weight and bias (None if it is deterministic or missing),
+    and signs s and r, ±1 per example and channel, of size 1 along space and time."""
 
     weight: Tensor
     bias: Tensor | None
@@ -118,8 +114,8 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
-    Wen et al. 2018, equation (4). One perturbation is shared by the batch; an example sees it with random signs.
-    A bias is the weight of a constant input.
+    One perturbation is shared by the batch; an example sees it with random signs. A bias is the weight of a constant
+    input. Source: Wen et al. 2018, equation (4).
 
     Args:
         op: the deterministic layer.
@@ -138,11 +134,8 @@ GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 BLOCK = 8
 """Channels that a grouped convolution processes at a time; with fewer per group, part of the work is on padding."""
-
 LARGEST = 1.5
-"""Largest kernel, as a multiple of its output map, at which a kernel per example never cost more than a second
-convolution in measurements."""
-
+"""Largest kernel, relative to its output map, at which a kernel per example is never slower in measurements."""
 ONEDNN = torch.backends.mkldnn.is_available()
 """True if torch has oneDNN, which is fast for many groups; torch's convolution takes them one by one."""
 
@@ -169,17 +162,15 @@ def flipout_by_example(
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution, which costs the arithmetic of the deterministic layer;
-    Flipout adds the cost of building the kernels.
+    The kernels of all examples form one grouped convolution, at the cost of the deterministic layer and of building the
+    kernels. Source: Wen et al. 2018, equation (4), rearranged.
 
     Args:
         convolve: the convolution, which must treat every channel's map alike.
         x: input (batch, in_channels, \*space); the output is (batch, out_channels, \*space).
         kernel, bias: μ and σ, shapes (out_channels, in_channels / groups, \*size) and (out_channels,).
-        noise: its signs have shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
+        noise: with signs of shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
         groups: of the layer.
-
-    Source: Wen et al. 2018, equation (4), rearranged.
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)

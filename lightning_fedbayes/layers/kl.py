@@ -167,10 +167,8 @@ class JointKL(torch.autograd.Function):
 class JointDraw(torch.autograd.Function):
     r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
 
-    .. math:: w = \mu + \sigma \odot \epsilon, \qquad
-              \mathrm{KL} = \sum_i \log\frac{s}{\sigma_i} + \frac{\sigma_i^2 + (\mu_i - m)^2}{2 s^2} - \frac12
-
-    with the gradients, for :math:`g = \partial L / \partial w` and :math:`h = \partial L / \partial \mathrm{KL}`,
+    :math:`w = \mu + \sigma \odot \epsilon` and :func:`gaussian_kl_sum`, with the gradients, for
+    :math:`g = \partial L / \partial w` and :math:`h = \partial L / \partial \mathrm{KL}`,
 
     .. math:: \frac{\partial L}{\partial \mu} = g + h\,\frac{\mu - m}{s^2}, \qquad
               \frac{\partial L}{\partial \rho} = \left(g \odot \epsilon + h \left(\frac{\sigma}{s^2}

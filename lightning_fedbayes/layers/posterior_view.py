@@ -192,10 +192,7 @@ class PosteriorView:
         """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
 
         A parameter keeps its dtype. A Gaussian parameter of variance 0 takes the smallest σ that layers represent
-        (1e-19 in float32): almost a point mass.
-
-        Raises:
-            PosteriorError: names or shapes differ from the module's.
+        (1e-19 in float32). Names or shapes that differ from the module's raise PosteriorError.
         """
         check_posterior(posterior, "posterior")
         if posterior.mean.keys() != self._entries.keys():
@@ -288,11 +285,9 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
 
     Args:
         module: any network.
-        posterior: has every Gaussian parameter of ``module``, with positive variance; other names are ignored.
+        posterior: has every Gaussian parameter of ``module``, in its shape, with positive variance, else
+            PosteriorError; other names are ignored.
         exclude: names of Gaussian parameters that keep their prior.
-
-    Raises:
-        PosteriorError: a Gaussian parameter is missing, has another shape, or a variance of 0.
     """
     exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
     parameters = {name: each for name, each in gaussian_parameters(module).items() if name not in exclude}
@@ -380,9 +375,7 @@ def mean_only(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
-    """Let the linear and convolutional layers of ``module`` use the estimator ``name`` inside the context.
-
-    :class:`~lightning_fedbayes.layers.Reparameterized` modules and bayesian-torch layers keep their estimator.
+    """Let linear and convolutional layers use the estimator ``name`` inside the context; others keep theirs.
 
     Args:
         module: any network.

@@ -158,17 +158,14 @@ def ood_auroc(uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
 
     .. math:: P(u_{out} > u_{in}) + \tfrac12 P(u_{out} = u_{in})
 
-    for one example drawn from each side. 1 if every out-of-distribution example is more uncertain than every other
-    one, 0.5 if the uncertainty does not separate them. Use it to compare measures of uncertainty: it needs no
-    threshold, and does not depend on the scale of u or on the ratio of both numbers of examples. (torchmetrics' binary
-    AUROC passes scores outside [0, 1] through a sigmoid, which makes large ones equal.)
+    for one example drawn from each side: 1 for perfect separation, 0.5 for none. Use it to compare measures of
+    uncertainty: it needs no threshold, and does not depend on the scale of u or on the ratio of both numbers of
+    examples. (torchmetrics' binary AUROC passes scores outside [0, 1] through a sigmoid, which makes large ones equal.)
 
     Args:
-        uncertainty_in: of in-distribution examples, any unit, shape (examples in,); infinity is allowed.
+        uncertainty_in: of in-distribution examples, any unit, shape (examples in,), infinity too; FedBayesError for
+            NaN, for other shapes and without examples.
         uncertainty_out: of out-of-distribution examples, in the same unit, shape (examples out,).
-
-    Raises:
-        FedBayesError: an argument is not a vector, is empty or holds NaN.
 
     Source: Hanley and McNeil (1982); Hendrycks and Gimpel (2017).
 

@@ -181,11 +181,8 @@ class Laplace:
     ) -> tuple[Tensors, int]:
         r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
 
-        Args:
-            module: runs in evaluation mode.
-            parameters: name → value.
-            batches: of inputs and targets, or results of :meth:`unpacked`.
-            others: values in place of the module's other parameters and buffers.
+        ``batches`` are of inputs and targets, or results of :meth:`unpacked`; ``others`` replace the module's other
+        parameters and buffers. The module runs in evaluation mode.
         """
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}

@@ -99,9 +99,7 @@ class KroneckerLaplace:
     def site(self, module: nn.Module, batches: Iterable[Any]) -> KroneckerSite:
         """Return a client's message after its training.
 
-        Args:
-            module: trained; its ``forward`` gives logits or means. It runs in evaluation mode.
-            batches: of the client's training data, such as a DataLoader; see :class:`~lightning_fedbayes.Laplace`.
+        ``module`` and ``batches`` as for :meth:`Laplace.posterior`.
 
         Raises:
             FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
