@@ -112,9 +112,7 @@ class BayesianLayer(BaseVariationalLayer_):
 
     def mean_layer(self) -> nn.Module:
         """The deterministic layer at the posterior mean, with this layer's mean parameters; override this method."""
-        raise ConversionError(
-            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean"
-        )
+        raise ConversionError(f"{type(self).__name__} has no mean_layer: override it with the layer at the mean")
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats, a scalar."""

@@ -151,10 +151,8 @@ def choose(
 ) -> dict[str, nn.Module]:
     """The modules to convert by name; raises ConversionError where the choice makes no sense."""
     if sum(choice is not None for choice in (last, names, types)) != 1:
-        raise ConversionError(
-            f"give exactly one of last, names and types (got last={shown(last)}, names={shown(names)}, "
-            f"types={shown(types)}): which layers become Bayesian is the choice that defines the model"
-        )
+        given = f"last={shown(last)}, names={shown(names)}, types={shown(types)}"
+        raise ConversionError(f"{given}: give exactly one of last, names and types to choose the Bayesian layers")
     candidates = candidate_modules(network)
     if last is not None:
         check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
@@ -175,9 +173,8 @@ def choose(
     found = {name: module for name, module in candidates.items() if isinstance(module, wanted)}
     if not found:
         present = sorted({type(module).__name__ for module in candidates.values()})
-        raise ConversionError(
-            f"no layer is an instance of {[kind.__name__ for kind in wanted]}; the network has {listed(present)}"
-        )
+        asked = [kind.__name__ for kind in wanted]
+        raise ConversionError(f"no layer is an instance of {asked}; the network has {listed(present)}")
     return found
 
 
@@ -187,10 +184,7 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
     if already:
-        raise ConversionError(
-            f"last={last} counts the layers of a deterministic network, but "
-            f"[{listed(map(repr, already))}] are Bayesian already; choose by names"
-        )
+        raise ConversionError(f"last={last}: [{listed(map(repr, already))}] are Bayesian already; choose by names")
     known = [name for name, module in candidates.items() if affine_kind(module) is not None]
     if not known:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
@@ -302,10 +296,8 @@ def reset(module: nn.Module) -> None:
         if again is not None:
             again()
         elif inner._parameters:
-            raise ConversionError(
-                f"{type(inner).__name__} has no reset_parameters, so it cannot start afresh; "
-                "use init='pretrained', or give it one"
-            )
+            name = type(inner).__name__
+            raise ConversionError(f"{name} has no reset_parameters: write this method, or use init='pretrained'")
 
 
 class MCDropout(nn.Module):
@@ -363,10 +355,8 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     if bayesian:
         raise ConversionError(f"{bayesian} are Bayesian already; Monte Carlo dropout is for a deterministic network")
     if len(layers) < 2:
-        raise ConversionError(
-            f"the network has {len(layers)} linear layers or convolutions, and the last one gets no dropout; give a "
-            "network with at least two, or put MCDropout into it where it belongs"
-        )
+        remedy = "the last one gets no dropout; give at least two, or put MCDropout into the network"
+        raise ConversionError(f"the network has {len(layers)} linear layers or convolutions, and {remedy}")
     *hidden, _ = layers.items()
     for name, layer in hidden:
         if CHILD in layer._modules:

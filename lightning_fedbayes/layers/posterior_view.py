@@ -147,10 +147,7 @@ class PosteriorView:
         gaussian = gaussian_parameters(module)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
         if lazy:
-            raise PosteriorError(
-                f"parameters that are not initialised have no posterior: {listed(lazy)}; call the network with a batch "
-                "first"
-            )
+            raise PosteriorError(f"{listed(lazy)} are not initialised: call the network with a batch first")
         exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
         seen = {id(each.rho) for each in gaussian.values()}
@@ -205,10 +202,8 @@ class PosteriorView:
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
             if posterior.mean[name].shape != live.shape:
-                raise PosteriorError(
-                    f"'{name}' has shape {tuple(posterior.mean[name].shape)} in the posterior but "
-                    f"{tuple(live.shape)} in the module; read it from a network of the same sizes"
-                )
+                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(live.shape)} in the module"
+                raise PosteriorError(f"'{name}' has shape {shapes}; read it from a network of the same sizes")
         for name, entry in self._entries.items():
             mean = posterior.mean[name]
             if not isinstance(entry, GaussianParameter):
@@ -302,10 +297,8 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
         if mean is None or variance is None:
             raise PosteriorError(f"the posterior has no '{name}' for a prior; it has {listed(posterior.names)}")
         if mean.shape != parameter.mean.shape:
-            raise PosteriorError(
-                f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
-                f"{tuple(parameter.mean.shape)} in the module; give a prior of the same shape"
-            )
+            shapes = f"{tuple(mean.shape)} in the posterior but {tuple(parameter.mean.shape)} in the module"
+            raise PosteriorError(f"'{name}' has shape {shapes}; give a prior of the same shape")
         std = variance.to(parameter.mean).sqrt()
         if not bool((std > 0).all()):
             raise PosteriorError(

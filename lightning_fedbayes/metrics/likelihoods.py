@@ -385,10 +385,8 @@ def _survival(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return log risk, time and event of a batch, (batch,) each; raise FedBayesError if shapes are others."""
     check_tensor("targets", targets, error=FedBayesError)
     if targets.ndim != 2 or targets.shape[1] != 2:
-        raise FedBayesError(
-            f"targets have shape {tuple(targets.shape)}, but two columns are needed, event (1 or 0) and time; "
-            "stack them: torch.stack([event, time], 1)"
-        )
+        remedy = "two columns are needed, event (1 or 0) and time: torch.stack([event, time], 1)"
+        raise FedBayesError(f"targets have shape {tuple(targets.shape)}, but {remedy}")
     return _log_risks(outputs, 1), targets[:, 1], targets[:, 0]
 
 

@@ -165,10 +165,8 @@ class Likelihood(ABC):
     def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
         """Return what is scored of a batch's prediction."""
         if not isinstance(prediction, RegressionPrediction):
-            raise FedBayesError(
-                f"likelihood '{self.name}' predicts {shown(prediction)}: what is scored example by example is a "
-                "ClassPrediction or a RegressionPrediction"
-            )
+            remedy = "return a ClassPrediction or a RegressionPrediction to score examples"
+            raise FedBayesError(f"likelihood '{self.name}' predicts {shown(prediction)}: {remedy}")
         parts = prediction.mean, prediction.variance, shaped_like(targets, prediction.mean)
         mean, variance, target = (each.movedim(1, -1).flatten(0, -2) for each in parts)
         counts = torch.full((len(targets),), len(mean) // max(1, len(targets)))
@@ -200,8 +198,6 @@ def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
         FedBayesError: they have different numbers of entries.
     """
     if targets.numel() != outputs.numel():
-        raise FedBayesError(
-            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
-            "network one output per target"
-        )
+        shapes = f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}"
+        raise FedBayesError(f"{shapes}: give the network one output per target")
     return targets.reshape(outputs.shape)

@@ -295,16 +295,12 @@ class ClientAccuracy(HitCounts):
             owner = torch.full_like(hit, int(client), dtype=torch.int64)
         check_tensor("client", owner, error=FedBayesError)
         if owner.dtype not in (torch.int64, torch.int32) or owner.shape not in ((), hit.shape):
-            raise FedBayesError(
-                f"client has shape {tuple(owner.shape)} and dtype {owner.dtype}; give one whole number per example, "
-                f"shape {tuple(hit.shape)}, or one for all"
-            )
+            given = f"client has shape {tuple(owner.shape)} and dtype {owner.dtype}"
+            raise FedBayesError(f"{given}; give one whole number per example, shape {tuple(hit.shape)}, or one for all")
         owner = owner.to(hit.device).expand_as(hit)
         if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
-            raise FedBayesError(
-                f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "
-                f"numbered from 0; create ClientAccuracy with more clients"
-            )
+            given = f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients"
+            raise FedBayesError(f"{given}, numbered from 0; create ClientAccuracy with more clients")
         self.add(*sum_by_index(owner, self.clients, hit.long()))
 
     def compute(self) -> Tensor:

@@ -405,9 +405,7 @@ class IVON(Optimizer):
         if not state:
             group = next(each for each in self.param_groups if any(p is parameter for p in each["params"]))
             if group["num_examples"] is None:
-                raise FederationError(
-                    "IVON: num_examples is not known: give IVON(..., num_examples=len(training_set)); only "
-                    "FederatedBayes sets it for each client"
-                )
+                remedy = "give IVON(..., num_examples=len(training_set)); only FederatedBayes sets it for each client"
+                raise FederationError(f"IVON: num_examples is not known: {remedy}")
             state.update(ivon_state.first_state(parameter, group, group["num_examples"]))
         return state

@@ -124,10 +124,8 @@ def ensemble_crps(samples: Tensor, target: Tensor) -> Tensor:
     if torch.bool in (samples.dtype, target.dtype):
         raise FedBayesError("samples or target are of torch.bool: give numbers")
     if samples.ndim == 0 or len(samples) < 2:
-        raise FedBayesError(
-            f"samples has shape {tuple(samples.shape)}, but the fair CRPS needs at least 2 samples along the first "
-            "dimension; draw more samples, or use the absolute error"
-        )
+        remedy = "give at least 2 samples along the first dimension, or use the absolute error"
+        raise FedBayesError(f"samples has shape {tuple(samples.shape)}: {remedy}")
     utilities.check_same_shape(samples_but_first=samples[0], target=target)
     number = len(samples)
     error = utilities.at_least_float32(samples - target).sort(0).values
@@ -152,16 +150,12 @@ def determinant_sharpness(covariance: Tensor) -> Tensor:
     """
     utilities.check_numbers(covariance=covariance)
     if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
-        raise FedBayesError(
-            f"covariance has shape {tuple(covariance.shape)}, but (*, d, d) is needed; "
-            "for variances of independent targets pass variance.diag_embed()"
-        )
+        remedy = "give (*, d, d); for variances of independent targets pass variance.diag_embed()"
+        raise FedBayesError(f"covariance has shape {tuple(covariance.shape)}: {remedy}")
     sign, logarithm = torch.linalg.slogdet(utilities.at_least_float32(covariance))
     if (sign < 0).any():
-        raise FedBayesError(
-            f"{int((sign < 0).sum())} of {sign.numel()} covariances have a negative determinant; a covariance is "
-            "positive semidefinite"
-        )
+        wrong = f"{int((sign < 0).sum())} of {sign.numel()} covariances"
+        raise FedBayesError(f"{wrong} have a negative determinant; give positive semidefinite matrices")
     return (logarithm / (2 * covariance.shape[-1])).exp()
 
 

@@ -215,8 +215,6 @@ def _check_sides(uncertainty_in: Tensor, uncertainty_out: Tensor) -> None:
     utilities.check_numbers(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
     for name, side in (("uncertainty_in", uncertainty_in), ("uncertainty_out", uncertainty_out)):
         if side.ndim != 1 or not len(side):
-            raise FedBayesError(
-                f"{name} has shape {tuple(side.shape)}, but one number for each of at least one example is needed; "
-                "flatten it, or give examples of both sides"
-            )
+            remedy = "give one number for each example, at least one on each side, or flatten it"
+            raise FedBayesError(f"{name} has shape {tuple(side.shape)}: {remedy}")
     utilities.check_not_nan(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)

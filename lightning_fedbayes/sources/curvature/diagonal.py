@@ -148,10 +148,8 @@ class Laplace:
             check_shapes(f"sites[{number}]", site, chosen, "the module", rule)
             for name, value in site.items():
                 if not bool((torch.isfinite(value) & (value >= 0)).all()):
-                    raise FederationError(
-                        f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: "
-                        "leave this client out"
-                    )
+                    wrong = f"sites[{number}]['{name}'] is negative or not finite"
+                    raise FederationError(f"{wrong}, unlike a sum of squares: leave this client out")
         total = {name: torch.stack([site[name].to(p) for site in sites]).sum(0) for name, p in chosen.items()}
         if self.prior_std is None:
             precision = chosen_precision(total.values(), chosen.values())
@@ -166,10 +164,8 @@ class Laplace:
     def fixed_prior_std(self, who: str) -> float:
         """Return s for the user ``who``; raise FederationError if it is to be chosen."""
         if self.prior_std is None:
-            raise FederationError(
-                f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
-                "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
-            )
+            remedy = "give prior_std=1.0, or train first and use posterior() or fuse(), which choose it"
+            raise FederationError(f"Laplace(prior_std=None): {who} needs the prior from the start: {remedy}")
         return float(self.prior_std)
 
     def information(
@@ -202,9 +198,8 @@ class Laplace:
         inputs, targets = unpacked(batch, module, self.unpack, needs_targets=True)
         count = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else number_of_examples(inputs)
         if not targets.ndim or not len(targets) or (count is not None and count != len(targets)):
-            raise FederationError(
-                f"Laplace: inputs are {shown(inputs)} and targets {shown(targets)}: give as many of both, at least one"
-            )
+            both = f"inputs are {shown(inputs)} and targets {shown(targets)}"
+            raise FederationError(f"Laplace: {both}: give as many of both, at least one")
         return inputs, targets
 
     def likelihood_for(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
@@ -236,9 +231,8 @@ class Laplace:
             with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot take {shown(inputs)}", BATCHES):
                 outputs = output_of(module, inputs, {**others, **values})
             if len(outputs) != len(targets):
-                raise FederationError(
-                    f"Laplace: outputs are {shown(outputs)} and targets {shown(targets)}: give as many of both"
-                )
+                both = f"outputs are {shown(outputs)} and targets {shown(targets)}"
+                raise FederationError(f"Laplace: {both}: give as many of both")
             known = self.likelihood_for(module, outputs, targets)
             return torch.stack([self.terms(known, *each) for each in zip(outputs, targets)])
 
@@ -325,10 +319,8 @@ def check_shapes(part: str, given: Mapping[str, Tensor], wanted: Mapping[str, Te
     shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (given, wanted))
     if shapes != expected:
         name = next(iter(dict(shapes.items() ^ expected.items())))
-        raise FederationError(
-            f"{part}: '{name}' is {shapes.get(name, 'missing')}, and that of {whose} is "
-            f"{expected.get(name, 'missing')}: {rule}"
-        )
+        mine, other = (each.get(name, "missing") for each in (shapes, expected))
+        raise FederationError(f"{part}: '{name}' is {mine}, and that of {whose} is {other}: {rule}")
 
 
 def rows(inputs: Any, which: int | slice) -> Any:

@@ -211,10 +211,8 @@ def _recorded(layers: Mapping[str, Any]) -> Iterator[dict[str, tuple[Tensor, Ten
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         def after(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             if name in record:
-                raise FederationError(
-                    f"KroneckerLaplace: layer '{name}' runs several times in a pass, and has no one input: leave it "
-                    "out by Laplace(parameters=[...])"
-                )
+                why = "runs several times in a pass, and has no one input: leave it out by Laplace(parameters=[...])"
+                raise FederationError(f"KroneckerLaplace: layer '{name}' {why}")
             shift = torch.zeros_like(output, requires_grad=True)
             record[name] = inputs[0].detach(), shift
             return output + shift
@@ -262,9 +260,8 @@ def _check_finite(whose: str, site: KroneckerSite) -> None:
     for part in ("mean", "buffers", "inputs", "outputs"):
         for name, value in getattr(site, part).items():
             if not bool(torch.isfinite(value).all()):
-                raise FederationError(
-                    f"{whose}{part}['{name}'] is not finite: leave this client out, and look for NaN in its inputs"
-                )
+                remedy = "leave this client out, and look for NaN in its inputs"
+                raise FederationError(f"{whose}{part}['{name}'] is not finite: {remedy}")
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -111,10 +111,8 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     """
     wrong = int((~covariance.isfinite()).flatten(1).any(1).sum())
     if wrong:
-        raise FedBayesError(
-            f"the linearised outputs of {wrong} of {len(covariance)} examples have no finite covariance: look for NaN "
-            "in their inputs, or leave them out"
-        )
+        those = f"the linearised outputs of {wrong} of {len(covariance)} examples"
+        raise FedBayesError(f"{those} have no finite covariance: look for NaN in their inputs, or leave them out")
     values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric, so continuous in C
     seed = int(torch.randint(2**31, ()))
