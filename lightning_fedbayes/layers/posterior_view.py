@@ -147,7 +147,8 @@ class PosteriorView:
         gaussian = gaussian_parameters(module)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
         if lazy:
-            raise PosteriorError(f"{listed(lazy)} are not initialised: call the network with a batch first")
+            why = "parameters that are not initialised have no posterior"
+            raise PosteriorError(f"{why}: {listed(lazy)}; call the network with a batch first")
         exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
         seen = {id(each.rho) for each in gaussian.values()}
@@ -195,10 +196,11 @@ class PosteriorView:
         if posterior.mean.keys() != self._entries.keys():
             missing = [name for name in self._entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
-            raise PosteriorError(
-                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
-                f"{listed(extra) or 'nothing'} that the module lacks; read it from this network with the same exclude"
+            differs = (
+                f"it lacks {listed(missing) or 'nothing'} and has {listed(extra) or 'nothing'} that the module lacks"
             )
+            remedy = "read it from this network with the same exclude"
+            raise PosteriorError(f"the posterior is not of this module: {differs}; {remedy}")
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
             if posterior.mean[name].shape != live.shape:
@@ -301,10 +303,9 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
             raise PosteriorError(f"'{name}' has shape {shapes}; give a prior of the same shape")
         std = variance.to(parameter.mean).sqrt()
         if not bool((std > 0).all()):
-            raise PosteriorError(
-                f"'{name}' has variance 0 at {int((std <= 0).sum())} of {std.numel()} entries of the posterior: the KL "
-                "divergence from a point mass is infinite; fuse with a rule that keeps a variance, or keep the prior"
-            )
+            where = f"{int((std <= 0).sum())} of {std.numel()} entries of the posterior"
+            remedy = "which makes the KL divergence infinite; fuse with a rule that keeps a variance, or keep the prior"
+            raise PosteriorError(f"'{name}' has variance 0 at {where}, {remedy}")
         priors[name] = NormalPrior(mean.to(parameter.mean, copy=True), std)
     for name, parameter in parameters.items():
         parameter.replace_prior(priors[name])
@@ -347,10 +348,9 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
     foreign = [each for m in others for each in gaussian_parameters_of(m)]
     if foreign and is_exporting():  # torch cannot record σ = 0, which is not a parameter
-        raise ConversionError(
-            f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "
-            "network with torch's own layers and load fb.read_posterior(module).mean into it"
-        )
+        remedy = "build the network with torch's layers and load fb.read_posterior(module).mean into it"
+        name = type(foreign[0].layer).__name__
+        raise ConversionError(f"{name} is a layer of bayesian-torch, which cannot be exported: {remedy}")
     rhos = [each.layer._parameters[each.rho_name] for each in foreign]
     try:
         for m in switched:

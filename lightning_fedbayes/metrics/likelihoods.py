@@ -266,9 +266,8 @@ class Gaussian(Likelihood):
             return mean, log_variance.exp()
         if isinstance(self.noise, str):
             raise FedBayesError(
-                "likelihood 'gaussian': the noise is not known. Give its standard deviation, fb.Gaussian(noise=0.5), a "
-                "module with noise_variance, or fb.Gaussian(noise='output') if a second half of the outputs is the "
-                "logarithm of its variance"
+                "likelihood 'gaussian': the noise is not known. Give fb.Gaussian(noise=0.5), a module with "
+                "noise_variance, or fb.Gaussian(noise='output') if half of the outputs are log variances"
             )
         noise = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device) / self._units(outputs.device)[1]
         return outputs, noise.to(outputs).square().expand_as(outputs)
@@ -455,10 +454,8 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
     shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     who = f"{type(module).__name__}: {shapes} of {targets.dtype}"
     if not Bernoulli().unfit(outputs, targets):
-        raise FedBayesError(
-            f"{who} may be yes or no, or numbers: say which, likelihood = fb.Bernoulli() or "
-            "likelihood = fb.Gaussian(noise=...), as an attribute of the module"
-        )
+        remedy = "give the module likelihood = fb.Bernoulli() or likelihood = fb.Gaussian(noise=...)"
+        raise FedBayesError(f"{who} may be yes or no, or numbers: {remedy}")
     if not targets.is_floating_point():
         why = Categorical().unfit(outputs, targets)
         raise FedBayesError(f"{who}: {why}; if that is right, give the module an attribute likelihood that says so")

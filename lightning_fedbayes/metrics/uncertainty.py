@@ -100,10 +100,8 @@ class AccuracyRetained(HitCounts):
         """
         check_vectors(correct=correct, uncertainty=uncertainty)
         if not ((uncertainty >= -ROUNDING) & (uncertainty <= 1 + ROUNDING)).all():
-            raise FedBayesError(
-                f"uncertainty ranges from {uncertainty.min():.3g} to {uncertainty.max():.3g}, but must lie in [0, 1]; "
-                "normalise it (entropy and mutual information: divide by log C)"
-            )
+            given = f"uncertainty ranges from {uncertainty.min():.3g} to {uncertainty.max():.3g}"
+            raise FedBayesError(f"{given}, but must lie in [0, 1]; normalise it (divide entropies by log C)")
         cell = (uncertainty.detach().float().clamp(0, 1).sqrt() * self.resolution).long()
         self.add(*sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long()))
 

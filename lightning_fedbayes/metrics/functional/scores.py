@@ -354,14 +354,12 @@ def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
         raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")
     wrong = ~(time.isfinite() & (time >= 0))
     if bool(wrong.any()):
-        raise FedBayesError(
-            f"time holds {time[wrong][0].item():.6g} among {int(wrong.sum())} of {len(time)} entries that are not "
-            "finite or negative; drop those examples, or censor them at the last time known, which is at least 0"
-        )
+        given = f"time holds {time[wrong][0].item():.6g} among {int(wrong.sum())} of {len(time)} entries"
+        remedy = "drop those examples, or censor them at the last time known"
+        raise FedBayesError(f"{given} that are not finite or negative; {remedy}")
     wrong = (event != 0) & (event != 1)
     if bool(wrong.any()):
-        raise FedBayesError(
-            f"event holds {event[wrong][0].item():.6g} among {int(wrong.sum())} of {len(event)} entries that are "
-            "neither 0 nor 1; give 1 where the event was observed and 0 where it was censored (swapped with time?)"
-        )
+        given = f"event holds {event[wrong][0].item():.6g} among {int(wrong.sum())} of {len(event)} entries"
+        remedy = "give 1 where the event was observed and 0 where it was censored (swapped with time?)"
+        raise FedBayesError(f"{given} that are neither 0 nor 1; {remedy}")
     return event != 0
