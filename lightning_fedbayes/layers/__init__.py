@@ -23,7 +23,7 @@ from lightning_fedbayes.layers.affine import (
     LinearLocalReparameterization,
     LinearReparameterization,
 )
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter, Reparameterized
 from lightning_fedbayes.layers.convert import MCDropout, bayesianize, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
 from lightning_fedbayes.layers.posterior_view import (
@@ -38,7 +38,6 @@ from lightning_fedbayes.layers.posterior_view import (
     use_estimator,
 )
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, ScaleMixturePrior, TiedMeanPrior
-from lightning_fedbayes.layers.reparameterized import Reparameterized
 from lightning_fedbayes.layers.scaler import FederatedScaler
 
 __all__ = [

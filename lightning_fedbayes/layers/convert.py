@@ -26,17 +26,10 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook, remove_forward_hook
-from lightning_fedbayes.layers import affine
-from lightning_fedbayes.layers.base import (
-    BayesianAffine,
-    BayesianLayer,
-    check_estimator,
-    default_weight_std,
-    refuse_export,
-)
+from lightning_fedbayes.layers import affine, base
+from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, Reparameterized
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std, choose_prior
-from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean_square
 
 AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
     kind: {
@@ -101,7 +94,7 @@ def bayesianize(
     >>> [type(layer).__name__ for layer in bayesianize(network, last=1, estimator="flipout")]
     ['Linear', 'ReLU', 'LinearFlipout']
     """
-    check_estimator(estimator)
+    base.check_estimator(estimator)
     check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
     if init == "pretrained" and posterior_std is not None:
         raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
@@ -278,12 +271,12 @@ def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None,
 def moped(layer: BayesianLayer, delta: float, prior_std: float | None) -> None:
     r"""Set σ to :math:`\delta |w|` around the means w of ``layer``; centre the prior at w if ``prior_std`` is given."""
     parameters = list(layer.gaussian_parameters())
-    fallback = root_mean_square(torch.cat([each.mean.flatten() for each in parameters])) or 1.0
+    fallback = base.root_mean_square(torch.cat([each.mean.flatten() for each in parameters])) or 1.0
     for parameter in parameters:
         if isinstance(layer, BayesianAffine):
-            scale = default_weight_std(getattr(layer, f"mu_{layer.weight_name}"))
+            scale = base.default_weight_std(getattr(layer, f"mu_{layer.weight_name}"))
         else:
-            scale = root_mean_square(parameter.mean) or fallback
+            scale = base.root_mean_square(parameter.mean) or fallback
         parameter.rho.copy_(inverse_softplus_std(delta * parameter.mean.abs().clamp_min(FLOOR * scale)))
         if prior_std is not None:
             layer.priors[parameter.path] = NormalPrior(parameter.mean.detach().clone(), prior_std)
@@ -319,7 +312,7 @@ class MCDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` under a fresh mask, scaled to keep its mean."""
         if not self.mean_only:
-            refuse_export(self)
+            base.refuse_export(self)
         return F.dropout(x, self.p, training=not self.mean_only)
 
     def extra_repr(self) -> str:

@@ -18,14 +18,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
-from lightning_fedbayes.layers.base import (
-    BayesianAffine,
-    BayesianLayer,
-    GaussianParameter,
-    check_estimator,
-    is_exporting,
-    sum_kl,
-)
+from lightning_fedbayes.layers import base
+from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.convert import MCDropout
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.kl import KLWatch
@@ -269,7 +263,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
     parameters = gaussian_parameters(module)
     if not parameters:
         return torch.zeros((), device=next((p.device for p in module.parameters()), None))
-    return sum_kl(parameters.values())
+    return base.sum_kl(parameters.values())
 
 
 @torch.no_grad()
@@ -346,7 +340,7 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     before = [m.mean_only for m in switched]
     others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
     foreign = [each for m in others for each in gaussian_parameters_of(m)]
-    if foreign and is_exporting():  # torch cannot record σ = 0, which is not a parameter
+    if foreign and base.is_exporting():  # torch cannot record σ = 0, which is not a parameter
         remedy = "build the network with torch's layers and load fb.read_posterior(module).mean into it"
         name = type(foreign[0].layer).__name__
         raise ConversionError(f"{name} is a layer of bayesian-torch, which cannot be exported: {remedy}")
@@ -373,7 +367,7 @@ def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
         module: any network.
         name: "reparameterization", "local_reparameterization" or "flipout", else ConversionError.
     """
-    name = check_estimator(name)
+    name = base.check_estimator(name)
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
     before: list[Estimator] = [m.estimator for m in switched]
