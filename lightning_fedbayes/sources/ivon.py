@@ -247,10 +247,9 @@ class IVON(Optimizer):
         with torch.no_grad():
             precisions = [self._state_of(p)["precision"] for p in drawn]
             moves = [torch.randn_like(precision) for precision in precisions]
-            if moves:
-                foreach.div_(moves, foreach.sqrt(precisions))
             means = [p.detach().clone() for p in drawn]
-            if moves:
+            if drawn:
+                foreach.div_(moves, foreach.sqrt(precisions))
                 foreach.add_(drawn, moves)
         is_done = False
         try:
