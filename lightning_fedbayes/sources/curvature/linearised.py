@@ -81,12 +81,13 @@ def linearised_outputs(
                 for part in [inputs] if count is None else (rows(inputs, slice(i, i + 1)) for i in range(count)):
                     yield from _jacobians_by_row(partial(output, part), at)
                 return
+            of_part = torch.func.vmap(torch.func.jacrev(of_one, has_aux=True), in_dims=(None, 0))
             start, chunk = 0, 1  # the first example tells the number of outputs
             while start < count:
                 part = rows(inputs, slice(start, start + chunk))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
-                    jacobians, mean = torch.func.vmap(torch.func.jacrev(of_one, has_aux=True), (None, 0))(at, part)
+                    jacobians, mean = of_part(at, part)
                 yield mean, jacobians
                 start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
 
