@@ -50,9 +50,7 @@ class LinearReparameterization(BayesianAffine):
         bayesian_bias: False makes the bias an ordinary deterministic parameter named ``bias``.
         device, dtype: as in ``nn.Linear``.
 
-    Raises:
-        ConversionError: more than one prior is described, or a prior without positive spread.
-
+    Raises: ConversionError if more than one prior is described, or a prior without positive spread.
     Shapes: input (batch, *, in_features), output (batch, *, out_features).
 
     >>> layer = LinearReparameterization(3, 2)

@@ -90,8 +90,7 @@ class Categorical(_OfClasses):
 
     Shapes: outputs (batch, classes, \*positions), targets (batch, \*positions), integers.
 
-    Raises:
-        FedBayesError: an argument is out of range.
+    Raises: FedBayesError if an argument is out of range.
 
     >>> Categorical().nll(torch.zeros(1, 4, 2), torch.tensor([[0, 3]]))
     tensor([[1.3863, 1.3863]])
@@ -212,8 +211,7 @@ class Gaussian(Likelihood):
 
     Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
 
-    Raises:
-        FedBayesError: ``noise`` or ``units`` has another form.
+    Raises: FedBayesError if ``noise`` or ``units`` has another form.
 
     >>> Gaussian(2.0).nll(torch.zeros(1, 1), torch.zeros(1))  # log 2√2π
     tensor([[1.6121]])
@@ -442,8 +440,7 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
         outputs: of a batch, without draws.
         targets: of the batch.
 
-    Raises:
-        FedBayesError: no likelihood fits, or several do; with the line to add.
+    Raises: FedBayesError if no likelihood fits, or several do; it names the line to add.
     """
     named = said_by(module)
     if named is not None:

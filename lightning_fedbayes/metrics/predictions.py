@@ -194,8 +194,7 @@ class Likelihood(ABC):
 def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
     r"""Return ``targets`` in the shape of ``outputs``, (batch, \*), so that (batch,) and (batch, 1) are the same.
 
-    Raises:
-        FedBayesError: they have different numbers of entries.
+    Raises: FedBayesError if the numbers of entries differ.
     """
     if targets.numel() != outputs.numel():
         shapes = f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}"

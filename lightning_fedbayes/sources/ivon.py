@@ -103,9 +103,7 @@ class IVON(Optimizer):
     also "prior_precision" A and "prior_shift" b of a prior :math:`\exp(b\theta - \tfrac12 A \theta^2)`, where
     :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` is constant.
 
-    Raises:
-        FederationError: an argument is out of range, or ``step`` has no gradient at a draw.
-
+    Raises: FederationError if an argument is out of range, or ``step`` has no gradient at a draw.
     Source: Shen et al. 2024, Algorithm 1 (``curvature="ivon"``, and the estimate of the curvature from draws); Lin et
     al. 2020 (the curvature stays positive there). The unit from sums is this package's.
 

@@ -295,9 +295,7 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         time: observed time to the event or to censoring, any unit, at least 0, shape (batch,).
         event: 1 (or True) where the event was observed, 0 where the example was censored, shape (batch,).
 
-    Raises:
-        FedBayesError: shapes differ, no examples, or values outside of these ranges.
-
+    Raises: FedBayesError if shapes differ, there are no examples, or values are outside of these ranges.
     Returns: a scalar in [0, 1]; NaN if no pair is comparable. Source: Harrell et al. (1982).
 
     >>> concordance_index(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))

@@ -82,9 +82,7 @@ class Laplace:
         unpack: batch → (inputs, targets), if the form of a batch does not tell. Inputs without one row per example,
             such as graphs, are measured as a whole, with a backward pass for every output of every example.
 
-    Raises:
-        FederationError: an argument is out of range.
-
+    Raises: FederationError if an argument is out of range.
     Source: MacKay 1992; Daxberger et al. 2021.
     """
 
@@ -133,8 +131,7 @@ class Laplace:
     def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
         """Return the posterior of the pooled data of all clients, with copies of the module's parameters as means.
 
-        Raises:
-            FederationError: ``sites`` is empty, or one is of another network or has negative or infinite values.
+        Raises: FederationError if ``sites`` is empty, or one is of another network or has negative or infinite values.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")

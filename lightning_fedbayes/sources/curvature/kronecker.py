@@ -81,9 +81,7 @@ class KroneckerLaplace:
             which draws directions of little curvature to the clients' average. 0 is Bayes; choose it by held-out
             examples (``python -m benchmarks.posterior.one_shot``).
 
-    Raises:
-        FederationError: an argument is out of range.
-
+    Raises: FederationError if an argument is out of range.
     Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher,
     which minimises the same sum by Adam from the average and stops early.
     """
