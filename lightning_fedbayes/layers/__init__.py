@@ -1,7 +1,6 @@
 """Bayesian layers: pure functions, one file per kind of layer, and the reading and loading of posteriors."""
 
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
-from lightning_fedbayes.layers.conv import (
+from lightning_fedbayes.layers.affine import (
     Conv1dFlipout,
     Conv1dLocalReparameterization,
     Conv1dReparameterization,
@@ -20,16 +19,26 @@ from lightning_fedbayes.layers.conv import (
     ConvTranspose3dFlipout,
     ConvTranspose3dLocalReparameterization,
     ConvTranspose3dReparameterization,
+    LinearFlipout,
+    LinearLocalReparameterization,
+    LinearReparameterization,
 )
-from lightning_fedbayes.layers.convert import bayesianize
-from lightning_fedbayes.layers.dropout import MCDropout, with_mc_dropout
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter, Reparameterized
+from lightning_fedbayes.layers.convert import MCDropout, bayesianize, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
-from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
-from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters, load_posterior, read_posterior
+from lightning_fedbayes.layers.posterior_view import (
+    PosteriorView,
+    evaluation_mode,
+    gaussian_parameters,
+    kl_divergence,
+    load_posterior,
+    mean_only,
+    read_posterior,
+    set_prior,
+    use_estimator,
+)
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, ScaleMixturePrior, TiedMeanPrior
-from lightning_fedbayes.layers.reparameterized import Reparameterized
 from lightning_fedbayes.layers.scaler import FederatedScaler
-from lightning_fedbayes.layers.whole_network import evaluation_mode, kl_divergence, mean_only, set_prior, use_estimator
 
 __all__ = [
     "ESTIMATORS",

@@ -1,4 +1,4 @@
-"""Base classes of Bayesian layers: Gaussian parameters with priors, and layers that are linear in their weight."""
+"""Bases of Bayesian layers: Gaussian parameters with priors, layers that are linear in their weight, a wrapper."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -20,39 +21,29 @@ from lightning_fedbayes.core.errors import (
     check_at_least,
     check_choice,
     check_flag,
+    check_kind,
     check_number,
     shown,
 )
 from lightning_fedbayes.layers import functional
-from lightning_fedbayes.layers.functional import (
-    ESTIMATORS,
-    Estimator,
-    FlipoutNoise,
-    Normal,
-    inverse_softplus_std,
-    softplus_std,
-)
+from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, inverse_softplus_std, softplus_std
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
-from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, choose_prior, map_tensors
-from lightning_fedbayes.layers.squares import with_tallies
+from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, check_std, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
 """Initial σ of a weight, as a part of the standard deviation of its deterministic initialisation: the variance of an
-output then exceeds that of the deterministic layer by 1 %."""
+output is then 1 % larger than in the deterministic layer."""
 
 
 @dataclass(frozen=True)
 class GaussianParameter:
-    """A Gaussian parameter tensor of a layer: refers to its mean, its ρ and its prior.
-
-    Tensors are looked up at every access, so that it follows ``functional_call`` and ``vmap``.
+    """A Gaussian parameter tensor of a layer: looks up mean, ρ and prior at every access, for ``functional_call``.
 
     Args:
-        layer: the Bayesian layer, which holds ρ and the prior.
-        path: its name within the layer, without ``mu_``: "weight", "kernel", "bias", "module.weight_ih_l0".
-        owner: the module that holds the mean.
-        mean_name: attribute of ``owner``.
-        rho_name: attribute of ``layer``.
+        layer: the Bayesian layer, which holds ρ, under ``rho_name``, and the prior.
+        path: name within the layer, without ``mu_``: "weight", "kernel", "bias", "module.weight_ih_l0".
+        owner: the module that holds the mean, under ``mean_name``.
+        mean_name, rho_name: names of attributes.
     """
 
     layer: BaseVariationalLayer_
@@ -68,7 +59,7 @@ class GaussianParameter:
 
     @property
     def rho(self) -> Tensor:
-        """The live parameter ρ behind the standard deviation; for ``layers`` only."""
+        """The live parameter ρ, for ``layers`` only; see :attr:`std`."""
         return getattr(self.layer, self.rho_name)
 
     @property
@@ -83,12 +74,12 @@ class GaussianParameter:
 
     @property
     def prior(self) -> Prior:
-        """The prior in force: the replaced one, or else the layer's own."""
+        """The prior in force: the one put by :meth:`replace_prior`, or else the layer's."""
         layer = cast("BayesianLayer", self.layer)
         return layer.replaced_priors.get(self.path) or layer.priors[self.path]
 
     def replace_prior(self, prior: Prior | None) -> None:
-        """Put ``prior`` in force instead of the layer's own; None brings the layer's own back."""
+        """Put ``prior`` in force; None restores the layer's prior."""
         replaced = cast("BayesianLayer", self.layer).replaced_priors
         if prior is None:
             replaced.pop(self.path, None)
@@ -103,12 +94,11 @@ class GaussianParameter:
 class BayesianLayer(BaseVariationalLayer_):
     """Base of this package's Bayesian layers: Gaussian parameters, their priors, and a switch to the posterior mean.
 
-    Priors are values, not buffers: a scalar prior takes no memory, a tensor prior follows ``.to`` and ``deepcopy``.
-    Like the prior buffers of bayesian-torch, no prior is part of the ``state_dict``.
+    Priors follow ``.to`` and ``deepcopy``. They are not part of the ``state_dict``.
 
     Attributes:
         mean_only: True if ``forward`` uses the posterior mean; see :func:`~lightning_fedbayes.layers.mean_only`.
-        priors: the layer's own prior of each Gaussian parameter.
+        priors: path of each Gaussian parameter → prior.
         replaced_priors: priors in force instead; see :func:`~lightning_fedbayes.layers.set_prior`.
     """
 
@@ -123,17 +113,11 @@ class BayesianLayer(BaseVariationalLayer_):
         """The Gaussian parameters of this layer, in definition order."""
 
     def mean_layer(self) -> nn.Module:
-        """The deterministic layer at the posterior mean, which holds this layer's parameters of the mean themselves.
-
-        Raises:
-            ConversionError: the layer knows no such layer; override this method.
-        """
-        raise ConversionError(
-            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean"
-        )
+        """The deterministic layer at the posterior mean, with this layer's mean parameters; override this method."""
+        raise ConversionError(f"{type(self).__name__} has no mean_layer: override it with the layer at the mean")
 
     def kl_loss(self) -> Tensor:
-        """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
+        """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats, a scalar."""
         KLWatch.note()
         return sum_kl(self.gaussian_parameters())
 
@@ -148,10 +132,10 @@ class BayesianAffine(BayesianLayer):
     """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
 
     Args:
-        template: the deterministic layer, whose shapes and initial values become those of the means.
+        template: the deterministic layer; the means take its shapes and initial values.
         weight_name: "weight" or "kernel", as bayesian-torch calls it.
-        prior_mean, prior_variance, prior_std, prior: see :class:`~lightning_fedbayes.layers.LinearReparameterization`.
-        posterior_mu_init, posterior_rho_init, bayesian_bias: likewise.
+        prior: of weight and bias.
+        posterior_mu_init, posterior_rho_init, bayesian_bias: see :class:`LinearReparameterization`.
     """
 
     default_estimator: ClassVar[Estimator] = "reparameterization"
@@ -170,16 +154,12 @@ class BayesianAffine(BayesianLayer):
         self,
         template: nn.Module,
         weight_name: str,
-        prior_mean: float,
-        prior_variance: float | None,
-        prior_std: float | None,
-        prior: Prior | None,
+        prior: Prior,
         posterior_mu_init: float,
         posterior_rho_init: float | None,
         bayesian_bias: bool,
     ) -> None:
         super().__init__()
-        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
         check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
         if posterior_rho_init is not None:
             check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
@@ -251,11 +231,12 @@ class BayesianAffine(BayesianLayer):
         return (output, self.kl_loss()) if return_kl else output
 
     def _output(self, op: functional.Op, x: Tensor) -> Tensor:
+        """The output, with tallies of squared gradients where the priors in force ask for them."""
         output = self._sampled(op, x)
         if not self.replaced_priors or not torch.is_grad_enabled():
             return output
         weight, bias = (getattr(self.replaced_priors.get(name), "squares", None) for name in (self.weight_name, "bias"))
-        return output if weight is bias is None else with_tallies(output, x, weight, bias, op, self.dims)
+        return output if weight is bias is None else functional.with_tallies(output, x, weight, bias, op, self.dims)
 
     def _sampled(self, op: functional.Op, x: Tensor) -> Tensor:
         weight_mean: Tensor = getattr(self, f"mu_{self.weight_name}")
@@ -270,19 +251,16 @@ class BayesianAffine(BayesianLayer):
                 return op(x, weight, bias_mean)
             weight, bias = draw([weight_mean, bias_mean], [weight_rho, self.rho_bias])
             return op(x, weight, bias)
-        weight = Normal(weight_mean, softplus_std(weight_rho))
-        bias = (
-            None
-            if bias_mean is None
-            else Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
-        )
+        weight, bias = Normal(weight_mean, softplus_std(weight_rho)), None
+        if bias_mean is not None:
+            bias = Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
         if self.estimator == "local_reparameterization":
             mean, std = functional.output_moments(op, x, weight, bias)
             return mean + std * torch.randn_like(mean)
-        weight_noise = torch.randn_like(weight_mean)
-        bias_noise = None if self.mu_bias is None else torch.randn_like(self.mu_bias)
+        bias_like = self.mu_bias
+        draws = torch.randn_like(weight_mean), None if bias_like is None else torch.randn_like(bias_like)
         signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
-        return self.flipout(op, x, weight, bias, FlipoutNoise(weight_noise, bias_noise, *signs))
+        return self.flipout(op, x, weight, bias, FlipoutNoise(*draws, *signs))
 
     def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout; arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
@@ -297,30 +275,106 @@ class BayesianAffine(BayesianLayer):
         return f"{self.deterministic.extra_repr(shown)}, estimator={self.estimator!r}, prior={text}"
 
 
+class Reparameterized(BayesianLayer):
+    r"""Wraps a module so that every call samples its parameters, :math:`w = \mu + \sigma \odot \epsilon`.
+
+    When to use it: for a module without a Bayesian layer of its kind (LSTM, embedding, attention, normalisation, a
+    whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
+    Parameters that are frozen when it is wrapped stay deterministic, buffers stay buffers. The estimator is
+    reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence. It works under
+    ``torch.func.vmap`` if the module does; ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
+
+    Args:
+        module: the module to wrap; it is kept, not copied.
+        prior_mean, prior_variance, prior_std, prior: as in
+            :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        posterior_std: initial σ. None: for each parameter 0.1 × the root mean square of its values (of all the
+            module's values where it is all zero).
+
+    Raises:
+        ConversionError: no parameter to sample, a Bayesian layer inside, lazy parameters, or an impossible prior or σ.
+
+    >>> lstm = Reparameterized(nn.LSTM(3, 4, batch_first=True))
+    >>> output, (hidden, cell) = lstm(torch.zeros(2, 5, 3))
+    >>> output.shape
+    torch.Size([2, 5, 4])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        prior_mean: float = 0.0,
+        prior_variance: float | None = None,
+        prior_std: float | None = None,
+        prior: Prior | None = None,
+        posterior_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")
+        if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
+            raise ConversionError(f"{type(module).__name__} is or contains a Bayesian layer: it would be sampled twice")
+        means = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
+        if not means:
+            raise ConversionError(f"{type(module).__name__} has no trainable floating-point parameter to sample")
+        if posterior_std is not None:
+            check_std("posterior_std", posterior_std)
+        self.module = module
+        fallback = root_mean_square(torch.cat([mean.detach().flatten() for mean in means.values()])) or 1.0
+        for name, mean in means.items():
+            std = posterior_std or RELATIVE_STD * (root_mean_square(mean) or fallback)
+            rho = inverse_softplus_std(torch.full_like(mean, std, requires_grad=False))
+            self.register_parameter(rho_name(name), Parameter(rho))
+            self.priors[f"module.{name}"] = prior
+
+    def gaussian_parameters(self) -> Iterator[GaussianParameter]:
+        """Every sampled parameter of the module."""
+        for path in self.priors:
+            name = path.removeprefix("module.")
+            owner, _, attribute = name.rpartition(".")
+            yield GaussianParameter(self, path, self.module.get_submodule(owner), attribute, rho_name(name))
+
+    def mean_layer(self) -> nn.Module:
+        """The wrapped module, whose parameters are the means."""
+        return self.module
+
+    def forward(self, *args: Any, return_kl: bool = False, **kwargs: Any) -> Any:
+        """Return the module's output at sampled parameters, or at their means where the layer is mean-only."""
+        if self.mean_only:
+            output = self.module(*args, **kwargs)
+        else:
+            refuse_export(self)
+            parameters = list(self.gaussian_parameters())
+            draws = draw([each.mean for each in parameters], [each.rho for each in parameters])
+            names = [each.path.removeprefix("module.") for each in parameters]
+            output = functional_call(self.module, dict(zip(names, draws)), args, kwargs)
+        return (output, self.kl_loss()) if return_kl else output
+
+
 def is_exporting() -> bool:
-    """True while ``torch.export``, ``torch.onnx.export`` or ``torch.jit.trace`` runs a network to record it."""
+    """True while ``torch.export``, ``torch.onnx.export`` or ``torch.jit.trace`` records a network."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def refuse_export(layer: nn.Module) -> None:
-    """Raise ConversionError if the draw that ``layer`` is about to make would be recorded as a part of the network."""
+    """Raise ConversionError if an export would record the draw that ``layer`` is about to make."""
     if is_exporting():
         raise ConversionError(
-            f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw for ever. "
+            f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever. "
             "Export fb.mean_network(module), the same network at its posterior mean"
         )
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
-    r"""A draw of each N(μ, σ²) by reparameterisation, :math:`w = \mu + \sigma \odot \epsilon`.
+    r"""A draw of each N(μ, σ²), :math:`w = \mu + \sigma \odot \epsilon`, with noise of torch's global generator.
 
-    The noise is drawn from torch's global generator. A ``TorchFunctionMode`` can override this function, as it can
-    torch's own. Source: Kingma & Welling 2014; Blundell et al. 2015.
+    A ``TorchFunctionMode`` can override it. Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        means, rhos: μ and ρ of each parameter, of equal shape.
-
-    Returns: tensors of the shapes of ``means``.
+        means, rhos: μ and ρ of each parameter, of equal shape; the draws have these shapes.
     """
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
@@ -328,9 +382,9 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
-    """Sum of the divergences of one or more Gaussian parameters from their priors, in nats. Returns a scalar.
+    """Sum of the divergences of one or more Gaussian parameters from their priors, in nats, a scalar.
 
-    Small ones that share a prior N(m, s²) are concatenated: the number of calls determines their cost, not their size.
+    Small ones that share a prior N(m, s²) are concatenated, because their cost is the number of calls.
     """
     groups: dict[Any, list[GaussianParameter]] = {}
     for parameter in parameters:
@@ -339,17 +393,18 @@ def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
         if isinstance(prior, NormalPrior) and prior.is_scalar and mean.numel() < SMALL:
             key = prior.mean, prior.std, mean.dtype, mean.device
         groups.setdefault(key, []).append(parameter)
-    divergences = [
-        group[0].kl()
-        if len(group) == 1
-        else joined_kl_sum([each.mean for each in group], [each.rho for each in group], *key[:2])
-        for key, group in groups.items()
-    ]
-    return sum(divergences[1:], divergences[0])
+    total: Any = None
+    for key, group in groups.items():
+        if len(group) == 1:
+            divergence = group[0].kl()
+        else:
+            divergence = joined_kl_sum([each.mean for each in group], [each.rho for each in group], *key[:2])
+        total = divergence if total is None else total + divergence
+    return total
 
 
 def default_weight_std(weight: Tensor) -> float:
-    r"""Standard deviation :math:`1/\sqrt{3\,\mathrm{fan\_in}}` of torch's initial weight and bias of such a layer."""
+    r"""Standard deviation :math:`1/\sqrt{3\,\mathrm{fan\_in}}` of torch's initial weight and bias."""
     return 1 / math.sqrt(3 * max(1, math.prod(weight.shape[1:])))
 
 
@@ -359,13 +414,13 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
-    """Raise ConversionError unless a layer can be made of these, and of ``sizes``, name → features or channels."""
+    """Raise ConversionError unless a layer can have these; ``sizes``: name → features or channels."""
     for name, size in sizes.items():
         check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
     check_flag("bias", bias, error=ConversionError)
     try:
         made = torch.empty(0, device=device, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's words for a device or a dtype that it has not
+    except (TypeError, ValueError, RuntimeError) as error:  # an unknown device or dtype
         given = f"device={shown(device)}, dtype={shown(dtype)}"
         raise ConversionError(f"{given}: torch makes no such tensor: {error}") from None
     if not made.is_floating_point():
@@ -374,5 +429,15 @@ def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
 
 def check_estimator(name: str) -> Estimator:
     """Return ``name`` if it is an estimator, else raise ConversionError."""
-    check_choice("estimator", name, ESTIMATORS, error=ConversionError)
+    check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
     return cast("Estimator", name)
+
+
+def rho_name(name: str) -> str:
+    """Attribute that holds the ρ of the inner parameter ``name``; an attribute name has no dots."""
+    return f"rho_{name.replace('.', '/')}"
+
+
+def root_mean_square(values: Tensor) -> float:
+    """Square root of the mean of the squares; 0 for no values."""
+    return float(values.detach().float().square().mean().sqrt()) if values.numel() else 0.0

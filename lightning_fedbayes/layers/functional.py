@@ -1,20 +1,25 @@
-r"""Pure functions of the layers: the standard deviation behind ρ, and the three estimators of a random output.
+r"""Pure functions of the layers: the standard deviation behind ρ, three estimators of a random output, and tallies.
 
-Nothing here draws random numbers: noise is an argument. An ``op`` is any map that is linear in its weight,
-``op(x, weight, bias) -> output``: ``F.linear``, a convolution or a transposed convolution. A ``TorchFunctionMode`` can
-override :func:`softplus_std`, as it can torch's own functions.
+Noise is an argument. An ``op`` is any map that is linear in its weight, ``op(x, weight, bias) -> output``:
+``F.linear``, a convolution or a transposed convolution. A ``TorchFunctionMode`` can override :func:`softplus_std` and
+:func:`with_tallies`.
+
+A tally is a zero with the gradient :math:`\sum_i g_i^2`, the sum of squared gradients of single examples: a layer that
+is linear in its weight W has :math:`\partial L / \partial W = \sum_i g_i`, for ``F.linear``
+:math:`g_i = \delta_i x_i^\top` with the gradient :math:`\delta_i` of the loss by the layer's i-th output.
+Source: Dangel et al. 2020 (BackPACK).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 Estimator = Literal["reparameterization", "local_reparameterization", "flipout"]
 """Method by which a layer turns Gaussian weights into a random output whose gradient is unbiased."""
@@ -43,22 +48,22 @@ def smallest_std(dtype: torch.dtype) -> float:
 def softplus_std(rho: Tensor) -> Tensor:
     r"""Standard deviation :math:`\sigma = \log(1 + e^\rho) + \sigma_0`, never infinite and never 0.
 
-    :math:`\sigma_0` is :func:`smallest_std`, so that σ² is positive as well; above 1e-11 float32 does not see it. The
-    linear branch above 40 is exact to rounding in float64 too.
+    :math:`\sigma_0` is :func:`smallest_std`, so that σ² is positive as well; it is below rounding for σ > 1e-11 in
+    float32. The linear branch above 40 is exact to rounding in float64 too.
 
     >>> softplus_std(torch.tensor([-1e4, 0.0, 1e4])) > 0
     tensor([True, True, True])
     """
     if has_torch_function_unary(rho):
         return handle_torch_function(softplus_std, (rho,), rho)
-    # a bound by addition has the gradient of softplus itself; that of a maximum would take two more passes
+    # added, not a maximum, whose gradient would take two more passes
     return F.softplus(rho, threshold=40.0).add_(smallest_std(rho.dtype))
 
 
 def inverse_softplus_std(std: Tensor) -> Tensor:
     r"""The inverse of :func:`softplus_std`, :math:`\rho = s + \log(1 - e^{-s})` with :math:`s = \sigma - \sigma_0`.
 
-    A σ below :func:`smallest_std` (0 too) becomes that smallest one, to three digits.
+    A σ below :func:`smallest_std`, or 0, becomes the smallest, to three digits.
 
     >>> softplus_std(inverse_softplus_std(torch.tensor([1e-9, 0.5, 50.0])))
     tensor([1.0000e-09, 5.0000e-01, 5.0000e+01])
@@ -89,12 +94,8 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
 
 class FlipoutNoise(NamedTuple):
-    """Noise of one call of Flipout.
-
-    Args:
-        weight, bias: standard normal, of the shapes of weight and bias; None for a deterministic or missing bias.
-        input_signs, output_signs: s and r, each ±1 per example and channel, of size 1 along space and time.
-    """
+    """Noise of one call of Flipout: standard normal draws for weight and bias (None if it is deterministic or missing),
+    and signs s and r, ±1 per example and channel, of size 1 along space and time."""
 
     weight: Tensor
     bias: Tensor | None
@@ -113,16 +114,14 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
-    Wen et al. 2018, equation (4). One perturbation is shared by the batch; an example sees it with random signs.
-    A bias is the weight of a constant input.
+    One perturbation is shared by the batch; an example sees it with random signs. A bias is the weight of a constant
+    input. Source: Wen et al. 2018, equation (4).
 
     Args:
         op: the deterministic layer.
-        x: input (batch, \*), as ``op`` takes it.
-        weight, bias: μ and σ, of the shapes of the deterministic layer's; None for no bias.
+        x: its input, (batch, \*).
+        weight, bias: μ and σ, of the shapes in the deterministic layer; None for no bias.
         noise: ε and the signs.
-
-    Returns: output of ``op``, (batch, \*).
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
@@ -135,25 +134,17 @@ GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 BLOCK = 8
 """Channels that a grouped convolution processes at a time; with fewer per group, part of the work is on padding."""
-
 LARGEST = 1.5
-"""Largest kernel, as a multiple of its output map, at which a kernel per example never cost more than a second
-convolution in measurements."""
-
+"""Largest kernel, relative to its output map, at which a kernel per example is never slower in measurements."""
 ONEDNN = torch.backends.mkldnn.is_available()
-"""True if torch has oneDNN, which is fast for many groups; torch's own convolution takes the groups one by one."""
+"""True if torch has oneDNN, which is fast for many groups; torch's convolution takes them one by one."""
 
 
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
 
-    True on a CPU, in float32, for kernels that are not much larger than the maps. GPUs and other number types have no
-    fast convolution of many groups.
-
-    Args:
-        x: input (batch, in_channels, \\*space); one without a batch dimension has nothing to gain.
-        kernel: (out_channels, in_channels / groups, \\*size).
-        stride: of the convolution.
+    True on a CPU, in float32, for batches and kernels (out_channels, in_channels / groups, \\*size) that are not much
+    larger than the maps. GPUs and other dtypes have no fast convolution of many groups.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False
@@ -171,19 +162,15 @@ def flipout_by_example(
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution, which costs the arithmetic of the deterministic layer;
-    Flipout adds the cost of building the kernels.
+    The kernels of all examples form one grouped convolution, at the cost of the deterministic layer and of building the
+    kernels. Source: Wen et al. 2018, equation (4), rearranged.
 
     Args:
         convolve: the convolution, which must treat every channel's map alike.
-        x: input (batch, in_channels, \*space).
+        x: input (batch, in_channels, \*space); the output is (batch, out_channels, \*space).
         kernel, bias: μ and σ, shapes (out_channels, in_channels / groups, \*size) and (out_channels,).
-        noise: its signs have shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
+        noise: with signs of shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
         groups: of the layer.
-
-    Returns: (batch, out_channels, \*space).
-
-    Source: Wen et al. 2018, equation (4), rearranged.
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)
@@ -201,3 +188,95 @@ def biases(bias: Normal | None, noise: FlipoutNoise) -> Tensor | None:
     if noise.bias is None:
         return bias.mean.expand_as(signs).flatten()
     return torch.addcmul(bias.mean, perturbation(bias, noise.bias), signs).flatten()
+
+
+def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:
+    """Return ``output``; its backward pass gives the tallies of weight and bias their gradients.
+
+    Args:
+        output: of the layer, (examples, \\*, channels, \\*space), or one example without the first dimension.
+        x: its input, (examples, \\*).
+        weight, bias: tallies, zeros of the shapes of its parameters; None: not taken.
+        op: the deterministic layer, with ``dims`` dimensions of space.
+    """
+    tensors = tuple(each for each in (output, x, weight, bias) if each is not None)
+    if has_torch_function(tensors):
+        return handle_torch_function(with_tallies, tensors, output, x, weight, bias, op, dims)
+    if dims == 0 and x.dim() == output.dim() == 2:
+        return RowTally.apply(output, x, weight, bias)  # pyright: ignore[reportReturnType]
+    return _SquareTally.apply(output, x, weight, bias, op, dims)  # pyright: ignore[reportReturnType]
+
+
+class RowTally(torch.autograd.Function):
+    r""":func:`with_tallies` of a linear layer, :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`; (\*, examples, features)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return ``output``; arguments as for :func:`with_tallies`."""
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the input."""
+        _, x, weight, bias = inputs
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the output as it is, and the sums of squares."""
+        (gradient,), (x,) = gradients, ctx.saved_tensors
+        squares = in_single_precision(gradient).square()
+        of_weight = squares.mT @ in_single_precision(x).square() if ctx.has_weight else None
+        return gradient, None, of_weight, squares.sum(-2) if ctx.has_bias else None
+
+
+class _SquareTally(torch.autograd.Function):
+    """:func:`with_tallies` of any layer that is linear in its weight; one gradient of the weight for every example."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, x, weight, bias, ctx.op, ctx.dims = inputs
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, weight), dims = gradients, ctx.saved_tensors, ctx.dims
+        each = in_single_precision(gradient)
+        if gradient.dim() == 1 + dims:
+            x, each = x.unsqueeze(0), each.unsqueeze(0)
+        of_weight = None if weight is None else weight_squares(ctx.op, x.to(weight), each.to(weight), weight)
+        of_bias = None
+        if ctx.has_bias:
+            others = [dim for dim in range(1, each.dim()) if dim != each.dim() - 1 - dims]
+            of_bias = (each.sum(others) if others else each).square().sum(0)
+        return gradient, None, of_weight, of_bias, None, None
+
+
+def weight_squares(op: Op, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum over examples of squared gradients by the weight; x and the output's gradient: (examples, \\*).
+
+    >>> x, gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [-1.0]])
+    >>> weight_squares(torch.nn.functional.linear, x, gradient, torch.zeros(1, 2))
+    tensor([[10., 20.]])
+    """
+
+    def of_one(row: Tensor, slope: Tensor) -> Tensor:
+        backward = torch.func.vjp(lambda parameter: op(row.unsqueeze(0), parameter, None), weight)[1]
+        return backward(slope.unsqueeze(0))[0]
+
+    return torch.func.vmap(of_one)(x, gradient).square().sum(0)
+
+
+def in_single_precision(tensor: Tensor) -> Tensor:
+    """Return half precision in single precision, so that squares do not vanish; other tensors as they are."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

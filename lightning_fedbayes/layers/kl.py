@@ -1,13 +1,13 @@
 """The KL divergence of Gaussian parameters from their prior, and their joint draws, with closed-form gradients.
 
 The closed form takes a few passes over the parameters where autograd takes dozens. A ``TorchFunctionMode`` can override
-:func:`joined_kl_sum`, as it can torch's own functions.
+:func:`joined_kl_sum`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,22 +16,19 @@ from torch.overrides import handle_torch_function, has_torch_function
 from lightning_fedbayes.layers.functional import softplus_std
 
 SMALL = 2**14
-"""Number of entries below which an operation on a tensor costs mainly the call, and above which mainly the pass over
-memory. Small parameters are concatenated for their KL, whose gradient is autograd's; large ones use the closed form."""
+"""Number of entries below which a tensor operation costs mainly the call. Smaller parameters are concatenated for their
+KL, with autograd's gradient; larger ones use the closed form."""
 
 
 class KLWatch:
-    """Note of whether this process has computed the KL divergence of a layer or network, for advice on losses.
-
-    Attributes:
-        seen: True once it has; whoever wants to know of a stretch of time sets it to False before.
-    """
+    """Note of whether this process has computed the KL divergence of a layer or network, for advice on losses."""
 
     seen: ClassVar[bool] = False
+    """True once it has; set it to False to begin again."""
 
     @classmethod
     def note(cls) -> None:
-        """Note that one is computed; not inside ``torch.compile``, which would have to compile anew."""
+        """Note that one is computed; not inside ``torch.compile``, which would compile again."""
         if not torch.compiler.is_compiling():
             cls.seen = True
 
@@ -42,14 +39,12 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    The gradient of a large parameter is that of :class:`GaussianKL`, with half of autograd's passes over memory. That
-    of a small one is autograd's, which under ``vmap`` takes half the time.
+    Large parameters use :class:`GaussianKL`, with half of autograd's passes over memory; small ones autograd, which
+    takes half the time under ``vmap``.
 
     Args:
         mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
         prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.
-
-    Returns: scalar.
     """
     if mean.dtype in (torch.float16, torch.bfloat16):
         mean, std = mean.float(), std.float()
@@ -59,13 +54,13 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
         return (spread + shift * shift).sum() / 2
     prior = [
-        value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value for value in (prior_mean, prior_std)
+        each.expand(mean.shape).flatten() if isinstance(each, Tensor) else each for each in (prior_mean, prior_std)
     ]
     return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
 
 
 def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
-    """:func:`gaussian_kl_sum` over several parameters (μ, ρ) with one prior. Returns a scalar."""
+    """:func:`gaussian_kl_sum` over several parameters (μ, ρ) with one prior."""
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(joined_kl_sum, (*means, *rhos), means, rhos, prior_mean, prior_std)
     mean, rho = (torch.cat([each.flatten() for each in part]) for part in (means, rhos))
@@ -80,12 +75,7 @@ class GaussianKL(torch.autograd.Function):
               \frac{\partial}{\partial s_i} = \frac{1}{s_i} - \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^3}
 
     The backward pass can be differentiated again. Under ``vmap`` it runs once on the stacked tensors.
-
-    Args:
-        mean, std: shape (*, n).
-        prior_mean, prior_std: numbers, or tensors that broadcast to that shape.
-
-    Returns: shape (*).
+    Shapes: mean and std (*, n), prior_mean and prior_std numbers or tensors that broadcast to that, result (*).
     """
 
     @staticmethod
@@ -131,7 +121,7 @@ class GaussianKL(torch.autograd.Function):
 
 
 class PlainGaussianKL(torch.autograd.Function):
-    """:class:`GaussianKL` outside of ``torch.func``: saves the 45 µs that torch takes to bind arguments by name."""
+    """:class:`GaussianKL` outside of ``torch.func``: saves the 45 µs in which torch binds arguments by name."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
@@ -146,36 +136,21 @@ class PlainGaussianKL(torch.autograd.Function):
 def standardised(
     mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`; for the usual prior N(0, 1), μ and σ themselves."""
+    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`; for N(0, 1), μ and σ themselves."""
     if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
         return mean, std
     return (mean - prior_mean) / prior_std, std / prior_std
 
 
-class JointPrior(Protocol):
-    """Prior of several parameters side by side, such as a stack of cavities."""
-
-    def values(self, mean: Tensor, std: Tensor) -> Tensor:
-        """The divergence of each network, shape (networks, entries) → (networks,)."""
-        ...
-
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Its derivatives by every mean and standard deviation; None where the latter are 0."""
-        ...
-
-
 class JointKL(torch.autograd.Function):
-    """The divergence of several networks from a :class:`JointPrior`, with its closed-form gradient.
+    """The divergence of several networks from a joint prior: (networks, entries) → (networks,).
 
-    Args:
-        mean, std: shape (networks, entries).
-        prior: of all of them.
-
-    Returns: shape (networks,).
+    A joint prior of several parameters has the methods ``values`` and ``gradients`` of
+    :class:`~lightning_fedbayes.layers.priors.LocalPrior`.
     """
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: JointPrior) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: Any) -> Tensor:
         """Return the prior's values."""
         ctx.prior = prior
         ctx.save_for_backward(mean, std)
@@ -192,24 +167,20 @@ class JointKL(torch.autograd.Function):
 class JointDraw(torch.autograd.Function):
     r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
 
-    .. math:: w = \mu + \sigma \odot \epsilon, \qquad
-              \mathrm{KL} = \sum_i \log\frac{s}{\sigma_i} + \frac{\sigma_i^2 + (\mu_i - m)^2}{2 s^2} - \frac12
-
-    with the gradients, for :math:`g = \partial L / \partial w` and :math:`h = \partial L / \partial \mathrm{KL}`,
+    :math:`w = \mu + \sigma \odot \epsilon` and :func:`gaussian_kl_sum`, with the gradients, for
+    :math:`g = \partial L / \partial w` and :math:`h = \partial L / \partial \mathrm{KL}`,
 
     .. math:: \frac{\partial L}{\partial \mu} = g + h\,\frac{\mu - m}{s^2}, \qquad
               \frac{\partial L}{\partial \rho} = \left(g \odot \epsilon + h \left(\frac{\sigma}{s^2}
               - \frac1\sigma\right)\right) \odot \mathrm{sigmoid}(\rho).
 
-    A parameter whose draw is not used gets no gradient, as if it had been drawn alone. The backward pass can be
-    differentiated again.
+    A parameter gets no gradient if its draw is not used. The backward pass can be differentiated again.
 
-    When to use it: for several small parameters, whose cost is the number of calls, and outside of ``torch.func``.
-
+    When to use it: for several small parameters, where the number of calls is the cost, and outside of ``torch.func``.
     Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        prior: m and s of the prior N(m, s²) that all parameters share, or a joint one; None for no divergence.
+        prior: m and s of the prior N(m, s²) that all parameters share, or a joint prior; None for no divergence.
         parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
 
     Returns: a draw of each parameter, of its shape; all means, ρ and σ side by side, shape (networks, entries) each;
@@ -217,7 +188,7 @@ class JointDraw(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prior: tuple[float, float] | JointPrior | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, prior: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
@@ -245,32 +216,27 @@ class JointDraw(torch.autograd.Function):
         of_mean, of_rho, of_std = of_joint
         used = [each is not None for each in of_draws]
         if any(used):
-            of_draw = torch.cat(
-                [
-                    mean.new_zeros(len(mean), size) if each is None else _rows(each)
-                    for each, size in zip(of_draws, ctx.sizes)
-                ],
-                1,
-            )
+            sized = zip(of_draws, ctx.sizes)
+            rows = [mean.new_zeros(len(mean), size) if each is None else _rows(each) for each, size in sized]
+            of_draw = torch.cat(rows, 1)
             of_std = _plus(of_draw * noise, of_std)
             of_mean = _plus(of_draw, of_mean)
-        if of_divergence is not None and not isinstance(ctx.prior, tuple):
+        scale = None if of_divergence is None else of_divergence.unsqueeze(1)
+        if scale is not None and not isinstance(ctx.prior, tuple):
             kl_of_mean, kl_of_std = ctx.prior.gradients(mean, std)
-            of_mean = _plus(kl_of_mean.mul_(of_divergence.unsqueeze(1)), of_mean)
+            of_mean = _plus(kl_of_mean.mul_(scale), of_mean)
             if kl_of_std is not None:
-                of_std = _plus(kl_of_std.mul_(of_divergence.unsqueeze(1)), of_std)
-        elif of_divergence is not None:
+                of_std = _plus(kl_of_std.mul_(scale), of_std)
+        elif scale is not None:
             prior_mean, prior_std = ctx.prior
-            scale = of_divergence.unsqueeze(1)
             inverse = scale / std
             scale = scale if prior_std == 1 else scale / prior_std**2
             of_mean = _plus((mean if prior_mean == 0 else mean - prior_mean) * scale, of_mean)
             of_std = _plus((std * scale).sub_(inverse), of_std)
         if of_std is not None:
             of_rho = _plus(of_std * torch.sigmoid(rho), of_rho)
-        alone = of_divergence is None and all(each is None for each in of_joint)
         parts = [[None] * count if each is None else _split(each, ctx) for each in (of_mean, of_rho)]
-        if alone and not all(used):
+        if of_divergence is None and all(each is None for each in of_joint):  # the draws' gradients only
             parts = [[part if use else None for part, use in zip(each, used)] for each in parts]
         return None, *parts[0], *parts[1]
 

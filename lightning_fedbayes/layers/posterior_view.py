@@ -1,4 +1,4 @@
-"""A network's parameters as one Gaussian posterior: read it, load another.
+"""A whole network: its Gaussian posterior, KL divergence, prior, posterior mean and estimator.
 
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
@@ -6,6 +6,7 @@ This is the only place where (mu, rho) becomes (mean, variance) and back.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,26 +14,30 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, listed, nearest
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
-from lightning_fedbayes.layers.functional import inverse_softplus_std
+from lightning_fedbayes.layers import base
+from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.convert import MCDropout
+from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
+from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.priors import NormalPrior, Prior
 
 T = TypeVar("T")
 
 KEPT = "_replaced"
-"""Suffix of the buffers that keep the own prior of a bayesian-torch layer while another one is in force."""
+"""Suffix of the buffers that keep the prior of a bayesian-torch layer while another one is in force."""
 
 
 @dataclass(frozen=True)
 class ForeignGaussianParameter(GaussianParameter):
-    """A Gaussian parameter tensor of a bayesian-torch layer, whose prior lives in two buffers.
+    """A Gaussian parameter tensor of a bayesian-torch layer, with a prior in two buffers.
 
-    Its ``prior_*_sigma`` buffer is filled with the argument ``prior_variance``, and read as the variance it is named
-    after (bayesian-torch's own KL takes it for a standard deviation). While a replaced prior is in force, the buffers
-    hold mean and *standard deviation* of that, so that bayesian-torch's own ``kl_loss`` has the right prior too.
+    The buffer ``prior_*_sigma`` holds the argument ``prior_variance``, and is read as a variance (bayesian-torch's KL
+    takes it for a standard deviation). While a replaced prior is in force, the buffers hold its mean and *standard
+    deviation*, so that bayesian-torch's ``kl_loss`` has the right prior too.
     """
 
     @property
@@ -53,7 +58,7 @@ class ForeignGaussianParameter(GaussianParameter):
         return NormalPrior(mu, sigma.sqrt())
 
     def replace_prior(self, prior: Prior | None) -> None:
-        """Put a :class:`NormalPrior` in force through the buffers; None brings the layer's own back."""
+        """Put a :class:`NormalPrior` in force through the buffers; None restores the layer's prior."""
         kept = [f"{name}{KEPT}" for name in self._buffers]
         if prior is None:
             for name, copy in zip(self._buffers, kept):
@@ -71,11 +76,11 @@ class ForeignGaussianParameter(GaussianParameter):
 
 
 def store_own_prior(layer: nn.Module, state: dict, prefix: str, metadata: object) -> None:
-    """Store a bayesian-torch layer's own prior in its ``state_dict`` while another one is in force."""
+    """Store the prior that a bayesian-torch layer had in its ``state_dict`` while another one is in force."""
     for name, value in layer._buffers.items():
-        own = name.removesuffix(KEPT)
-        if own != name and f"{prefix}{own}" in state:
-            state[f"{prefix}{own}"] = value
+        usual = name.removesuffix(KEPT)
+        if usual != name and f"{prefix}{usual}" in state:
+            state[f"{prefix}{usual}"] = value
 
 
 def gaussian_parameters_of(layer: BaseVariationalLayer_) -> Iterator[GaussianParameter]:
@@ -93,11 +98,8 @@ def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
     """Every Gaussian parameter of ``module`` by its name in the posterior; a tied one appears once.
 
     The name is the dotted path of the mean without ``mu_``: "fc1.weight" for the parameter "fc1.mu_weight",
-    "conv.kernel" for "conv.mu_kernel", "lstm.module.weight_ih_l0" inside a
-    :class:`~lightning_fedbayes.layers.Reparameterized`.
-
-    Raises:
-        PosteriorError: two of them would have one name.
+    "lstm.module.weight_ih_l0" inside a :class:`~lightning_fedbayes.layers.Reparameterized`. Two parameters with one
+    name raise PosteriorError.
     """
     parameters: dict[str, GaussianParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -120,14 +122,13 @@ class PosteriorView:
     variance 0. Tied parameters appear once, buffers not at all.
 
     Args:
-        module: any network; its own layers, bayesian-torch's and deterministic ones.
+        module: any network, with layers of this package, of bayesian-torch and deterministic ones.
         exclude: posterior names to leave out, such as those that stay with the client.
-        variances: name → variance of parameters of no Bayesian layer that have one beside the module; :meth:`load`
-            replaces the entries.
+        variances: name → variance of parameters outside of Bayesian layers; :meth:`load` replaces the entries.
 
     Raises:
         PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or ``exclude``
-            names a parameter that is not there.
+            names a parameter that does not exist.
 
     >>> view = PosteriorView(nn.Linear(2, 1))
     >>> view.read().names
@@ -140,10 +141,8 @@ class PosteriorView:
         gaussian = gaussian_parameters(module)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
         if lazy:
-            raise PosteriorError(
-                f"parameters that are not initialised have no posterior: {listed(lazy)}; call the network with a batch "
-                "first"
-            )
+            why = "parameters that are not initialised have no posterior"
+            raise PosteriorError(f"{why}: {listed(lazy)}; call the network with a batch first")
         exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
         seen = {id(each.rho) for each in gaussian.values()}
@@ -184,14 +183,22 @@ class PosteriorView:
     def load(self, posterior: GaussianPosterior) -> None:
         """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
 
-        A parameter keeps its dtype. A deterministic one takes the mean, and the variance where it has one. A Gaussian
-        parameter of variance 0 takes the smallest σ that layers represent (1e-19 in float32): almost a point mass.
-
-        Raises:
-            PosteriorError: names or shapes are not this module's.
+        A parameter keeps its dtype. A Gaussian parameter of variance 0 takes the smallest σ that layers represent
+        (1e-19 in float32). Names or shapes that differ from the module's raise PosteriorError.
         """
         check_posterior(posterior, "posterior")
-        self._check(posterior)
+        if posterior.mean.keys() != self._entries.keys():
+            missing = [name for name in self._entries if name not in posterior.mean]
+            extra = [name for name in posterior.mean if name not in self._entries]
+            raise PosteriorError(
+                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
+                f"{listed(extra) or 'nothing'} that the module lacks; read it from this network with the same exclude"
+            )
+        for name, entry in self._entries.items():
+            live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
+            if posterior.mean[name].shape != live.shape:
+                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(live.shape)} in the module"
+                raise PosteriorError(f"'{name}' has shape {shapes}; read it from a network of the same sizes")
         for name, entry in self._entries.items():
             mean = posterior.mean[name]
             if not isinstance(entry, GaussianParameter):
@@ -201,29 +208,12 @@ class PosteriorView:
                 continue
             entry.mean.copy_(mean)
             rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
-            # inverting softplus rounds; where the variance is already the one asked for, rho stays unchanged
+            # inverting softplus rounds: rho stays where the variance does
             rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
-
-    def _check(self, posterior: GaussianPosterior) -> None:
-        if posterior.mean.keys() != self._entries.keys():
-            missing = [name for name in self._entries if name not in posterior.mean]
-            extra = [name for name in posterior.mean if name not in self._entries]
-            raise PosteriorError(
-                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
-                f"{listed(extra) or 'nothing'} that the module does not have; read it from the same network with the "
-                "same exclude"
-            )
-        for name, entry in self._entries.items():
-            live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
-            if posterior.mean[name].shape != live.shape:
-                raise PosteriorError(
-                    f"'{name}' has shape {tuple(posterior.mean[name].shape)} in the posterior but "
-                    f"{tuple(live.shape)} in the module; read it from a network of the same sizes"
-                )
 
 
 def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:
-    """The posterior of ``module`` now; see :meth:`PosteriorView.read`. The means are views of the parameters."""
+    """The posterior of ``module`` now; see :meth:`PosteriorView.read`."""
     return PosteriorView(module, exclude).read()
 
 
@@ -242,7 +232,7 @@ def parameter_paths(network: nn.Module) -> dict[str, str]:
 
 
 def parameter_of(entry: tuple[nn.Module, str]) -> Tensor:
-    """Return the live parameter that ``entry`` (a module and the name of its attribute) refers to."""
+    """Return the live parameter of ``entry``: a module and the name of its attribute."""
     owner, attribute = entry
     parameter = owner._parameters[attribute]
     assert parameter is not None
@@ -254,3 +244,137 @@ def add(entries: dict[str, T], name: str, entry: T) -> None:
     if name in entries:
         raise PosteriorError(f"two parameters would both be called '{name}' in the posterior; rename one of them")
     entries[name] = entry
+
+
+def kl_divergence(module: nn.Module) -> Tensor:
+    r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
+
+    The ELBO of n examples is the summed log-likelihood minus this; the loss per example is the mean negative
+    log-likelihood plus KL/n. A tied layer counts once; a bayesian-torch layer counts with the sum over its parameters
+    and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``. 0 for a network without Gaussian
+    parameters. A ``TorchFunctionMode`` can override it.
+
+    >>> kl_divergence(nn.Linear(2, 1))
+    tensor(0.)
+    """
+    KLWatch.note()
+    if has_torch_function((module,)):
+        return handle_torch_function(kl_divergence, (module,), module)
+    parameters = gaussian_parameters(module)
+    if not parameters:
+        return torch.zeros((), device=next((p.device for p in module.parameters()), None))
+    return base.sum_kl(parameters.values())
+
+
+@torch.no_grad()
+def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
+    """Make ``posterior`` the prior of all Gaussian parameters of ``module``; None restores the layers' priors.
+
+    The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
+    deviation in their prior buffers, as their ``kl_loss`` reads them.
+
+    Args:
+        module: any network.
+        posterior: has every Gaussian parameter of ``module``, in its shape, with positive variance, else
+            PosteriorError; other names are ignored.
+        exclude: names of Gaussian parameters that keep their prior.
+    """
+    exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
+    parameters = {name: each for name, each in gaussian_parameters(module).items() if name not in exclude}
+    if posterior is None:
+        for parameter in parameters.values():
+            parameter.replace_prior(None)
+        return
+    check_posterior(posterior, "posterior")
+    priors = {}
+    for name, parameter in parameters.items():
+        mean, variance = posterior.mean.get(name), posterior.variance.get(name)
+        if mean is None or variance is None:
+            raise PosteriorError(f"the posterior has no '{name}' for a prior; it has {listed(posterior.names)}")
+        if mean.shape != parameter.mean.shape:
+            shapes = f"{tuple(mean.shape)} in the posterior but {tuple(parameter.mean.shape)} in the module"
+            raise PosteriorError(f"'{name}' has shape {shapes}; give a prior of the same shape")
+        std = variance.to(parameter.mean).sqrt()
+        if not bool((std > 0).all()):
+            where = f"{int((std <= 0).sum())} of {std.numel()} entries of the posterior"
+            remedy = "which makes the KL divergence infinite; fuse with a rule that keeps a variance, or keep the prior"
+            raise PosteriorError(f"'{name}' has variance 0 at {where}, {remedy}")
+        priors[name] = NormalPrior(mean.to(parameter.mean, copy=True), std)
+    for name, parameter in parameters.items():
+        parameter.replace_prior(priors[name])
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is in evaluation mode; afterwards each of its parts is in its earlier mode.
+
+    >>> network = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> with evaluation_mode(network):
+    ...     pass
+    >>> network[0].training, network[1].training
+    (True, False)
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@contextmanager
+def mean_only(module: nn.Module) -> Iterator[None]:
+    """Run ``module`` at its posterior mean inside the context: no noise, no dropout, the cost of a deterministic one.
+
+    A bayesian-torch layer runs with σ = 0, at its usual cost; exporting it raises ConversionError.
+
+    >>> layer = MCDropout(0.5)
+    >>> with mean_only(layer):
+    ...     layer(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
+    before = [m.mean_only for m in switched]
+    others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
+    foreign = [each for m in others for each in gaussian_parameters_of(m)]
+    if foreign and base.is_exporting():  # torch cannot record σ = 0, which is not a parameter
+        remedy = "build the network with torch's layers and load fb.read_posterior(module).mean into it"
+        name = type(foreign[0].layer).__name__
+        raise ConversionError(f"{name} is a layer of bayesian-torch, which cannot be exported: {remedy}")
+    rhos = [each.layer._parameters[each.rho_name] for each in foreign]
+    try:
+        for m in switched:
+            m.mean_only = True
+        for each in foreign:
+            zero_std = torch.full((), -torch.inf, dtype=each.rho.dtype, device=each.rho.device)
+            each.layer._parameters[each.rho_name] = zero_std.expand(each.rho.shape)  # pyright: ignore
+        yield
+    finally:
+        for m, value in zip(switched, before):
+            m.mean_only = value
+        for each, rho in zip(foreign, rhos):
+            each.layer._parameters[each.rho_name] = rho
+
+
+@contextmanager
+def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
+    """Let linear and convolutional layers use the estimator ``name`` inside the context; others keep theirs.
+
+    Args:
+        module: any network.
+        name: "reparameterization", "local_reparameterization" or "flipout", else ConversionError.
+    """
+    name = base.check_estimator(name)
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
+    before: list[Estimator] = [m.estimator for m in switched]
+    try:
+        for m in switched:
+            m.estimator = name
+        yield
+    finally:
+        for m, value in zip(switched, before):
+            m.estimator = value

@@ -1,4 +1,4 @@
-r"""Priors of a Gaussian parameter: frozen values with one method, the KL divergence of the parameter from them.
+r"""Priors of a Gaussian parameter: frozen dataclasses with one method, the KL divergence of the parameter from them.
 
 Any frozen dataclass with such a ``kl`` can be a prior; its tensor fields follow the layer to its device and dtype.
 """
@@ -26,7 +26,7 @@ class Prior(Protocol):
     """Interface of a prior."""
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """KL(q‖p), summed over the entries of q = N(``mean``, ``std``²), in nats. Returns a scalar."""
+        """KL(q‖p), summed over the entries of q = N(``mean``, ``std``²), in nats, a scalar."""
         ...
 
 
@@ -35,11 +35,7 @@ class NormalPrior:
     r"""The Gaussian prior :math:`N(m, s^2)`; numbers for a fixed prior, tensors for a previous posterior.
 
     Args:
-        mean: m, a number or a tensor of the parameter's shape.
-        std: s > 0, a number or a tensor of the parameter's shape.
-
-    Raises:
-        ConversionError: ``std`` is a number and not positive.
+        mean, std: m and s > 0, numbers or tensors of the parameter's shape; ConversionError for numbers out of range.
 
     >>> NormalPrior(0.0, 1.0).kl(torch.zeros(3), torch.ones(3))
     tensor(0.)
@@ -70,13 +66,10 @@ class NormalPrior:
 
 @dataclass(frozen=True, eq=False)
 class TiedMeanPrior:
-    r"""A Gaussian prior whose mean is the posterior's own, :math:`N(\mu, s^2)`: only the spread is penalised.
+    r"""A Gaussian prior around the posterior's mean, :math:`N(\mu, s^2)`, ``std`` s > 0: only the spread is penalised.
 
     Use it where a prior centred at 0 pulls the means of a deep network too hard
     (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean; weight decay can.
-
-    Args:
-        std: s > 0.
     """
 
     std: float
@@ -98,10 +91,7 @@ class ScaleMixturePrior:
 
     Args:
         weight: :math:`\pi` in [0, 1].
-        std1, std2: :math:`s_1, s_2` > 0.
-
-    Raises:
-        ConversionError: an argument is out of range.
+        std1, std2: :math:`s_1, s_2` > 0. Out of range, an argument raises ConversionError.
     """
 
     weight: float
@@ -120,34 +110,29 @@ class ScaleMixturePrior:
     def kl_at(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
         r""":math:`\sum_i \log q(w_i) - \log p(w_i)` with exact entropy, at :math:`w = \mu + \sigma \odot` ``noise``."""
         draw = torch.addcmul(mean, std, noise)
-        log_prior = torch.logaddexp(
-            self._log_component(draw, self.weight, self.std1), self._log_component(draw, 1 - self.weight, self.std2)
-        )
-        return -(std.log() + 0.5 + log_prior).sum()
-
-    @staticmethod
-    def _log_component(draw: Tensor, weight: float, std: float) -> Tensor:
-        # without the constant log sqrt(2 pi), which the entropy cancels
-        return (math.log(weight) if weight > 0 else -math.inf) - math.log(std) - (draw / std).square() / 2
+        components = [  # without the constant log sqrt(2 pi), which the entropy cancels
+            (math.log(weight) if weight > 0 else -math.inf) - math.log(s) - (draw / s).square() / 2
+            for weight, s in ((self.weight, self.std1), (1 - self.weight, self.std2))
+        ]
+        return -(std.log() + 0.5 + torch.logaddexp(*components)).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalPrior:
-    r"""A client's own quadratic in the means, in the place of the divergence from the prior; widths stay as they are.
+    r"""A client's quadratic in the means, in place of the divergence from the prior.
 
     .. math:: \sum_i \tfrac12 A_i d_i^2 + c_i d_i, \qquad d = \mu - m
 
-    It is 0 at the global mean m. A and c may have any sign.
+    It is 0 at the global mean m. It does not change widths. A and c may have any sign. Tensors have the parameter's
+    shape, or for stacked clients and joint priors one that broadcasts.
 
     Args:
         mean: m.
         curvature, slope: A and c.
         tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
-            the loss. None: nothing is.
+            the loss. None: not added.
         squares: a zero of the parameter's shape: its gradient is the sum of the squared gradients of single examples,
-            see :func:`~lightning_fedbayes.layers.squares.with_tallies`. None: none is taken.
-
-    All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
+            see :func:`~lightning_fedbayes.layers.functional.with_tallies`. None: not taken.
 
     Source: see :class:`~lightning_fedbayes.Sites`.
     """
@@ -176,7 +161,7 @@ class LocalPrior:
         return move * torch.addcmul(self.slope, move, self.curvature, value=0.5)
 
     def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, None]:
-        """Return the derivatives of each entry's term by the mean; None, for none by the standard deviation."""
+        """Return the derivatives of each entry's term by the mean, and None for those by the standard deviation."""
         return torch.addcmul(self.slope, mean - self.mean, self.curvature), None
 
 
@@ -187,29 +172,22 @@ def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
     """Return ``prior`` with ``fn`` applied to its tensor fields, such as a move to another device or dtype."""
     if not dataclasses.is_dataclass(prior):
         return prior
-    changes = {
-        each.name: fn(value)
-        for each in dataclasses.fields(prior)
-        if isinstance(value := getattr(prior, each.name), Tensor)
-    }
+    values = {each.name: getattr(prior, each.name) for each in dataclasses.fields(prior)}
+    changes = {name: fn(value) for name, value in values.items() if isinstance(value, Tensor)}
     return dataclasses.replace(prior, **changes) if changes else prior
 
 
 def choose_prior(
     prior_mean: float, prior_variance: float | None, prior_std: float | None, prior: Prior | None
 ) -> Prior:
-    """Return the one prior that a layer's arguments describe: N(0, 1) if they describe none.
-
-    Raises:
-        ConversionError: the arguments describe more than one prior, or one that is no distribution.
-    """
+    """Return the prior that a layer's arguments describe, by default N(0, 1); ConversionError if they contradict."""
     if prior is not None:
         if isinstance(prior, GaussianPosterior):
             raise ConversionError("prior is a GaussianPosterior, of a whole network: set_prior(network, posterior)")
         if not callable(getattr(prior, "kl", None)):
-            raise ConversionError(f"prior={shown(prior)} is no prior: give one, such as NormalPrior(0.0, 1.0)")
+            raise ConversionError(f"prior={shown(prior)} is not a prior: give one, such as NormalPrior(0.0, 1.0)")
         if prior_variance is not None or prior_std is not None or not (is_number(prior_mean) and prior_mean == 0):
-            raise ConversionError("prior= is a whole prior: give no prior_mean, prior_variance or prior_std beside it")
+            raise ConversionError("prior= is a whole prior: give no prior_mean, prior_variance or prior_std")
         return prior
     check_number("prior_mean", prior_mean, FLOAT32, error=ConversionError)
     if prior_std is None:

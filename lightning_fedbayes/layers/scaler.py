@@ -36,22 +36,20 @@ Table = tuple[list[str], list[Row]]
 
 @dataclass(frozen=True, eq=False)
 class ScaleSums:
-    r"""Sums over the examples of one client that a common scale takes, and all that the client sends for it.
+    r"""Sums over the examples of one client: all that a client sends for a common scale.
 
-    By stream, "inputs", "targets" and, of one integer a target, "classes" 0 to 19 as zeros and ones, and by entry of an
-    example; NaN and infinite values are missing, and not counted:
+    Streams are "inputs", "targets" and, if a target is one integer, "classes" 0 to 19 as zeros and ones. For each entry
+    of an example, without NaN and infinite values:
 
     .. math:: n = \sum_i 1, \qquad m = \frac1n \sum_i x_i, \qquad s = \sum_i (x_i - m)^2
 
-    Those of parts add up exactly to those of the whole (:func:`pooled`), and keep their digits however far values are
-    from 0, since squares are of deviations (Chan, Golub and LeVeque 1983).
+    Sums of parts add up exactly to the sums of the whole (:func:`pooled`), and stay exact far from 0, because squares
+    are of deviations (Chan, Golub and LeVeque 1983).
 
     Args:
         num_examples: number of examples.
-        moments: stream → n, m and s, float64, shape (3, \*example), (3, 1) for numbers.
-
-    Raises:
-        FedBayesError: a value is none that examples can have.
+        moments: stream → n, m and s, float64, shape (3, \*example), (3, 1) for numbers; FedBayesError for values that
+            examples cannot have.
     """
 
     num_examples: int
@@ -71,15 +69,12 @@ class ScaleSums:
 
     @classmethod
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> ScaleSums:
-        """Return the sums of a client's examples: one pass over them, that leaves random generators as they are.
+        """Return the sums of a client's examples, in one pass that leaves random generators as they are.
 
         Args:
             dataset: map-style.
-            collate: makes batches of examples; None: torch's own.
-            module: whose ``unpack``, if any, tells inputs from targets. What is no tensor of real numbers is left out.
-
-        Raises:
-            Exception: whatever the data set raises.
+            collate: makes batches of examples; None: torch's default.
+            module: its ``unpack``, if any, tells inputs from targets. Only tensors of real numbers count.
         """
         known = tensors_of(dataset) if collate in (None, default_collate) else None
         batches: Iterable[Any] = DataLoader(dataset, ROWS, collate_fn=collate)
@@ -107,12 +102,12 @@ class ScaleSums:
         return torch.stack([mean, torch.where(std > 1e-12 * mean.abs(), std, least)])
 
     def scale(self) -> dict[str, Tensor]:
-        """Return the scale, by the names under which a server sends it."""
+        """Return the scale under the names in a server's message."""
         return {f"{SCALE}{stream[:-1]}_units": self.units(stream) for stream in self.moments if stream != "classes"}
 
 
 def _streams(inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return what is added up of a batch, by stream."""
+    """Return a batch by stream."""
     pairs = (("inputs", inputs), ("targets", targets))
     found = {name: each for name, each in pairs if isinstance(each, Tensor) and each.ndim and not each.is_complex()}
     if "targets" in found and targets.ndim == 1 and not targets.is_floating_point():
@@ -127,12 +122,12 @@ def _moments(values: Tensor) -> Tensor:
     count = known.sum(0).double()
     mean = values.where(known, 0.0).sum(0) / count.clamp_min(1)
     deviations = (values - mean).where(known, 0.0)
-    rest = deviations.sum(0) / count.clamp_min(1)  # of rounding: digits that a sum of large numbers loses
+    rest = deviations.sum(0) / count.clamp_min(1)  # the rounding error of a sum of large numbers
     return torch.stack([count, mean + rest, (deviations - rest).where(known, 0.0).square().sum(0)])
 
 
 def _merged(parts: Tensor) -> Tensor:
-    r"""Return the moments of the union of parts, shape (3, parts, \*), each of which has some of the examples."""
+    r"""Return the moments of a union from those of its parts, shape (3, parts, \*)."""
     count, mean, square = parts
     centre = mean.gather(0, count.argmax(0, keepdim=True))[0]
     whole = centre + (count * (mean - centre)).sum(0) / count.sum(0).clamp_min(1)
@@ -140,26 +135,22 @@ def _merged(parts: Tensor) -> Tensor:
 
 
 def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
-    r"""Return the sums of all clients' examples, exactly, but that no client's lie farther than it can be.
+    r"""Return the sums of all clients' examples, with a bound on how far a client's examples can lie.
 
-    A client's sums say that its examples lie, in the root of the mean square, at the distance :math:`d_k` from the
-    median of the clients' means. With d the median over the clients of those that are not 0,
+    A client's examples lie, in the root mean square, at the distance :math:`d_k` from the median of the clients' means.
+    With d the median of the distances that are not 0, for each entry
 
     .. math:: d_k^2 = s_k / n_k + (m_k - \operatorname{med} m)^2 \;\le\; (30\, d)^2
 
-    entry by entry: what is beyond is brought back along the line to that median, mean and deviations alike, and the log
-    names the client. So one that lies about n examples counts as n examples at that distance, at most; clients whose
-    means differ, and who set what is usual, are not touched. Of fewer than three clients nothing is bounded. A client
-    whose examples have other shapes than most is left out, and the log names it.
+    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. So a
+    client that lies about n examples counts as n examples at that distance, at most. With fewer than three clients
+    there is no bound. A client with other shapes of examples than most is left out, and the log names it.
 
     Args:
-        clients: name → its sums; the result depends on their order in the last bit.
-
-    Raises:
-        FederationError: there are none.
+        clients: name → its sums, at least one, else FederationError; their order changes the last bit.
     """
     if not clients:
-        raise FederationError("no client has sent the sums that a FederatedScaler takes: see the log for their reasons")
+        raise FederationError("no client has sent the sums that a FederatedScaler needs: see the log for their reasons")
     shapes = [sums.shapes for sums in clients.values()]
     usual = max(shapes, key=shapes.count)
     kept = {name: sums for name, sums in clients.items() if sums.shapes == usual}
@@ -178,32 +169,29 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
     if far or others:
         rank_zero_info(
             f"Scale: examples of {listed([*far, *others])} do not count as they are. Those that lie more than "
-            f"{FARTHEST:g} times as far out as the median client's count as if they lay there: are units others?"
+            f"{FARTHEST:g} times as far out as the median client's count as if they lay there: are their units others?"
         )
     return ScaleSums(sum(each.num_examples for each in kept.values()), found)
 
 
 def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
-    r"""Return the pooled sums, and columns and rows of the table that says whether data are alike; the log tells it.
+    r"""Return the pooled sums, and columns and rows of a table that compares the clients' data; the log has it too.
 
-    Of all and of each client, the least alike first: examples, missing values, and for inputs and targets the root mean
-    square over their entries of :math:`(m_k - m) / s`, "shift", 0 for data that are alike; mean and standard deviation
-    of their first four entries, and shares of up to twenty classes. NaN where a client has no value.
+    A row for all, then one for each client, the least alike first: examples, missing values, and for inputs and targets
+    "shift", the root mean square over their entries of :math:`(m_k - m) / s`, mean and standard deviation of their
+    first four entries, and shares of up to twenty classes. NaN where a client has no value.
 
     Args:
-        clients: name → its sums.
-
-    Raises:
-        FederationError: there are none.
+        clients: name → its sums, at least one, else FederationError.
     """
     whole = pooled(clients)
     streams = [stream for stream in ("inputs", "targets") if stream in whole.moments]
 
     def cells(name: str, own: ScaleSums) -> dict[str, str | float]:
-        missing = sum(int((own.num_examples - own.moments[stream][0]).sum()) for stream in streams)
+        counts = {stream: own.moments[stream][0] for stream in streams}
+        missing = sum(int((own.num_examples - count).sum()) for count in counts.values())
         found: dict[str, str | float] = {"client": name, "examples": own.num_examples, "missing": missing}
-        known = {stream: own.moments[stream][0] > 0 for stream in streams}
-        units = {each: own.units(each, 0.0).where(known[each], math.nan).flatten(1) for each in streams}
+        units = {each: own.units(each, 0.0).where(n > 0, math.nan).flatten(1) for each, n in counts.items()}
         for stream, (mean, _) in units.items():
             centre, unit = whole.units(stream).flatten(1)
             found[f"{stream} shift"] = float(((mean - centre) / unit).square().nanmean().sqrt())
@@ -220,8 +208,8 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
     alike = {str(name): own for name, own in clients.items() if own.num_examples and own.shapes == whole.shapes}
     rows: list[Row] = sorted(([*cells(*own).values()] for own in alike.items()), key=shift, reverse=True)
     rows = [[*everyone.values()], *worst_rows(rows, shift)]
-    told = markdown_table([*everyone], rows[:10])
-    rank_zero_info(f"Data of {len(clients)} clients, the least alike first:\n{told}")
+    table = markdown_table([*everyone], rows[:10])
+    rank_zero_info(f"Data of {len(clients)} clients, the least alike first:\n{table}")
     return whole, ([*everyone], rows)
 
 
@@ -230,28 +218,27 @@ class FederatedScaler(nn.Module):
 
     .. math:: z = (x - m) / s
 
-    entry by entry of an example. A federation fills it before its first round, by one exchange in which each client
-    sends :class:`~lightning_fedbayes.layers.scaler.ScaleSums` of its training data, in one process, over several, over
-    Flower or FLARE; the result is that of the pooled data. A :class:`~lightning_fedbayes.BayesianModule` without a
-    federation fills it when the fit begins; any other module by :meth:`fit`. It stays as it is from then on: no client
-    changes it, it is in checkpoints, and a run that goes on does not ask again.
+    for each entry of an example. A federation fills it before its first round, in one exchange of
+    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`; the pooled data give the same scale. A
+    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins; for any other module
+    call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
 
     When to use it: units are far from 1, or differ between inputs. The regressors of this package have one for their
-    targets, unless ``scaler=False``. In a module of your own give :meth:`targets` to the loss; as its attribute
-    ``scaler`` it also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood that outputs are in these
-    units, so that predictions are in those of the data. Inputs go through the scaler itself, which can be the first
-    layer of a network. What clients send is exact: under ``privacy`` give it numbers that are known without data.
+    targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss; as the attribute ``scaler`` it
+    also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs, so that
+    predictions are in the units of the data. Inputs go through the scaler itself, which can be the first layer of a
+    network. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
 
     Args:
-        targets, inputs: mean and standard deviation that are known: nothing is exchanged then, and what is not given
-            stays as it is. Numbers, or tensors of the shape of an example.
+        targets, inputs: known mean and standard deviation, numbers or tensors of the shape of an example. With either,
+            nothing is exchanged, and the other is not scaled.
 
     Attributes:
         input_units, target_units: mean and standard deviation, float64, shape (2, \*example); (0,) if not filled.
 
     Raises:
-        FedBayesError: no pair of finite means and positive standard deviations; or, at its use in a training step, it
-            is not filled.
+        FedBayesError: means are not finite or standard deviations not positive; a training step uses it before it is
+            filled.
 
     >>> scaler = FederatedScaler(targets=(1e4, 500.0))
     >>> scaler.targets(torch.tensor([10500.0]))
@@ -281,12 +268,7 @@ class FederatedScaler(nn.Module):
         return bool(self.input_units.numel() or self.target_units.numel())
 
     def fit(self, loader: DataLoader, module: nn.Module | None = None) -> None:
-        """Fill it, unless it is, from the data set of a training ``loader``, where nobody federates.
-
-        Args:
-            loader: over a map-style data set.
-            module: see :meth:`ScaleSums.of`.
-        """
+        """Fill it, unless it is filled, from the map-style data set of a ``loader``; see :meth:`ScaleSums.of`."""
         if not self.is_filled:
             load_scale(self, pooled({"": ScaleSums.of(loader.dataset, loader.collate_fn, module)}).scale())
 
@@ -305,31 +287,31 @@ class FederatedScaler(nn.Module):
         return ((values - units[0]) / units[1]).to(dtype) if units.numel() else values
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FederatedScaler:
-        """Move the buffers; they keep double precision in a module of half, but where a device has none."""
+        """Move the buffers; they keep double precision where the device has it."""
         device = fn(torch.zeros(1)).device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._buffers.update({name: each.to(device, dtype) for name, each in self.named_buffers()})
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any, **__: Any) -> None:  # pyright: ignore
-        """Load buffers of whatever shape; none of them is missed, in checkpoints that are older."""
+        """Load buffers of any shape; older checkpoints may lack them."""
         for name, old in list(self.named_buffers()):
             if prefix + name in state_dict:
                 setattr(self, name, state_dict[prefix + name].detach().to(old.device, old.dtype, copy=True))
 
 
 def asking(module: nn.Module) -> list[FederatedScaler]:
-    """Return the scalers in a module that take the scale of clients' data, and not numbers of the user."""
+    """Return the scalers in a module that the clients' data fill."""
     return [each for each in module.modules() if isinstance(each, FederatedScaler) and not each.is_given]
 
 
 def scale_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a server sends of the scale that a module asks for, empty if it does not know it yet."""
+    """Return a module's scale under the names in a server's message; {} without a scaler that data fill."""
     return {SCALE + name: value for each in asking(module)[:1] for name, value in each.named_buffers()}
 
 
 def load_scale(module: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fill the scalers that ask from a server's buffers, if a scale is among them; return the others."""
+    """Fill a module's scalers from a server's buffers, if a scale is among them; return the other buffers."""
     for each in asking(module):
         each._load_from_state_dict(buffers, SCALE)
     return {name: value for name, value in buffers.items() if not name.startswith(SCALE)}

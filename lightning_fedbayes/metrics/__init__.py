@@ -5,11 +5,12 @@ samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchm
 """
 
 from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.metrics.calibration import AdaptiveCalibrationError, CalibrationDiagram
-from lightning_fedbayes.metrics.fairness import ClientAccuracy
-from lightning_fedbayes.metrics.ood import OutOfDistributionAUROC, OutOfDistributionFPR
 from lightning_fedbayes.metrics.scores import (
+    AdaptiveCalibrationError,
     BrierScore,
+    CalibrationDiagram,
+    ClientAccuracy,
+    ConcordanceIndex,
     DeterminantSharpness,
     EnsembleCRPS,
     GaussianCRPS,
@@ -17,12 +18,13 @@ from lightning_fedbayes.metrics.scores import (
     IntervalCoverage,
     NegativeLogLikelihood,
 )
-from lightning_fedbayes.metrics.survival import ConcordanceIndex
 from lightning_fedbayes.metrics.uncertainty import (
     AccuracyRetained,
     KwonAleatoric,
     KwonEpistemic,
     MutualInformation,
+    OutOfDistributionAUROC,
+    OutOfDistributionFPR,
     PredictiveEntropy,
     RetainedCurve,
 )

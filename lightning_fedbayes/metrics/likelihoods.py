@@ -1,16 +1,11 @@
-r"""Likelihoods of a network's outputs: what they mean, predictions from draws of them, and what is scored.
-
-Outputs are as torch's losses take them, (batch, channels, \*positions), targets (batch, \*positions), or (batch,
-labels, \*positions) where each channel has its own; (batch,) and (batch, 1) both mean one output per example.
-"""
+"""Likelihoods of a network's outputs: predictions from draws of them, and what is scored; see :class:`Likelihood`."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,188 +14,17 @@ from torch.nn import functional as F
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.private_torch import outside_of_vmap
-from lightning_fedbayes.metrics.functional import (
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    predictive_entropy,
+from lightning_fedbayes.metrics.functional import kwon_aleatoric, kwon_epistemic, mutual_information, predictive_entropy
+from lightning_fedbayes.metrics.functional.scores import check_survival, cox_terms
+from lightning_fedbayes.metrics.predictions import (
+    LIKELIHOODS,
+    ClassPrediction,
+    Likelihood,
+    RegressionPrediction,
+    Rows,
+    SurvivalPrediction,
+    shaped_like,
 )
-from lightning_fedbayes.metrics.functional.survival import check_survival, cox_terms
-
-Rows: TypeAlias = dict[str, Tensor]
-r"""Rows that are scored, one for each example and position, N of them.
-
-Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,); of numbers "mean", "variance" and
-"target", (N, targets), and perhaps "nll", (N,); of risks "log_risk" and "std", (N,), and "target", (N, 2). "counts",
-(batch,), are the rows of each example, which follow one another.
-"""
-
-
-class ClassPrediction(NamedTuple):
-    r"""Prediction of classes for a batch.
-
-    Attributes:
-        probs: mean predictive probabilities, shape (batch, classes, \*positions); of a Bernoulli those of 1, in the
-            shape of its outputs, as all others then.
-        label: most probable class, shape (batch, \*positions).
-        entropy: normalised predictive entropy in [0, 1], the total uncertainty, shape (batch, \*positions).
-        epistemic: mutual information between label and parameters, in nats, shape (batch, \*positions).
-        kwon_aleatoric: trace of Kwon's aleatoric covariance, shape (batch, \*positions).
-        kwon_epistemic: trace of Kwon's epistemic covariance, shape (batch, \*positions).
-    """
-
-    probs: Tensor
-    label: Tensor
-    entropy: Tensor
-    epistemic: Tensor
-    kwon_aleatoric: Tensor
-    kwon_epistemic: Tensor
-
-
-class RegressionPrediction(NamedTuple):
-    r"""Prediction of numbers for a batch, in the units of the targets.
-
-    Attributes:
-        mean: predictive mean, shape (batch, targets, \*positions).
-        variance: predictive variance, aleatoric + epistemic, of the same shape.
-        aleatoric: variance of the observation noise, of the same shape.
-        epistemic: variance of the mean over draws of the parameters, of the same shape.
-        samples: the mean under each draw of the parameters, shape (draws, batch, targets, \*positions).
-    """
-
-    mean: Tensor
-    variance: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    samples: Tensor
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Ends of the central interval with probability ``level`` of a Gaussian with this mean and variance.
-
-        Args:
-            level: probability of the interval, strictly between 0 and 1.
-
-        Returns: lower and upper end, each of the shape of the mean.
-
-        Raises:
-            FedBayesError: ``level`` is not strictly between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
-        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
-        return self.mean - half, self.mean + half
-
-
-class SurvivalPrediction(NamedTuple):
-    """Prediction of a Bayesian Cox model for a batch.
-
-    Attributes:
-        log_risk: mean log of the relative hazard over draws of the parameters, shape (batch,).
-        std: standard deviation of the log risk over draws of the parameters, shape (batch,).
-        samples: the log risk under each draw of the parameters, shape (draws, batch).
-    """
-
-    log_risk: Tensor
-    std: Tensor
-    samples: Tensor
-
-
-class Likelihood(ABC):
-    """Meaning of a network's outputs: plain data and pure functions.
-
-    A module says it by an attribute ``likelihood``, this object or its name; modules, predictions, reports,
-    calibrations and Laplace read it there. Subclass it for one of your own, with :meth:`nll` and :meth:`predict`.
-    """
-
-    name: ClassVar[str] = "own"
-    of_classes: ClassVar[bool] = False
-    """True if targets are one of some classes, each with a probability."""
-    by_example: ClassVar[bool] = True
-    """False if the term of an example depends on the others of its batch, and says nothing by itself."""
-
-    @abstractmethod
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        r"""Return :math:`-\log p(y \mid f)` in nats, one value for each example, and position or target.
-
-        Args:
-            outputs: f, shape (batch, \*).
-            targets: y.
-        """
-
-    @abstractmethod
-    def predict(self, draws: Tensor) -> Any:
-        r"""Return the prediction of draws of the outputs, shape (samples, batch, \*)."""
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of :meth:`nll` over positions, averaged over the batch, a scalar: what training minimises."""
-        return self.nll(outputs, targets).sum() / len(outputs)
-
-    def unfit(self, outputs: Tensor, targets: Tensor) -> str:
-        """Return why outputs and targets of a batch do not go together; "" if they do."""
-        return ""
-
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise FedBayesError unless outputs and targets of a batch go together."""
-        why = self.unfit(outputs, targets)
-        if why:
-            raise FedBayesError(
-                f"likelihood '{self.name}': outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of "
-                f"{targets.dtype}: {why}; give the module another likelihood, one of {', '.join(LIKELIHOODS)}"
-            )
-
-    def check_draws(self, draws: Tensor, targets: Tensor) -> None:
-        """Raise FedBayesError unless draws of outputs and the targets of a batch go together."""
-        check_tensor("draws", draws, error=FedBayesError)
-        check_tensor("targets", targets, error=FedBayesError)
-        if draws.ndim < 2 or not len(draws) or not targets.ndim or not draws.is_floating_point():
-            raise FedBayesError(f"draws are {shown(draws)} and targets {shown(targets)}: give (samples, batch, *)")
-        self.check(draws[0], targets)
-
-    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        r"""Return what is scored of a batch: here predictive moments, and the NLL of the mixture of draws.
-
-        .. math:: -\log \tfrac1S \textstyle\sum_s p(y \mid f_s)
-
-        Args:
-            draws: of the outputs, shape (samples, batch, \*).
-            targets: of the batch.
-        """
-        self.check_draws(draws, targets)
-        found = self.rows_of(self.predict(draws), targets)
-        nll = -torch.stack([-self.nll(each, targets) for each in draws]).logsumexp(0) + math.log(len(draws))
-        return {**found, "nll": nll.reshape(len(found["target"]), -1).sum(1)}
-
-    def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
-        """Return what is scored of a batch's prediction."""
-        if not isinstance(prediction, RegressionPrediction):
-            raise FedBayesError(
-                f"likelihood '{self.name}' predicts {shown(prediction)}: what is scored example by example is a "
-                "ClassPrediction or a RegressionPrediction"
-            )
-        mean, variance, target = (
-            each.movedim(1, -1).flatten(0, -2)
-            for each in (prediction.mean, prediction.variance, shaped_like(targets, prediction.mean))
-        )
-        counts = torch.full((len(targets),), len(mean) // max(1, len(targets)))
-        return {"mean": mean, "variance": variance, "target": target, "counts": counts}
-
-    def terms(self, output: Tensor, target: Tensor) -> Tensor:
-        r"""Return functions of one example's output whose squared gradients add up to its information, shape (terms,).
-
-        Here with :math:`H = \nabla^2_f (-\log p(y \mid f)) = R R^\top` they are :math:`R^\top f`.
-
-        Args:
-            output: f of one example.
-            target: its target.
-        """
-        check_by_example(self, "No information of single examples adds up to that of all")
-        flat = output.reshape(-1)
-
-        def nll(each: Tensor) -> Tensor:
-            return self.nll(each.view(1, *output.shape), target[None]).sum()
-
-        values, vectors = torch.linalg.eigh(torch.func.jacrev(torch.func.grad(nll))(flat.detach()))
-        return (vectors * values.clamp_min(0).sqrt()).T @ flat
 
 
 class _OfClasses(Likelihood):
@@ -209,7 +33,7 @@ class _OfClasses(Likelihood):
     of_classes = True
 
     def by_class(self, probs: Tensor) -> Tensor:
-        r"""Return draws of probabilities with the classes last, from those in the form of the outputs."""
+        """Return draws of probabilities, given in the form of the outputs, with the classes last."""
         return self.logits(probs)
 
     @abstractmethod
@@ -221,12 +45,10 @@ class _OfClasses(Likelihood):
         return targets.long()
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`."""
         self.check_draws(draws, targets)
         return self._rows(self.logits(draws), targets, "logits")
 
     def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows_of`."""
         if not isinstance(prediction, ClassPrediction):
             return super().rows_of(prediction, targets)
         return self.rows_of_probs(prediction.probs[None], targets)
@@ -237,7 +59,6 @@ class _OfClasses(Likelihood):
         return self._rows(self.by_class(probs), targets, "probs")
 
     def _rows(self, values: Tensor, targets: Tensor, name: str) -> Rows:
-        """Return rows of logits or probabilities with the classes last."""
         labels, rows = self.labels(targets), values.flatten(1, -2)
         target, counts = labels.flatten(), torch.full((len(labels),), labels[0].numel() if len(labels) else 1)
         known = target >= 0
@@ -246,14 +67,11 @@ class _OfClasses(Likelihood):
         return {name: rows, "probs": rows.softmax(-1) if name == "logits" else rows, "target": target, "counts": counts}
 
     def predict(self, draws: Tensor) -> ClassPrediction:
-        """See :meth:`Likelihood.predict`."""
         probs = self.logits(draws).softmax(-1)
         rows, mean = probs.flatten(1, -2), probs.mean(0)
-        measures = [
-            measure(rows).view(probs.shape[1:-1])
-            for measure in (predictive_entropy, mutual_information, kwon_aleatoric, kwon_epistemic)
-        ]
-        return ClassPrediction(self._as_outputs(mean), mean.argmax(-1), *measures)
+        measures = predictive_entropy, mutual_information, kwon_aleatoric, kwon_epistemic
+        found = [measure(rows).view(probs.shape[1:-1]) for measure in measures]
+        return ClassPrediction(self._as_outputs(mean), mean.argmax(-1), *found)
 
     @abstractmethod
     def _as_outputs(self, probs: Tensor) -> Tensor:
@@ -267,13 +85,12 @@ class Categorical(_OfClasses):
     When to use it: classes, segmentation, tokens.
 
     Args:
-        ignore_index: the target of positions that have none; they count nowhere.
+        ignore_index: the target of positions that do not count.
         channels: the dimension of the classes in the outputs, 1 as torch's losses take them, or -1, the last.
 
     Shapes: outputs (batch, classes, \*positions), targets (batch, \*positions), integers.
 
-    Raises:
-        FedBayesError: an argument is out of range.
+    Raises: FedBayesError if an argument is out of range.
 
     >>> Categorical().nll(torch.zeros(1, 4, 2), torch.tensor([[0, 3]]))
     tensor([[1.3863, 1.3863]])
@@ -341,7 +158,6 @@ class Bernoulli(_OfClasses):
 
     When to use it: two classes by one logit, or several labels at once. A label is scored like a class of two, with the
     logits (0, f).
-
     Shapes: outputs (batch,), (batch, labels, \*positions); targets, 0 or 1, of as many entries.
 
     >>> Bernoulli().nll(torch.zeros(2, 1), torch.tensor([0, 1]))
@@ -387,16 +203,15 @@ class Gaussian(Likelihood):
 
     Args:
         noise: standard deviation :math:`\sigma` in the units of the targets, a number or a tensor that is expanded to
-            (targets, \*positions); "learnt", what the module has as ``noise_variance``, in units of f; or "output": the
-            second half of the channels is :math:`\log \sigma^2 / b^2` of the first, for each input.
-        units: a and b, a tensor of shape (2,) or (2, targets, \*positions); None: those of the module's
-            :class:`~lightning_fedbayes.FederatedScaler`, an attribute ``scaler`` of it, and 0 and 1 without. Losses,
-            predictions and what is scored are in the units of the targets.
+            (targets, \*positions); "learnt": the module's ``noise_variance``, in units of f; or "output": the second
+            half of the channels is :math:`\log \sigma^2 / b^2` of the first, for each input.
+        units: a and b, a tensor of shape (2,) or (2, targets, \*positions); None: from the module's ``scaler``, a
+            :class:`~lightning_fedbayes.FederatedScaler`, else 0 and 1. Losses, predictions and what is scored are in
+            the units of the targets.
 
     Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
 
-    Raises:
-        FedBayesError: the noise or the units are none of these.
+    Raises: FedBayesError if ``noise`` or ``units`` has another form.
 
     >>> Gaussian(2.0).nll(torch.zeros(1, 1), torch.zeros(1))  # log 2√2π
     tensor([[1.6121]])
@@ -422,11 +237,10 @@ class Gaussian(Likelihood):
         return isinstance(self.noise, str) and self.noise == "output"
 
     def _units(self, device: torch.device) -> tuple[Any, Any]:
-        """Return shift and scale, broadcast over (batch, targets, *positions)."""
         return (0.0, 1.0) if self.units is None else (self.units[0].to(device), self.units[1].to(device))
 
     def standard(self, targets: Tensor, like: Tensor) -> Tensor:
-        """Return targets in units of the outputs, of the type of ``like`` if there are others."""
+        """Return targets in units of the outputs, in the dtype of ``like`` where they are scaled."""
         shift, scale = self._units(targets.device)
         return targets if self.units is None else ((targets - shift) / scale).to(like)  # in the precision of units
 
@@ -450,9 +264,8 @@ class Gaussian(Likelihood):
             return mean, log_variance.exp()
         if isinstance(self.noise, str):
             raise FedBayesError(
-                "likelihood 'gaussian': the noise is not known. Give its standard deviation, fb.Gaussian(noise=0.5), a "
-                "module with noise_variance, or fb.Gaussian(noise='output') if a second half of the outputs is the "
-                "logarithm of its variance"
+                "likelihood 'gaussian': the noise is not known. Give fb.Gaussian(noise=0.5), a module with "
+                "noise_variance, or fb.Gaussian(noise='output') if half of the outputs are log variances"
             )
         noise = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device) / self._units(outputs.device)[1]
         return outputs, noise.to(outputs).square().expand_as(outputs)
@@ -461,8 +274,8 @@ class Gaussian(Likelihood):
         """See :meth:`Likelihood.nll`; of the shape of the means."""
         mean, variance = self._parts(outputs, 1)
         errors = self.standard(shaped_like(targets, mean), mean) - mean
-        own = self._units(mean.device)[1] ** 2 * variance
-        return 0.5 * (errors.square() / variance + own.log().to(mean) + math.log(2 * math.pi))
+        scaled = self._units(mean.device)[1] ** 2 * variance
+        return 0.5 * (errors.square() / variance + scaled.log().to(mean) + math.log(2 * math.pi))
 
     def predict(self, draws: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> RegressionPrediction:
         """See :meth:`Likelihood.predict`.
@@ -502,16 +315,14 @@ class Gaussian(Likelihood):
 class Cox(Likelihood):
     r"""Times to an event, some of them censored, with the hazard :math:`\lambda_0(t) e^f` and any :math:`\lambda_0`.
 
-    The partial likelihood, whose risk sets are those of the batch, within a client; so it is stratified by client:
+    The partial likelihood with risk sets within a batch of a client, so it is stratified by client:
 
     .. math:: -\log p = \sum_{i: e_i = 1} \Bigl( \log \sum_{j \in batch: t_j \ge t_i} e^{f_j} - f_i \Bigr)
 
-    When to use it: a network that ranks risks; give batches as large as memory allows. The term of one example is
-    nothing by itself: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it,
-    Bayesian layers and :class:`~lightning_fedbayes.IVON` do not need it. Risks have no scale: nothing calibrates them.
-
+    When to use it: a network that ranks risks; give batches as large as memory allows. A term depends on the whole
+    batch: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it, Bayesian
+    layers and :class:`~lightning_fedbayes.IVON` do not need terms. Risks have no scale, so they are not calibrated.
     Shapes: outputs (batch,) or (batch, 1), log risks; targets (batch, 2): event, 1 or 0 (censored), and time.
-
     Source: Cox (1972); ties by Breslow's method.
 
     >>> Cox().nll(torch.zeros(3, 1), torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 2.0]]))  # log 3, censored, log 2
@@ -522,7 +333,7 @@ class Cox(Likelihood):
     by_example = False
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.nll`: each example's term, shape (batch,); their sum is that of the batch."""
+        """See :meth:`Likelihood.nll`: each example's term, shape (batch,); they sum to the term of the batch."""
         terms, order = cox_terms(*_survival(outputs, targets))
         return terms[order.argsort()]
 
@@ -571,15 +382,12 @@ def _survival(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return log risk, time and event of a batch, (batch,) each; raise FedBayesError if shapes are others."""
     check_tensor("targets", targets, error=FedBayesError)
     if targets.ndim != 2 or targets.shape[1] != 2:
-        raise FedBayesError(
-            f"targets have shape {tuple(targets.shape)}, but two columns are needed, event (1 or 0) and time; "
-            "stack them: torch.stack([event, time], 1)"
-        )
+        remedy = "two columns are needed, event (1 or 0) and time: torch.stack([event, time], 1)"
+        raise FedBayesError(f"targets have shape {tuple(targets.shape)}, but {remedy}")
     return _log_risks(outputs, 1), targets[:, 1], targets[:, 0]
 
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {each.name: each for each in (Categorical, Bernoulli, Gaussian, Cox)}
-"""Those that have a name."""
+LIKELIHOODS.update({each.name: each for each in (Categorical, Bernoulli, Gaussian, Cox)})
 
 
 def get_likelihood(likelihood: Any) -> Likelihood:
@@ -591,12 +399,12 @@ def get_likelihood(likelihood: Any) -> Likelihood:
 
 
 def said_by(module: Any) -> Likelihood | None:
-    """Return what a module, or the network in it, says by its attribute ``likelihood``, with noise and units it has."""
-    own = getattr(module, "likelihood", None)
-    if not isinstance(own, str | Likelihood):
+    """Return the likelihood that a module, or the network in it, names, with its noise and units; None without one."""
+    named = getattr(module, "likelihood", None)
+    if not isinstance(named, str | Likelihood):
         inner = getattr(module, "network", None)
         return None if inner is None else said_by(inner)
-    found = get_likelihood(own)
+    found = get_likelihood(named)
     if not isinstance(found, Gaussian):
         return found
     variance, units = getattr(module, "noise_variance", None), units_of(module) if found.units is None else found.units
@@ -607,10 +415,10 @@ def said_by(module: Any) -> Likelihood | None:
 
 
 def check_by_example(whose: Any, why: str, error: type[FedBayesError] = FedBayesError) -> None:
-    """Raise ``error``, with ``why``, if examples say nothing by themselves to a likelihood, or to that of a module."""
+    """Raise ``error``, with ``why``, if a likelihood, or a module's, has no terms of single examples."""
     known = whose if isinstance(whose, Likelihood) else said_by(whose)
-    if known is not None and not known.by_example:
-        raise error(f"likelihood '{known.name}': what an example says depends on the others of its batch. {why}")
+    if known is not None:
+        known.refuse_examples(why, error)
 
 
 def units_of(module: Any) -> Tensor | None:
@@ -622,32 +430,29 @@ def units_of(module: Any) -> Tensor | None:
 
 
 def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
-    """Return the likelihood of a module: what it says of itself, or what a batch leaves as the one answer.
+    """Return the likelihood that a module names, or else the only one that fits a batch.
 
-    Integers of the shape of the outputs without their channels are classes. Of real targets of the shape of the outputs
-    nobody knows the noise, of 0 and 1 with one output each nobody knows whether they are numbers.
+    Integers of the shape of the outputs without their channels are classes. Real targets need a noise, and targets of
+    0 and 1 with one output each may be numbers: there the module must say.
 
     Args:
-        module: whose outputs they are.
+        module: it gave the outputs.
         outputs: of a batch, without draws.
         targets: of the batch.
 
-    Raises:
-        FedBayesError: there is none, or several are possible; with the line to add.
+    Raises: FedBayesError if no likelihood fits, or several do; it names the line to add.
     """
-    own = said_by(module)
-    if own is not None:
-        return own
+    named = said_by(module)
+    if named is not None:
+        return named
     for found in (Categorical(), Categorical(channels=-1)):
         if not found.unfit(outputs, targets):
             return found
     shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     who = f"{type(module).__name__}: {shapes} of {targets.dtype}"
     if not Bernoulli().unfit(outputs, targets):
-        raise FedBayesError(
-            f"{who} may be yes or no, or numbers: say which, likelihood = fb.Bernoulli() or "
-            "likelihood = fb.Gaussian(noise=...), as an attribute of the module"
-        )
+        remedy = "give the module likelihood = fb.Bernoulli() or likelihood = fb.Gaussian(noise=...)"
+        raise FedBayesError(f"{who} may be yes or no, or numbers: {remedy}")
     if not targets.is_floating_point():
         why = Categorical().unfit(outputs, targets)
         raise FedBayesError(f"{who}: {why}; if that is right, give the module an attribute likelihood that says so")
@@ -657,20 +462,6 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
             raise FedBayesError(f"{who}: give the network one output per target, or the module a likelihood of its own")
         how = "noise='output', if its second half is the logarithm of a variance"
     raise FedBayesError(f"{who} are numbers whose noise is not known: give the module likelihood = fb.Gaussian({how})")
-
-
-def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
-    r"""Return ``targets`` in the shape of ``outputs``, (batch, \*), so that (batch,) and (batch, 1) are the same.
-
-    Raises:
-        FedBayesError: they have different numbers of entries.
-    """
-    if targets.numel() != outputs.numel():
-        raise FedBayesError(
-            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
-            "network one output per target"
-        )
-    return targets.reshape(outputs.shape)
 
 
 def examples_in(rows: Rows) -> int:

@@ -1,39 +1,45 @@
-"""Mean scores of a predictive distribution."""
+"""Bases of metrics; scores of predictive distributions and risks, calibration, and the accuracy of every client."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fedbayes.core.errors import FedBayesError, check_number
-from lightning_fedbayes.metrics.functional.scores import (
-    brier_score,
-    determinant_sharpness,
-    ensemble_crps,
-    gaussian_crps,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-)
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number, is_whole
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.metrics.functional import scores
+from lightning_fedbayes.metrics.functional.scores import check_survival, concordance_index, cox_loss
+from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
 
 
-class ExampleMean(Metric):
-    """Mean over all examples of one value per example.
-
-    A subclass implements ``update`` and passes the values to :meth:`add`. The state is one sum and one count, so
-    batches and processes of any size combine exactly.
-
-    Args:
-        name: name of the state, unique to what the metric computes, by default that of the class: a MetricCollection
-            takes two metrics for one if their states have equal names and, after the first batch, equal values.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
+class Plotted(Metric):
+    """A metric that torchmetrics can plot, without gradients."""
 
     full_state_update = False
     is_differentiable = False
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
+        return self._plot(val, ax)
+
+
+class ExampleMean(Plotted):
+    """Mean over all examples of one value per example; a subclass passes the values to :meth:`add` in ``update``.
+
+    The state is one sum and one count, so batches and processes of any size combine exactly.
+
+    Args:
+        name: name of the state, unique to what the metric computes, by default the class name: a MetricCollection
+            takes two metrics for one if their states have equal names and, after the first batch, equal values.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+    """
 
     count: Tensor
 
@@ -52,9 +58,53 @@ class ExampleMean(Metric):
         """Return the mean so far."""
         return getattr(self, self.total_name) / self.count
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
-        return self._plot(val, ax)
+
+class HitCounts(Plotted):
+    """Numbers of examples and of correct ones in ``groups`` groups; kwargs are arguments of torchmetrics.Metric."""
+
+    counts: Tensor
+    hits: Tensor
+
+    def __init__(self, groups: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("counts", torch.zeros(groups, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("hits", torch.zeros(groups, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def add(self, counts: Tensor, hits: Tensor) -> None:
+        """Add counts of examples and of correct ones, shape (groups,)."""
+        self.counts = self.counts + counts
+        self.hits = self.hits + hits
+
+
+class ExampleMetric(Plotted):
+    """Base of metrics that keep vectors of all examples; a subclass implements ``update`` and :meth:`score`.
+
+    Attributes:
+        kept: names of the vectors, one number per example each: the state grows by so much.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.kept:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def keep(self, *vectors: Tensor) -> None:
+        """Add vectors of shape (batch,), in the order of :attr:`kept`."""
+        for name, vector in zip(self.kept, vectors, strict=True):
+            getattr(self, name).append(vector.detach())
+
+    def compute(self) -> Tensor:
+        """Return the value so far; NaN before the first example."""
+        vectors = [getattr(self, name) for name in self.kept]
+        if not len(vectors[0]):
+            return torch.tensor(torch.nan, device=self.device)
+        return self.score(*map(dim_zero_cat, vectors))
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return the value of all examples, a scalar."""
+        raise NotImplementedError
 
 
 class BrierScore(ExampleMean):
@@ -68,7 +118,7 @@ class BrierScore(ExampleMean):
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
-        self.add(brier_score(probs, target))
+        self.add(scores.brier_score(probs, target))
 
 
 class NegativeLogLikelihood(ExampleMean):
@@ -82,7 +132,7 @@ class NegativeLogLikelihood(ExampleMean):
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
-        self.add(negative_log_likelihood(probs, target))
+        self.add(scores.negative_log_likelihood(probs, target))
 
 
 class GaussianNLL(ExampleMean):
@@ -96,7 +146,7 @@ class GaussianNLL(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(gaussian_nll(mean, variance, target))
+        self.add(scores.gaussian_nll(mean, variance, target))
 
 
 class GaussianCRPS(ExampleMean):
@@ -106,7 +156,7 @@ class GaussianCRPS(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(gaussian_crps(mean, variance, target))
+        self.add(scores.gaussian_crps(mean, variance, target))
 
 
 class EnsembleCRPS(ExampleMean):
@@ -116,17 +166,14 @@ class EnsembleCRPS(ExampleMean):
 
     def update(self, samples: Tensor, target: Tensor) -> None:
         """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
-        self.add(ensemble_crps(samples, target))
+        self.add(scores.ensemble_crps(samples, target))
 
 
 class IntervalCoverage(ExampleMean):
     """Share of targets in the central interval (:func:`~lightning_fedbayes.metrics.functional.interval_coverage`).
 
-    Compare it with ``level``: a smaller share means overconfident, a larger one underconfident.
-
-    Args:
-        level: probability of the interval.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Compare it with ``level``, the probability of the interval: a smaller share means overconfident, a larger one
+    underconfident. Other arguments are those of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
@@ -136,7 +183,7 @@ class IntervalCoverage(ExampleMean):
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
-        self.add(interval_coverage(mean, variance, target, self.level))
+        self.add(scores.interval_coverage(mean, variance, target, self.level))
 
 
 class DeterminantSharpness(ExampleMean):
@@ -146,4 +193,158 @@ class DeterminantSharpness(ExampleMean):
 
     def update(self, covariance: Tensor) -> None:
         """Add predictive covariances, shape (*, d, d)."""
-        self.add(determinant_sharpness(covariance))
+        self.add(scores.determinant_sharpness(covariance))
+
+
+class CalibrationSums(HitCounts):
+    """Sums of confidences and correct examples in cells of equal width over [0, 1]."""
+
+    higher_is_better = False
+
+    confidences: Tensor
+
+    def __init__(self, cells: int, **kwargs: Any) -> None:
+        super().__init__(cells, **kwargs)
+        self.cells = cells
+        self.add_state("confidences", torch.zeros(cells), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, target: Tensor) -> None:
+        """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
+        counts, confidences, hits = scores.calibration_sums(probs.detach(), target, self.cells)
+        self.add(counts, hits)
+        self.confidences = self.confidences + confidences
+
+
+class CalibrationDiagram(CalibrationSums):
+    """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width; ECE.
+
+    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`; log its ``ece``. [BA-BFL]
+    uses 100 ``bins``, most others 15. Other arguments are those of :class:`torchmetrics.Metric`.
+
+    >>> diagram = CalibrationDiagram(bins=2)
+    >>> diagram.update(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
+    >>> diagram.compute().ece
+    tensor(0.3500)
+    """
+
+    def __init__(self, bins: int = 15, **kwargs: Any) -> None:
+        check_at_least("bins", bins, 1, error=FedBayesError)
+        super().__init__(bins, **kwargs)
+
+    def compute(self) -> scores.CalibrationBins:
+        """Return the diagram so far."""
+        return scores.calibration_of_sums(self.counts, self.confidences, self.hits)
+
+    def plot(self) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Draw the diagram so far: (figure, axes)."""
+        figure = plots.calibration_diagram(*self.compute())
+        return figure, figure.axes[0]
+
+
+class AdaptiveCalibrationError(CalibrationSums):
+    """Calibration error with bins of equal mass, over all batches.
+
+    See :func:`~lightning_fedbayes.metrics.functional.adaptive_calibration_error`. Confidences are kept in a histogram
+    of ``resolution`` cells over [0, 1]; in one cell they count as equal, which matters only at the boundary of a bin.
+    Other arguments are those of :class:`torchmetrics.Metric`.
+    """
+
+    def __init__(self, bins: int = 15, resolution: int = 10_000, **kwargs: Any) -> None:
+        check_at_least("bins", bins, 1, error=FedBayesError)
+        check_at_least("resolution", resolution, 1, error=FedBayesError)
+        super().__init__(resolution, **kwargs)
+        self.bins = bins
+
+    def compute(self) -> Tensor:
+        """Return the calibration error so far, a scalar."""
+        sums = (sums.cpu().double() for sums in (self.counts, self.confidences, self.hits))
+        return scores.equal_mass_error(*sums, bins=self.bins).float().to(self.device)
+
+
+class ClientAccuracy(HitCounts):
+    """Accuracy of each client on its own data. Source: [BA-BFL] §4.
+
+    For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number; other arguments
+    are those of :class:`torchmetrics.Metric`.
+
+    >>> metric = ClientAccuracy(clients=2)
+    >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    tensor([1., 0.])
+    """
+
+    higher_is_better = True
+
+    def __init__(self, clients: int, **kwargs: Any) -> None:
+        check_at_least("clients", clients, 1, error=FedBayesError)
+        super().__init__(clients, **kwargs)
+        self.clients = clients
+
+    def update(self, probs: Tensor, target: Tensor, client: Tensor | int) -> None:
+        """Add examples.
+
+        Args:
+            probs: mean predictive, shape (batch, classes).
+            target: classes, shape (batch,).
+            client: number of the client that each example belongs to, shape (batch,), or one for all.
+        """
+        hit = check_predictive(probs, target).argmax(1) == target
+        owner: Any = client
+        if is_whole(client):
+            check_at_least("client", client, 0, error=FedBayesError)
+            owner = torch.full_like(hit, int(client), dtype=torch.int64)
+        check_tensor("client", owner, error=FedBayesError)
+        if owner.dtype not in (torch.int64, torch.int32) or owner.shape not in ((), hit.shape):
+            given = f"client has shape {tuple(owner.shape)} and dtype {owner.dtype}"
+            raise FedBayesError(f"{given}; give one whole number per example, shape {tuple(hit.shape)}, or one for all")
+        owner = owner.to(hit.device).expand_as(hit)
+        if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
+            given = f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients"
+            raise FedBayesError(f"{given}, numbered from 0; create ClientAccuracy with more clients")
+        self.add(*sum_by_index(owner, self.clients, hit.long()))
+
+    def compute(self) -> Tensor:
+        """Return the accuracy of each client so far, shape (clients,); NaN for a client without examples."""
+        return self.hits / self.counts
+
+    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
+        figure = plots.client_accuracy(self.compute() if val is None else val)
+        return figure, figure.axes[0]
+
+
+class SurvivalMetric(ExampleMetric):
+    """Keep risk, time and event of every example; a subclass implements :meth:`score`."""
+
+    kept = ("risk", "time", "event")
+
+    def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
+        """Add examples; see :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
+        happened = check_survival(time, event, risk=risk)
+        self.keep(risk, time, happened)
+
+
+class ConcordanceIndex(SurvivalMetric):
+    """Harrell's c (:func:`~lightning_fedbayes.metrics.functional.concordance_index`) over all batches.
+
+    Pairs of examples of different batches count as well. Arguments are those of :class:`torchmetrics.Metric`.
+
+    >>> ConcordanceIndex()(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
+    tensor(0.6667)
+    """
+
+    higher_is_better = True
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return Harrell's c."""
+        return concordance_index(*vectors)
+
+
+class CoxNLL(SurvivalMetric):
+    """Negative log partial likelihood per example, with the risk sets of all batches together."""
+
+    higher_is_better = False
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return :func:`cox_loss` times the share of events."""
+        return cox_loss(*vectors) * vectors[2].float().mean()

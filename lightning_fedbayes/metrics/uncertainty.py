@@ -1,4 +1,4 @@
-"""Uncertainty of a classifier's predictions: four means, and accuracy when uncertain examples are discarded."""
+"""Uncertainty of a classifier's predictions: means, what they are worth, and detection of out-of-distribution data."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_fedbayes.core import plots
-from lightning_fedbayes.core.errors import FedBayesError, check_flag
-from lightning_fedbayes.metrics.functional.uncertainty import (
-    area_of_groups,
-    curve_of_groups,
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    predictive_entropy,
-)
-from lightning_fedbayes.metrics.functional.utilities import check_bins, check_vectors, sum_by_index
-from lightning_fedbayes.metrics.scores import ExampleMean
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_number
+from lightning_fedbayes.metrics.functional import uncertainty as measures
+from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors, sum_by_index
+from lightning_fedbayes.metrics.scores import ExampleMean, ExampleMetric, HitCounts
 
 ROUNDING = 1e-3
 """Largest excess over [0, 1] of an uncertainty that counts as rounding."""
@@ -45,7 +37,7 @@ class PredictiveEntropy(ExampleMean):
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(predictive_entropy(probs, self.normalize))
+        self.add(measures.predictive_entropy(probs, self.normalize))
 
 
 class KwonAleatoric(ExampleMean):
@@ -53,7 +45,7 @@ class KwonAleatoric(ExampleMean):
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(kwon_aleatoric(probs))
+        self.add(measures.kwon_aleatoric(probs))
 
 
 class KwonEpistemic(ExampleMean):
@@ -61,7 +53,7 @@ class KwonEpistemic(ExampleMean):
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(kwon_epistemic(probs))
+        self.add(measures.kwon_epistemic(probs))
 
 
 class MutualInformation(ExampleMean):
@@ -69,29 +61,22 @@ class MutualInformation(ExampleMean):
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(mutual_information(probs))
+        self.add(measures.mutual_information(probs))
 
 
 class RetainedCurve(NamedTuple):
-    """Accuracy of the least uncertain examples: two vectors of shape (points,), and the area."""
+    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each; area, a scalar: 1 − AURC."""
 
     fraction: Tensor
-    """Fraction of the examples that is retained, ascending; the last is 1."""
     accuracy: Tensor
-    """Accuracy of the retained examples."""
     area: Tensor
-    """Mean accuracy over all retained numbers, a scalar: 1 − AURC."""
 
 
-class AccuracyRetained(Metric):
+class AccuracyRetained(HitCounts):
     """Accuracy against the fraction retained when the most uncertain examples are discarded, over all batches.
 
-    The uncertainties u are kept in a histogram, so the state does not grow with the data. Its cells are equally wide in
-    √u, to resolve small u such as epistemic ones; examples in one cell count as equally uncertain.
-
-    Args:
-        resolution: number of cells.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Uncertainties u are kept in a histogram of ``resolution`` cells, equally wide in √u to resolve small u; examples in
+    one cell count as equally uncertain. Other arguments are those of :class:`torchmetrics.Metric`.
 
     >>> metric = AccuracyRetained()
     >>> metric.update(torch.tensor([True, False]), torch.tensor([0.1, 0.5]))
@@ -99,49 +84,107 @@ class AccuracyRetained(Metric):
     tensor(0.7500)
     """
 
-    full_state_update = False
-    is_differentiable = False
     higher_is_better = True
 
-    counts: Tensor
-    hits: Tensor
-
     def __init__(self, resolution: int = 10_000, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        check_bins(resolution)
+        check_at_least("resolution", resolution, 1, error=FedBayesError)
+        super().__init__(resolution, **kwargs)
         self.resolution = resolution
-        self.add_state("counts", torch.zeros(resolution, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("hits", torch.zeros(resolution, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, correct: Tensor, uncertainty: Tensor) -> None:
         """Add examples.
 
         Args:
             correct: true where the example was classified correctly, shape (batch,).
-            uncertainty: in [0, 1], shape (batch,): normalised entropy, aleatoric or epistemic trace.
-
-        Raises:
-            FedBayesError: an uncertainty outside [0, 1] by more than rounding, or NaN.
+            uncertainty: normalised entropy, aleatoric or epistemic trace, shape (batch,), in [0, 1] up to rounding.
         """
         check_vectors(correct=correct, uncertainty=uncertainty)
         if not ((uncertainty >= -ROUNDING) & (uncertainty <= 1 + ROUNDING)).all():
-            raise FedBayesError(
-                f"uncertainty ranges from {uncertainty.min():.3g} to {uncertainty.max():.3g}, but must lie in [0, 1]; "
-                "normalise it (entropy and mutual information: divide by log C)"
-            )
+            given = f"uncertainty ranges from {uncertainty.min():.3g} to {uncertainty.max():.3g}"
+            raise FedBayesError(f"{given}, but must lie in [0, 1]; normalise it (divide entropies by log C)")
         cell = (uncertainty.detach().float().clamp(0, 1).sqrt() * self.resolution).long()
-        counts, hits = sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long())
-        self.counts = self.counts + counts
-        self.hits = self.hits + hits
+        self.add(*sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long()))
 
     def compute(self) -> RetainedCurve:
         """Return the curve and its area so far; log the ``area``."""
-        counts, hits = self.counts.cpu().double(), self.hits.cpu().double()
-        values = (*curve_of_groups(counts, hits), area_of_groups(counts, hits))
+        groups = self.counts.cpu().double(), self.hits.cpu().double()
+        values = (*measures.curve_of_groups(*groups), measures.area_of_groups(*groups))
         return RetainedCurve(*(value.float().to(self.device) for value in values))
 
-    def plot(self, label: str = "model") -> tuple[Figure, Axes]:
+    def plot(self, label: str = "model") -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Draw the curve so far: (figure, axes)."""
         curve = self.compute()
         figure = plots.accuracy_retained({label: (curve.fraction, curve.accuracy)})
         return figure, figure.axes[0]
+
+
+class OutOfDistributionMetric(ExampleMetric):
+    """Keep uncertainty and side of every example; a subclass implements :meth:`separation`."""
+
+    kept = ("uncertainty", "out")
+
+    def update(self, uncertainty: Tensor, out: Tensor | bool) -> None:
+        """Add examples.
+
+        Args:
+            uncertainty: any measure of uncertainty, shape (batch,); NaN raises FedBayesError.
+            out: true where the example is out of distribution, bool, shape (batch,), or True or False for all.
+        """
+        check_vectors(uncertainty=uncertainty)
+        if isinstance(out, bool):
+            out = torch.full_like(uncertainty, out, dtype=torch.bool)
+        check_vectors(uncertainty=uncertainty, out=out)
+        if out.dtype != torch.bool:
+            raise FedBayesError(f"out is of {out.dtype}: give torch.bool, True for out-of-distribution examples")
+        check_not_nan(uncertainty=uncertainty)
+        self.keep(uncertainty, out.to(uncertainty.device))
+
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return the value of all examples; NaN as long as one side has none."""
+        uncertainty, out = vectors
+        if not 0 < int(out.sum()) < len(out):
+            return torch.tensor(torch.nan, device=self.device)
+        return self.separation(uncertainty[~out], uncertainty[out])
+
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+        """Return the value of both sides' uncertainties, a scalar."""
+        raise NotImplementedError
+
+
+class OutOfDistributionAUROC(OutOfDistributionMetric):
+    """AUROC of an uncertainty (:func:`~lightning_fedbayes.metrics.functional.ood_auroc`) over all batches.
+
+    Arguments are those of :class:`torchmetrics.Metric`.
+
+    >>> metric = OutOfDistributionAUROC()
+    >>> metric.update(torch.tensor([0.1, 0.2]), False)
+    >>> metric.update(torch.tensor([0.2, 0.9]), True)
+    >>> metric.compute()
+    tensor(0.8750)
+    """
+
+    higher_is_better = True
+
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+        """Return the AUROC."""
+        return measures.ood_auroc(uncertainty_in, uncertainty_out)
+
+
+class OutOfDistributionFPR(OutOfDistributionMetric):
+    """False-positive rate of an uncertainty (:func:`~lightning_fedbayes.metrics.functional.ood_fpr`) over all batches.
+
+    Args:
+        recall: share of out-of-distribution examples to be found, in (0, 1], else FedBayesError.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, recall: float = 0.95, **kwargs: Any) -> None:
+        check_number("recall", recall, "(0, 1]", error=FedBayesError, why="it is the share of examples to be found")
+        super().__init__(**kwargs)
+        self.recall = recall
+
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+        """Return the false-positive rate."""
+        return measures.ood_fpr(uncertainty_in, uncertainty_out, self.recall)

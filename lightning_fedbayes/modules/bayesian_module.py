@@ -35,7 +35,7 @@ from lightning_fedbayes.metrics import (
     PredictiveEntropy,
 )
 from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
-from lightning_fedbayes.metrics.survival import CoxNLL
+from lightning_fedbayes.metrics.scores import CoxNLL
 from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive, linear_moments
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
@@ -407,7 +407,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     Validation and test log, behind "val/" and "test/", of classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
     mutual information ("epistemic") and Kwon's two traces, a mean over examples and positions; of numbers RMSE, NLL,
     CRPS, coverage of the 90 % interval and sharpness; of risks Harrell's c and NLL. Their steps return what is scored,
-    :data:`~lightning_fedbayes.metrics.likelihoods.Rows`.
+    :data:`~lightning_fedbayes.metrics.predictions.Rows`.
 
     Args:
         network, options: see :class:`BayesianModule`.

@@ -15,7 +15,7 @@ from lightning_fedbayes.core.errors import ConversionError, PosteriorError, chec
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import has_forward_hook
 from lightning_fedbayes.layers import BayesianLayer, MCDropout
-from lightning_fedbayes.layers.dropout import remove_mc_dropout
+from lightning_fedbayes.layers.convert import remove_mc_dropout
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.metrics.likelihoods import Gaussian, said_by
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule

@@ -21,7 +21,7 @@ from lightning_fedbayes.core.posterior import (
     is_random,
 )
 from lightning_fedbayes.layers import MCDropout, mean_only
-from lightning_fedbayes.layers.conv import BayesianConv
+from lightning_fedbayes.layers.affine import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]

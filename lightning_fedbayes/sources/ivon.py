@@ -14,46 +14,33 @@ from torch.optim import Optimizer
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.core.private_torch import foreach
-from lightning_fedbayes.sources.ivon_state import (
-    SHARE,
-    START,
-    Factors,
-    Sum,
-    Sums,
-    add,
-    begin,
-    factors,
-    first_state,
-    larger,
-    total,
-    unit_of,
-)
+from lightning_fedbayes.sources import ivon_state
+from lightning_fedbayes.sources.ivon_state import SHARE, START, Factors, State, Sum, Sums, factors, total
 
 EPSILON = 1e-8
-"""Added to the divisor of a step of parameters without a posterior, as Adam does."""
+"""Added to the divisor of a step of parameters without a posterior, as in Adam."""
 
 RATES = {"squares": 1e-2, "ivon": 0.1}
 """Usual learning rate of each kind of curvature."""
 LONGEST = 0.1
 """Longest step of a mean, in steps of Newton's method."""
 FALL = 0.02
-"""Most that a precision loses in a step, relative to it; so training begins before draws are wide."""
+"""Largest relative loss of a precision in a step, so that training begins before draws are wide."""
 EARLY = 0.5
-"""In step k since a client received its posterior it may lose this over k: rounds can be shorter than 20 steps."""
+"""In step k of a client's round a precision may lose this over k: rounds can be shorter than 20 steps."""
 LEAST = 1e-3
 """Least curvature that limits a step, relative to the precision."""
 
 
 class IVON(Optimizer):
-    r"""Improved variational online Newton: the posterior of a network without Bayesian layers comes from its optimizer.
+    r"""Improved variational online Newton: an optimizer that learns the posterior of a network without Bayesian layers.
 
     Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
     from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
     :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
-    of the loss. Two estimates of it are at hand. :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased and
-    noisy. Squares of gradients have less noise, but their unit depends on the batch size and on the width. So squares
-    give the shape over the entries of a tensor, and
-    :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
+    of the loss. The estimate :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased and noisy. Squares of
+    gradients have less noise, but their unit depends on the batch size and on the width. So squares give the shape over
+    the entries of a tensor, and :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
 
     .. math:: v \leftarrow v + \max\left(\tfrac{1}{t + 30}, 1 - \beta_2\right) (g^2 - v), \qquad
               P = \sum_t w_t \sum_i g_i (\theta_i - m_i), \qquad Q = \sum_t w_t \sum_i v_i / \Lambda_i,
@@ -64,70 +51,59 @@ class IVON(Optimizer):
     .. math:: m \leftarrow m - \frac{\lambda \bar g + A m}{\lambda \sqrt v / \text{lr} + 10 (\lambda c v + A)}
 
     with Adam's mean of gradients :math:`\bar g`. Q is the variance of P, so :math:`P / Q` has the standard error
-    :math:`1 / \sqrt Q` without any assumption about batches. c is the mode over :math:`\log c` under the prior
-    density :math:`e^{-c/c_0} / c_0`, where :math:`c_0` belongs to the curvature at the start (:math:`P = -1/c_0`
-    there); it is positive for any gradients, and the start fades as evidence comes. The weights :math:`w_t` remember
-    the last eighth of the steps. k counts the steps since the optimizer, or a client's round, began. At a fixed point
-    :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`, so the unit is that of the evidence lower bound;
-    the shape is an approximation. A step of the mean is at most
-    Adam's with this ``lr``, and at most a tenth of Newton's.
+    :math:`1 / \sqrt Q`. c is the mode over :math:`\log c` under the prior density :math:`e^{-c/c_0} / c_0`, where
+    :math:`c_0` belongs to the curvature at the start (:math:`P = -1/c_0` there): it is positive for any gradients, and
+    the start fades as evidence comes. The weights :math:`w_t` remember the last eighth of the steps. k counts the steps
+    since the optimizer, or a client's round, began. At a fixed point
+    :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`: the evidence lower bound has the same unit, the
+    shape is an approximation. A step of the mean is at most Adam's with this ``lr``, and at most a tenth of Newton's.
 
-    ``curvature="ivon"`` is the published algorithm, step by step. There every entry follows its own estimate,
+    ``curvature="ivon"`` is the published algorithm, where every entry follows its estimate,
 
     .. math:: h \leftarrow h + (1 - \beta_2)(\hat h - h)
               + \tfrac12 (1 - \beta_2)^2 \frac{(\hat h - h)^2}{h + \delta}, \qquad
               m \leftarrow m - \text{lr}\,h_0\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta},
 
-    :math:`\delta = A / \lambda`. No memory fits there: with :math:`\beta_2 = 0.999` the variances follow the noise,
-    and with 0.99999 they stay where :math:`h_0` has put them. A network of 64-50-10 on 1,200 digits, batches of 16
-    (``python -m benchmarks.layers.width``): accuracy of the mean after 20, 40 and 60 epochs 0.958, 0.843 and 0.420 with
-    0.999; median deviation after 60 epochs 0.093, 0.030 and 0.009 with 0.99999 and :math:`h_0` of 0.1, 1 and 10. By
-    squares: accuracy 0.946, 0.951 and 0.965, after 200 and 400 epochs 0.966 and 0.960; deviation 0.90, 0.89 and 0.90.
+    :math:`\delta = A / \lambda`. With :math:`\beta_2 = 0.999` the variances follow the noise, and with 0.99999 they
+    stay at :math:`h_0`: ``python -m benchmarks.layers.width`` compares them on 1,200 digits, where the accuracy of the
+    mean after 60 epochs is 0.420 with 0.999, and 0.965 by squares.
 
-    That width is the one of the evidence lower bound, and training ends where mean-field variational inference ends.
-    For a deep network on few examples under the prior N(0, 1) that can be a bad place: a LeNet on 10,000 images of
-    FashionMNIST (``--data DIR``) has an accuracy of 0.816 in its best epoch and of 0.568 after 200, mean field 0.564
-    in the end, and IVON with ``temperature=0.1`` 0.857 and 0.831 (means of three seeds).
+    Squares reach the width of the evidence lower bound, as mean-field variational inference does. For a deep network on
+    few examples under the prior N(0, 1) that can be bad: a LeNet on 10,000 images of FashionMNIST (``--data DIR``) has
+    an accuracy of 0.568 after 200 epochs, mean field 0.564, and IVON with ``temperature=0.1`` 0.831.
 
-    The loss must be a mean over examples, without weight decay of its own and without a KL divergence: the prior is in
-    the step.
-
-    Alone, in any loop that hands ``step`` a closure, as Lightning's automatic optimization does::
+    The loss must be a mean over examples, without weight decay and KL divergence: the step has the prior. Outside of a
+    federation, use it in any loop that gives ``step`` a closure, as Lightning's automatic optimization does::
 
         def configure_optimizers(self):
             return fb.IVON(self.parameters(), num_examples=50_000)
 
-    Under :class:`~lightning_fedbayes.FederatedBayes` nothing else changes: the posteriors of the clients are fused as
-    those of Bayesian layers are, n is each client's number of examples, and the prior is what the method makes of it (a
-    client's own, the global posterior). A client begins at the curvature of the global posterior. To predict, use
-    :class:`~lightning_fedbayes.PosteriorPredictive`.
+    Under :class:`~lightning_fedbayes.FederatedBayes` the clients' posteriors are fused like those of Bayesian layers,
+    n is each client's number of examples, and the method sets the prior. A client begins at the curvature of the global
+    posterior. To predict, use :class:`~lightning_fedbayes.PosteriorPredictive`.
 
-    When to use it: for a network that you will not rewrite. A parameter group with ``posterior=False`` has no
-    posterior and takes Adam's steps with the group's ``lr``: for the parameters of Bayesian layers, which have their
-    own, or for others that are to be point masses.
+    When to use it: for a network that you will not rewrite. A parameter group with ``posterior=False`` has no posterior
+    and takes Adam's steps with the group's ``lr``: for the parameters of Bayesian layers, or for point masses.
 
     Args:
-        params: parameters, or groups of them with options of their own.
-        lr: learning rate, as Adam's. None: 0.01; with ``curvature="ivon"`` 0.1, which stands for :math:`h_0` times as
-            much.
+        params: parameters, or groups of them with their options.
+        lr: learning rate, as Adam's. None: 0.01; with ``curvature="ivon"`` 0.1, relative to :math:`1 / h_0`.
         num_examples: n, the number of training examples. None: a federation gives each client's.
-        prior_std: s > 0, infinite for no prior. In place of ``weight_decay``, which is :math:`\tau / n s^2`.
-        hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: such that draws are
-            a tenth of the root mean square of a tensor's values wide; with ``curvature="ivon"`` 1.
+        prior_std: s > 0, infinite for no prior. It replaces ``weight_decay``, which is :math:`\tau / n s^2`.
+        hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: draws are a tenth of
+            the root mean square of a tensor's values wide; with ``curvature="ivon"`` 1.
         betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares; with ``curvature="ivon"`` of
-            the curvature itself.
-        samples: draws per step, each with a gradient of its own.
+            the curvature.
+        samples: draws per step, each with its gradient.
         temperature: :math:`\tau` > 0; 1 is Bayes, less makes the posterior narrower.
         curvature: "squares" or "ivon".
 
     State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
     "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`; in a federation
     also "prior_precision" A and "prior_shift" b of a prior :math:`\exp(b\theta - \tfrac12 A \theta^2)`, where
-    :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` stays as it is.
+    :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` is constant.
 
-    Raises:
-        FederationError: an argument is out of range, or ``step`` has no gradient at a draw.
-
+    Raises: FederationError if an argument is out of range, or ``step`` has no gradient at a draw.
     Source: Shen et al. 2024, Algorithm 1 (``curvature="ivon"``, and the estimate of the curvature from draws); Lin et
     al. 2020 (the curvature stays positive there). The unit from sums is this package's.
 
@@ -138,13 +114,11 @@ class IVON(Optimizer):
     ['bias', 'weight']
     """
 
-    stacked_keys: ClassVar[frozenset[str]] = frozenset(
-        ("precision", "momentum", "square", "prior_precision", "prior_shift")
-    )
+    stacked_keys: ClassVar = frozenset(("precision", "momentum", "square", "prior_precision", "prior_shift"))
     """State of the parameter's shape."""
-    sums: ClassVar[frozenset[str]] = frozenset(("signal", "noise"))
-    """State that is one number, of a network's own; in a stack of networks always one for each, as ``counts``."""
-    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "received", "fixed"))
+    sums: ClassVar = frozenset(("signal", "noise"))
+    """State that is one number; in a stack of networks always one for each, shaped like ``counts``."""
+    counts: ClassVar = frozenset(("step", "examples", "received", "fixed"))
     """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
@@ -177,19 +151,35 @@ class IVON(Optimizer):
             super().__init__(params, options)
         except FederationError:
             raise
-        except (TypeError, AttributeError, IndexError, ValueError) as error:  # of torch, for what are no parameters
+        except (TypeError, AttributeError, IndexError, ValueError) as error:  # torch's, for other values
             remedy = "give module.parameters(), or dicts of them"
             raise FederationError(f"params={shown(params)}: {error}; {remedy}") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with their options; see torch's."""
+        """See :meth:`torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["curvature"] == "ivon" and group["hessian_init"] is None:
             group["hessian_init"] = 1.0
         if group["lr"] is None:
             group["lr"] = RATES.get(group["curvature"], RATES["squares"])
-        check_options(group)
+        check_number("lr", group["lr"], "[0, inf)")
+        if group["num_examples"] is not None:
+            check_at_least("num_examples", group["num_examples"], 1)
+        if not isinstance(group["prior_std"], float) or group["prior_std"] != math.inf:
+            check_number("prior_std", group["prior_std"], "(0, 1e19)", why="it is a standard deviation")
+        if group["curvature"] not in RATES:
+            raise FederationError(f"curvature={shown(group['curvature'])}: give 'squares' or 'ivon'")
+        if group["hessian_init"] is not None or group["curvature"] == "ivon":
+            check_number("hessian_init", group["hessian_init"], "(0, inf)", why="the first variance is its inverse")
+        check_number("temperature", group["temperature"], "(0, inf)")
+        check_flag("posterior", group["posterior"])
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise FederationError(f"betas={shown(group['betas'])}: give two numbers, such as (0.9, 0.999)")
+        for beta in group["betas"]:
+            check_number("betas", beta, "[0, 1)")
+        if "weight_decay" in group:
+            raise FederationError("IVON has no weight_decay: its prior takes that place; give prior_std")
         group["prior_std"] = float(group["prior_std"])  # NumPy has no negative powers of integers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,20 +191,16 @@ class IVON(Optimizer):
             group.setdefault("curvature", "ivon")  # a checkpoint from before there was a choice
         self.forget()
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step.
+        """Take a step, and return the last value of the closure.
 
         Args:
-            closure: evaluates the loss and its gradients; it is called once for each draw. Without it, the gradients
-                are those of all :meth:`sampled` blocks since the last step.
-
-        Returns: what the closure has returned last.
+            closure: evaluates the loss and its gradients, once for each draw. None: the step uses the gradients of all
+                :meth:`sampled` blocks since the last step.
 
         Raises:
-            FederationError: there is neither a closure nor a gradient of a draw, or gradients were accumulated before
-                the parameters were drawn.
+            FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated before
+                the draw.
         """
         result = None
         if closure is not None:
@@ -222,8 +208,8 @@ class IVON(Optimizer):
                 raise FederationError(f"closure={shown(closure)}: give a function that evaluates the loss")
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
                 raise FederationError(
-                    "IVON: there are gradients from before the draw of the parameters, as of accumulated batches, and "
-                    "they were taken at the mean: use accumulate_grad_batches=1 and larger batches, or samples="
+                    "IVON: there are gradients at the mean, from before the draw of the parameters, such as those of "
+                    "accumulated batches: use accumulate_grad_batches=1 and larger batches, or samples="
                 )
             self.forget()
             for _ in range(self.samples):
@@ -235,7 +221,16 @@ class IVON(Optimizer):
                 "optimization does (not with precision='16-mixed': take 'bf16-mixed'), or take gradients inside "
                 "`with optimizer.sampled():`"
             )
-        self._update_all()
+        sums, draws = self._sums or {}, self._draws
+        self.forget()
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p in sums]
+            with torch.no_grad():
+                if group["posterior"] and found:
+                    self._update(group, found, [sums[p] for p in found], draws)
+                elif found:
+                    for p in found:
+                        self._update_point(group, p, sums[p].gradient / draws)
         return result
 
     def forget(self) -> None:
@@ -245,18 +240,14 @@ class IVON(Optimizer):
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
-        """Inside, the parameters are a draw from the posterior; their gradients then count for the next step.
-
-        Afterwards they are the mean again, bit by bit, and have no gradient.
-        """
+        """Inside, the parameters are a draw from the posterior; afterwards the mean, and gradients count for a step."""
         drawn = [p for group in self.param_groups if group["posterior"] for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             precisions = [self._state_of(p)["precision"] for p in drawn]
             moves = [torch.randn_like(precision) for precision in precisions]
-            if moves:
-                foreach.div_(moves, foreach.sqrt(precisions))
             means = [p.detach().clone() for p in drawn]
-            if moves:
+            if drawn:
+                foreach.div_(moves, foreach.sqrt(precisions))
                 foreach.add_(drawn, moves)
         is_done = False
         try:
@@ -270,7 +261,7 @@ class IVON(Optimizer):
 
     @torch.no_grad()
     def _take_gradients(self, moves: dict[Tensor, Tensor] | None) -> None:
-        """Add the gradients of a draw to the sums, unless ``moves`` is None, and take them off the parameters."""
+        """Move the gradients of a draw from the parameters to the sums; drop them if ``moves`` is None."""
         found: Sums = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -283,32 +274,19 @@ class IVON(Optimizer):
             foreach.mul_([each.product for each in drawn], [each.gradient for each in drawn])
         sums = self._sums or {}
         for p, new in found.items():
-            sums[p] = new if p not in sums else add(sums[p], new)
+            sums[p] = new if p not in sums else ivon_state.add(sums[p], new)
         self._sums = sums
         self._draws += bool(found)
 
-    @torch.no_grad()
-    def _update_all(self) -> None:
-        """Update all parameters from the sums over the draws, and forget those."""
-        sums, draws = self._sums or {}, self._draws
-        self.forget()
-        for group in self.param_groups:
-            found = [p for p in group["params"] if p in sums]
-            if group["posterior"] and found:
-                self._update(group, found, [sums[p] for p in found], draws)
-            elif found:
-                for p in found:
-                    self._update_point(group, p, sums[p].gradient / draws)
-
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
+    def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
         """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
         first = group["betas"][0]
         foreach.add_([state["step"] for state in states], 1)
         steps, scale = (factors([state[name] for state in states], precisions) for name in ("step", "examples"))
-        own = [state.get("prior_precision") for state in states]
-        prior = self._prior(group) if own[0] is None else own
+        given = [state.get("prior_precision") for state in states]
+        prior = group["prior_std"] ** -2 if given[0] is None else given
         if group["curvature"] == "squares":
             newton = self._measure(group, states, sums, draws, steps, scale, prior)
         else:
@@ -340,15 +318,9 @@ class IVON(Optimizer):
                 foreach.add_(parameters, foreach.div(move, divisors), alpha=-1.0)
 
     def _follow(
-        self,
-        group: dict[str, Any],
-        states: list[dict[str, Any]],
-        sums: list[Sum],
-        draws: int,
-        scale: Factors,
-        prior: float | list[Tensor],
+        self, group: State, states: list[State], sums: list[Sum], draws: int, scale: Factors, prior: Any
     ) -> None:
-        """Update the precisions as Shen et al. do: every entry follows its own estimate."""
+        """Update the precisions as Shen et al. do: every entry follows its estimate."""
         precisions = [state["precision"] for state in states]
         # the change of Λ, relative to Λ: (λ ĥ + A) / Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
         change = foreach.mul([each.product for each in sums], [each / draws for each in scale])
@@ -362,26 +334,16 @@ class IVON(Optimizer):
         foreach.mul_(precisions, factor)
 
     def _measure(
-        self,
-        group: dict[str, Any],
-        states: list[dict[str, Any]],
-        sums: list[Sum],
-        draws: int,
-        steps: Factors,
-        scale: Factors,
-        prior: float | list[Tensor],
+        self, group: State, states: list[State], sums: list[Sum], draws: int, steps: Factors, scale: Factors, prior: Any
     ) -> list[Tensor]:
-        """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them.
-
-        Returns: the curvature λ c v + A of each parameter, at least :data:`LEAST` of the precision.
-        """
+        """Update the precisions from squared gradients; return λ c v + A, at least :data:`LEAST` of the precision."""
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
         gradients = [each.gradient for each in sums]
         new = foreach.mul(gradients, gradients) if draws == 1 else foreach.div([each.square for each in sums], draws)
         if any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in steps):
             for state, square, step in zip(states, new, steps):
-                begin(state, square, step)
-        rates = [larger(1 / (each + START), 1 - group["betas"][1]) for each in steps]
+                ivon_state.begin(state, square, step)
+        rates = [ivon_state.larger(1 / (each + START), 1 - group["betas"][1]) for each in steps]
         if isinstance(rates[0], float) and len({*rates}) == 1:
             foreach.lerp_(squares, new, rates[0])
         else:
@@ -392,20 +354,20 @@ class IVON(Optimizer):
         signals = signals if draws == 1 else [each / draws for each in signals]
         noises = [total(each, state["noise"]) for each, state in zip(foreach.div(squares, precisions), states)]
         memories = [1 - SHARE / (each + START + SHARE) for each in steps]
-        wanted = foreach.mul(squares, unit_of(states, signals, noises, memories, scale))
+        wanted = foreach.mul(squares, ivon_state.unit_of(states, signals, noises, memories, scale))
         foreach.add_(wanted, prior)
         moving = [i for i, state in enumerate(states) if "fixed" not in state]
         if moving:
-            own = [precisions[i] for i in moving]
-            begun = factors([states[i]["received"] for i in moving], own)
-            kept = [1 - larger(EARLY / (steps[i] - start), FALL) for i, start in zip(moving, begun)]
-            foreach.mul_(own, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
-            foreach.maximum_(own, [wanted[i] for i in moving])
-        if not isinstance(prior, float) or not prior:  # which may be negative, or 0 where no gradient has been
+            moved = [precisions[i] for i in moving]
+            begun = factors([states[i]["received"] for i in moving], moved)
+            kept = [1 - ivon_state.larger(EARLY / (steps[i] - start), FALL) for i, start in zip(moving, begun)]
+            foreach.mul_(moved, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
+            foreach.maximum_(moved, [wanted[i] for i in moving])
+        if not isinstance(prior, float) or not prior:  # wanted may be negative, or 0 without gradients
             foreach.maximum_(wanted, foreach.mul(precisions, LEAST))
         return wanted
 
-    def _update_point(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def _update_point(self, group: State, parameter: Tensor, gradient: Tensor) -> None:
         """Take Adam's step of a parameter without a posterior."""
         state, (first, second) = self.state[parameter], group["betas"]
         if not state:
@@ -417,20 +379,15 @@ class IVON(Optimizer):
         move = state["momentum"] / (1 - first ** state["step"]).to(gradient)
         parameter.add_(move.div_(scale), alpha=-float(group["lr"]))
 
-    # -- the posterior -------------------------------------------------------------------------------------------------
-
     def posterior(self, module: nn.Module) -> GaussianPosterior:
-        """Return the posterior of ``module``, some or all of whose parameters this optimizer trains.
+        """Return the posterior of ``module``; FederationError if this optimizer trains no parameter of it.
 
-        Parameters that have none, and such as have not been drawn yet, are point masses. The means are copies.
-
-        Raises:
-            FederationError: it trains none of them.
+        Parameters without a posterior, or without a draw so far, are point masses. The means are copies.
         """
         check_kind("module", module, nn.Module, "give the network that this optimizer trains")
-        own = {id(p) for group in self.param_groups for p in group["params"]}
-        if own.isdisjoint(map(id, module.parameters())):
-            raise FederationError(f"this IVON trains no parameter of the {type(module).__name__}: give its own network")
+        trained = {id(p) for group in self.param_groups for p in group["params"]}
+        if trained.isdisjoint(map(id, module.parameters())):
+            raise FederationError(f"this IVON trains no parameter of the {type(module).__name__}: give its network")
         mean, variance = {}, {}
         for name, p in module.named_parameters():
             mean[name] = p.detach().clone()
@@ -439,41 +396,13 @@ class IVON(Optimizer):
             variance[name] = state["precision"].reciprocal().to(p.dtype) if known else zeros_like(mean[name])
         return GaussianPosterior(mean, variance)
 
-    @staticmethod
-    def _prior(group: dict[str, Any]) -> float:
-        """Return the precision of the prior."""
-        return group["prior_std"] ** -2
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter that has a posterior; a new one, if there is none."""
+    def _state_of(self, parameter: Tensor) -> State:
+        """Return the state of a parameter with a posterior, made at the first call."""
         state = self.state[parameter]
         if not state:
             group = next(each for each in self.param_groups if any(p is parameter for p in each["params"]))
             if group["num_examples"] is None:
-                raise FederationError(
-                    "IVON: num_examples is not known: give IVON(..., num_examples=len(training_set)); only under "
-                    "FederatedBayes it is each client's own"
-                )
-            state.update(first_state(parameter, group, group["num_examples"]))
+                remedy = "give IVON(..., num_examples=len(training_set)); only FederatedBayes sets it for each client"
+                raise FederationError(f"IVON: num_examples is not known: {remedy}")
+            state.update(ivon_state.first_state(parameter, group, group["num_examples"]))
         return state
-
-
-def check_options(group: dict[str, Any]) -> None:
-    """Raise FederationError unless the options of a parameter group can be used."""
-    check_number("lr", group["lr"], "[0, inf)")
-    if group["num_examples"] is not None:
-        check_at_least("num_examples", group["num_examples"], 1)
-    if not isinstance(group["prior_std"], float) or group["prior_std"] != math.inf:
-        check_number("prior_std", group["prior_std"], "(0, 1e19)", why="it is a standard deviation")
-    if group["curvature"] not in RATES:
-        raise FederationError(f"curvature={shown(group['curvature'])}: give 'squares' or 'ivon'")
-    if group["hessian_init"] is not None or group["curvature"] == "ivon":
-        check_number("hessian_init", group["hessian_init"], "(0, inf)", why="the first variance is its inverse")
-    check_number("temperature", group["temperature"], "(0, inf)")
-    check_flag("posterior", group["posterior"])
-    if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
-        raise FederationError(f"betas={shown(group['betas'])}: give two numbers, such as (0.9, 0.999)")
-    for beta in group["betas"]:
-        check_number("betas", beta, "[0, 1)")
-    if "weight_decay" in group:
-        raise FederationError("IVON has no weight_decay: its prior takes that place; give prior_std")

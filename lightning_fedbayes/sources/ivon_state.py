@@ -14,20 +14,17 @@ WIDTH = 0.1
 START = 30
 """Number of squared gradients that the curvature at the start counts as."""
 SHARE = 8
-"""The sums that give the unit of the squared gradients remember the last 1 / SHARE of the steps."""
+"""The sums behind the unit of squared gradients remember the last 1 / SHARE of the steps."""
 TINY = 1e-30
-"""Least sum of squared gradients: of parameters that have none."""
+"""Least sum of squared gradients."""
 BELIEF = 10.0
-"""Evidence, as a squared ratio of signal and noise, that the curvature of a global posterior counts as."""
+"""Evidence that the curvature of a global posterior counts as, a squared ratio of signal and noise."""
 
 
 class Sum(NamedTuple):
-    """Sums over the draws of a step, for one parameter.
+    """Sums over the draws of a step, for one parameter: of g, of g · (θ − m) and of g².
 
-    Attributes:
-        gradient: of the gradient g.
-        product: of g · (θ − m); None without a posterior.
-        square: of g²; None after one draw.
+    ``product`` is None without a posterior, ``square`` after one draw.
     """
 
     gradient: Tensor
@@ -35,15 +32,13 @@ class Sum(NamedTuple):
     square: Tensor | None = None
 
 
+State = dict[str, Any]
 Sums = dict[Tensor, Sum]
 Factors = list[Any]
 
 
 def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tensor]:
-    """Return numbers of parameters as factors of the tensors ``like``: as floats, but for stacked clients.
-
-    Operations on lists take floats several times faster than scalar tensors.
-    """
+    """Return numbers of parameters as factors of the tensors ``like``: as floats, which are faster, if not stacked."""
     if all(value.dim() == 0 and value.device.type == "cpu" for value in values):
         return [value.item() for value in values]
     return [value.to(each.dtype) for value, each in zip(values, like)]
@@ -58,7 +53,7 @@ def add(one: Sum, other: Sum) -> Sum:
 
 
 def total(values: Tensor, like: Tensor) -> Tensor:
-    """Return the sum over a parameter, as its state ``like``: for stacked clients one for each."""
+    """Return the sum over a parameter, shaped like its state: for stacked clients one for each."""
     if not like.dim():
         return values.sum()
     return values.flatten(1).sum(1).view_as(like) if values.dim() > 1 else values
@@ -69,11 +64,11 @@ def larger(first: Any, second: float) -> Any:
     return first.clamp_min(second) if isinstance(first, Tensor) else max(first, second)
 
 
-def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None:
+def begin(state: State, square: Tensor, number: float | Tensor) -> None:
     r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
 
-    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; sums that were in the
-    unit of :math:`h_0` follow, and P begins at :math:`-1 / c_0`.
+    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; the sums change unit
+    too, and P begins at :math:`-1 / c_0`.
     """
     curvature, precision = state["square"], state["precision"]
     ratio = total(square / precision, state["signal"]) / total(curvature / precision, state["signal"])
@@ -86,13 +81,13 @@ def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None
 
 
 def unit_of(
-    states: list[dict[str, Any]], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
+    states: list[State], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
 ) -> Factors:
     r"""Add a step to the sums of each parameter, and return :math:`\lambda c`, the unit of its squared gradients.
 
     With the sums P of :math:`\sum_i g_i (\theta_i - m_i)` and Q of :math:`\sum_i \sigma_i^2 v_i`, P's variance, c is
     the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior :math:`\propto e^{-c / c_0}`,
-    which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
+    which is a part of P at first: :math:`Q c^2 - P c - 1 = 0`, so c > 0.
     """
     device, is_stack = signals[0].device, states[0]["signal"].dim() > 0
 
@@ -126,7 +121,7 @@ def _mode(signal: Tensor, noise: Tensor) -> Tensor:
     return torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
 
 
-def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
+def first_state(parameter: Tensor, group: State, num_examples: int) -> dict[str, Tensor]:
     """Return the state with which a parameter of ``group`` begins, for n examples."""
     like = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
     scale = num_examples / group["temperature"]
@@ -139,17 +134,13 @@ def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> 
     }
     if group["curvature"] == "squares":
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state |= {
-            "square": torch.full_like(like, curvature),
-            "received": torch.zeros(()),
-            "signal": zero,
-            "noise": zero.clone(),
-        }
+        state |= {"square": torch.full_like(like, curvature), "received": torch.zeros(())}
+        state |= {"signal": zero, "noise": zero.clone()}
     return state
 
 
-def first_curvature(parameter: Tensor, group: dict[str, Any], scale: float) -> float:
-    r"""Return :math:`h_0`; where it is not given, draws are :data:`WIDTH` times the weights' root mean square wide."""
+def first_curvature(parameter: Tensor, group: State, scale: float) -> float:
+    r"""Return :math:`h_0`; by default draws are :data:`WIDTH` times the weights' root mean square wide."""
     if group["hessian_init"] is not None:
         return group["hessian_init"]
     size = float(parameter.detach().double().square().mean().sqrt())
@@ -159,10 +150,7 @@ def first_curvature(parameter: Tensor, group: dict[str, Any], scale: float) -> f
 def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[str, Tensor]:
     r"""Return curvature and sums of a parameter that begins at a posterior, such as the global one.
 
-    Args:
-        precision: :math:`\rho\Lambda` of that posterior; at least a hundredth of it counts as the data's.
-        prior: A.
-        scale: :math:`\lambda`.
+    ``precision`` is its :math:`\rho\Lambda`, of which at least 1 % counts as the data's, ``prior`` A, ``scale`` λ.
     """
     curvature = torch.maximum(precision - prior, 0.01 * precision) / scale.to(precision)
     belief = torch.full((), BELIEF, dtype=precision.dtype, device=precision.device)
@@ -170,8 +158,7 @@ def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[st
 
 
 def precision_of(state: Mapping[str, Any]) -> Tensor:
-    r"""Return a parameter's precision; where the width is fixed, the one that its curvature measures,
-    :math:`\lambda c v + A`."""
+    r"""Return a parameter's precision; where the width is fixed, :math:`\lambda c v + A` as measured."""
     if "fixed" not in state:
         return state["precision"]
     like, unit = state["square"], _mode(state["signal"], state["noise"].clamp_min(TINY))

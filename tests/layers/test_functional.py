@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call, grad, vmap
 
 from lightning_fedbayes import layers
-from lightning_fedbayes.layers import conv
+from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.base import random_signs
 from lightning_fedbayes.layers.functional import (
     FlipoutNoise,
@@ -115,7 +115,7 @@ def test_output_and_gradients_are_those_of_two_convolutions(geometry, monkeypatc
     layer, x = make(geometry)
     assert one_convolution_is_cheaper(x, layer.mu_kernel, layer.stride)
     one = gradients(layer, x, layer)
-    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    monkeypatch.setattr(functional, "one_convolution_is_cheaper", lambda *_: False)
     torch.testing.assert_close(one, gradients(layer, x, layer), rtol=1e-4, atol=1e-4)
 
 
@@ -133,7 +133,7 @@ def test_stacked_clients_see_kernels_of_their_own(geometry, monkeypatch):
         return vmap(gradient, randomness="different")(stack, inputs)
 
     one = all_at_once()
-    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    monkeypatch.setattr(functional, "one_convolution_is_cheaper", lambda *_: False)
     torch.testing.assert_close(one, all_at_once(), rtol=1e-3, atol=1e-3)
 
 

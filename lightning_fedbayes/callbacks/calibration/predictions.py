@@ -27,7 +27,7 @@ def predictions_of(
     """Return each client's logits, (samples, N, classes), and targets, (N,).
 
     Logits are those of ``predictive.sample(inputs)`` if there is such a method, otherwise of ``predictive(inputs)``,
-    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). Of numbers
+    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.predictions.Rows`). Of numbers
     they are means, standard deviations and targets, vectors of shape (N · targets,).
 
     Args:

@@ -27,10 +27,9 @@ from lightning_fedbayes.core.private_torch import (
     version_of,
 )
 from lightning_fedbayes.layers.base import draw, sum_kl
-from lightning_fedbayes.layers.functional import Op, softplus_std
+from lightning_fedbayes.layers.functional import Op, RowTally, softplus_std, with_tallies
 from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
-from lightning_fedbayes.layers.squares import RowTally, with_tallies
-from lightning_fedbayes.layers.whole_network import kl_divergence
+from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
 """Types of numbers for which losses and recurrent layers are written out here."""
@@ -279,7 +278,7 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
 def tallies(
     mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
 ) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows, or None for anything else."""
+    """:func:`~lightning_fedbayes.layers.functional.with_tallies` of every client's rows; None for anything else."""
     stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
     out, rows = stacks[:2]
     if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:

@@ -4,23 +4,22 @@ Functions that score single examples return one value per example; their mean ov
 Functions named after a curve or a calibration error need all examples at once.
 """
 
-from lightning_fedbayes.metrics.functional.calibration import (
+from lightning_fedbayes.metrics.functional.scores import (
     CalibrationBins,
     adaptive_calibration_error,
-    calibration_diagram,
-)
-from lightning_fedbayes.metrics.functional.fairness import weighted_accuracy, worst_fraction_accuracy
-from lightning_fedbayes.metrics.functional.ood import ood_auroc, ood_fpr
-from lightning_fedbayes.metrics.functional.scores import (
     brier_score,
+    calibration_diagram,
+    concordance_index,
+    cox_loss,
     determinant_sharpness,
     ensemble_crps,
     gaussian_crps,
     gaussian_nll,
     interval_coverage,
     negative_log_likelihood,
+    weighted_accuracy,
+    worst_fraction_accuracy,
 )
-from lightning_fedbayes.metrics.functional.survival import concordance_index, cox_loss
 from lightning_fedbayes.metrics.functional.uncertainty import (
     accuracy_retained_area,
     accuracy_retained_curve,
@@ -29,6 +28,8 @@ from lightning_fedbayes.metrics.functional.uncertainty import (
     kwon_aleatoric,
     kwon_epistemic,
     mutual_information,
+    ood_auroc,
+    ood_fpr,
     predictive_entropy,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
 
 
@@ -21,10 +21,8 @@ def check_samples(probs: Tensor) -> Tensor:
     """Return ``probs`` in at least float32; raise FedBayesError unless it is of shape (samples, batch, classes ≥ 2)."""
     check_numbers(probs=probs)
     if probs.ndim != 3 or probs.shape[-1] < 2:
-        raise FedBayesError(
-            f"probs has shape {tuple(probs.shape)}, but one of (samples, batch, classes) with at least 2 classes is "
-            "needed; stack the Monte Carlo samples along a new first dimension (one sample: probs.unsqueeze(0))"
-        )
+        remedy = "give (samples, batch, classes) with at least 2 classes; of one sample probs.unsqueeze(0)"
+        raise FedBayesError(f"probs has shape {tuple(probs.shape)}: {remedy}")
     return at_least_float32(probs)
 
 
@@ -32,15 +30,11 @@ def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
     """Return ``probs`` in at least float32; raise FedBayesError unless (batch, classes), and ``target`` (batch,)."""
     check_numbers(probs=probs, target=target)
     if probs.ndim != 2:
-        raise FedBayesError(
-            f"probs has shape {tuple(probs.shape)}, but the mean predictive of shape (batch, classes) is needed; "
-            "average Monte Carlo samples first: probs.mean(0)"
-        )
+        remedy = "give the mean predictive, (batch, classes); average Monte Carlo samples by probs.mean(0)"
+        raise FedBayesError(f"probs has shape {tuple(probs.shape)}: {remedy}")
     if target.shape != probs.shape[:1] or target.is_floating_point():
-        raise FedBayesError(
-            f"target has shape {tuple(target.shape)} and dtype {target.dtype}, but one integer class for each of the "
-            f"{len(probs)} examples is needed, shape ({len(probs)},)"
-        )
+        given = f"target has shape {tuple(target.shape)} and dtype {target.dtype}"
+        raise FedBayesError(f"{given}: give one integer class for each example, shape ({len(probs)},)")
     return at_least_float32(probs)
 
 
@@ -50,10 +44,8 @@ def class_indices(probs: Tensor, target: Tensor) -> Tensor:
     if len(indices):
         low, high = (int(each) for each in indices.aminmax())
         if low < 0 or high >= probs.shape[1]:
-            raise FedBayesError(
-                f"target holds classes from {low} to {high}, and probs have {probs.shape[1]}: give classes from 0 to "
-                f"{probs.shape[1] - 1}, and leave out examples without a label"
-            )
+            given = f"target holds classes from {low} to {high}, and probs have {probs.shape[1]}"
+            raise FedBayesError(f"{given}: count classes from 0, and leave out examples without a label")
     return indices
 
 
@@ -78,15 +70,8 @@ def check_not_nan(**tensors: Tensor) -> None:
     """Raise FedBayesError if one of ``tensors``, which are to be put in order, holds NaN."""
     for name, tensor in tensors.items():
         if bool(tensor.isnan().any()):
-            raise FedBayesError(
-                f"{name} is NaN at {int(tensor.isnan().sum())} of {tensor.numel()} entries, which have no order; look "
-                "for the predictions that are NaN, or leave those examples out"
-            )
-
-
-def check_bins(bins: int) -> None:
-    """Raise FedBayesError unless ``bins`` is at least 1."""
-    check_at_least("bins", bins, 1, error=FedBayesError)
+            where = f"{int(tensor.isnan().sum())} of {tensor.numel()} entries"
+            raise FedBayesError(f"{name} is NaN at {where}: correct these predictions, or leave the examples out")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -101,18 +86,12 @@ def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
         if tensor.dtype == torch.bool:
             raise FedBayesError(f"{name} is of torch.bool: give numbers")
     if bool((variance < 0).any()):
-        raise FedBayesError(
-            f"variance is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
-            f"(minimum {variance.min():.3g}); a variance is at least 0"
-        )
+        where = f"{int((variance < 0).sum())} of {variance.numel()} entries (minimum {variance.min():.3g})"
+        raise FedBayesError(f"variance is negative at {where}; give variances of at least 0")
 
 
 def sum_by_value(value: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Count the examples of each distinct ``value`` and sum their ``weights``, whatever the order of the examples.
-
-    Args:
-        value: shape (examples,).
-        weights: each of shape (examples,).
+    """Count the examples of each distinct ``value`` and sum their ``weights``, all of shape (examples,).
 
     Returns: counts and one sum per weight, each of shape (distinct values,), ascending by value, float64, on the CPU.
     """

@@ -15,8 +15,7 @@ from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_regression import EXACT, most_evident
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
-from lightning_fedbayes.sources.curvature.evidence import evident_precision
-from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
+from lightning_fedbayes.sources.curvature.systems import KroneckerSystem, evident_precision
 
 SETTLED = 1e-7
 """Nats per example that a step may still gain, at which the weights have arrived."""

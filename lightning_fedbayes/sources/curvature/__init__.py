@@ -1,8 +1,7 @@
 """Posteriors of networks that train as they always do: by the curvature of the loss, by the path, or in one shot."""
 
 from lightning_fedbayes.sources.curvature.diagonal import SWAG, Curvature, Laplace, Source, chosen_parameters
-from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerSite
-from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior
+from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
 from lightning_fedbayes.sources.curvature.linearised import draws_of_outputs, linearised_outputs
 
 __all__ = [

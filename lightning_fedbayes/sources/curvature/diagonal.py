@@ -27,7 +27,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics.likelihoods import Likelihood, check_by_example, get_likelihood, likelihood_of
-from lightning_fedbayes.sources.curvature.evidence import chosen_precision
+from lightning_fedbayes.sources.curvature.systems import chosen_precision
 
 Curvature = Literal["ggn", "empirical"]
 
@@ -38,7 +38,6 @@ BATCHES = (
     "give batches of inputs that the module's forward takes and of targets, such as a DataLoader's, or say which is "
     "which by Laplace(unpack=lambda batch: (inputs, targets))"
 )
-"""Remedy for what no Laplace approximation can measure."""
 
 Tensors = dict[str, Tensor]
 
@@ -49,47 +48,41 @@ class Laplace:
 
     .. math:: q(\theta) = N\left(\hat\theta, \left(\tfrac1\tau \sum_i F_i + s^{-2}\right)^{-1}\right)
 
-    with :math:`\hat\theta` where training has ended, and :math:`F_i` the diagonal of the generalised Gauss-Newton
-    matrix of example i, which for these likelihoods is the Fisher information
+    with :math:`\hat\theta` at the end of training, and :math:`F_i` the diagonal of the generalised Gauss-Newton matrix
+    of example i, for these likelihoods the Fisher information
     :math:`E_{y \sim p(y \mid x_i, \hat\theta)} (\nabla \log p(y \mid x_i))^2`, or of the empirical Fisher, the same
     at the label :math:`y_i`.
 
     ::
 
-        posterior = fb.Laplace().posterior(model, train_dataloader)
-        predictive = fb.PosteriorPredictive(model, posterior)  # of the linearised network
-
-    Clients that have the same network send their part of the sum, and the result is that of the pooled data::
-
         laplace = fb.Laplace(prior_std=None)
-        sites = [laplace.site(model, loader) for loader in loaders]  # at each client
-        posterior = laplace.fuse(model, sites)                       # at the server
+        posterior = laplace.posterior(model, train_dataloader)
+        predictive = fb.PosteriorPredictive(model, posterior)        # of the linearised network
+        sites = [laplace.site(model, loader) for loader in loaders]  # at each client, with the same network
+        posterior = laplace.fuse(model, sites)                       # at the server: of the pooled data
 
     Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
-    gains the prior, or what the rule makes of it. The information is that at the end of its training; by sites, whose
-    posterior is that of the global model, at the global model that it has received, once there is one.
+    gains the prior of the method. The information is taken at the end of its training, or under sites at the global
+    model that it received.
 
-    When to use it: for a network that has been trained already, or with an optimizer that is to stay. On its own,
-    training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
+    When to use it: for a trained network, or to keep an optimizer. Outside of a federation, training should end at a
+    maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
 
     Args:
-        likelihood: of what ``forward`` gives, or its name; None: the module's attribute ``likelihood``, or what the
-            first batch leaves as the one answer (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`).
+        likelihood: of the outputs of ``forward``, or its name; None: the module's attribute ``likelihood``, or the only
+            one that fits the first batch (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`).
             Batches and outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
-            (:func:`~lightning_fedbayes.sources.curvature.evidence.chosen_precision`).
-        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
-            nothing and the posterior as wide as the prior; held-out data choose a smaller one.
+            (:func:`~lightning_fedbayes.sources.curvature.systems.chosen_precision`).
+        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is close to
+            0 and the posterior as wide as the prior: choose a smaller one by held-out data.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
             default all that require gradients.
-        unpack: batch → (inputs, targets), where the form of a batch does not say it. A batch whose inputs are no
-            collections of tensors with one row per example, such as graphs, is measured as one, with a pass back
-            through all of it for every output of every example.
+        unpack: batch → (inputs, targets), if the form of a batch does not tell. Inputs without one row per example,
+            such as graphs, are measured as a whole, with a backward pass for every output of every example.
 
-    Raises:
-        FederationError: an argument is out of range.
-
+    Raises: FederationError if an argument is out of range.
     Source: MacKay 1992; Daxberger et al. 2021.
     """
 
@@ -117,24 +110,13 @@ class Laplace:
         """Return the posterior of a trained ``module``, with copies of its parameters as means.
 
         Args:
-            module: whose ``forward`` gives logits or means; it runs in evaluation mode.
-            batches: of the training data, such as a DataLoader.
-
-        Raises:
-            FederationError: no parameter matches, or a batch has no targets or other inputs.
+            module: its ``forward`` gives logits or means; it runs in evaluation mode.
+            batches: of the training data, such as a DataLoader; FederationError if they lack targets.
         """
         return self.fuse(module, [self.site(module, batches)])
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
-        r"""Return what a client sends to :meth:`fuse`: its :math:`\sum_i F_i / \tau`, by name.
-
-        Args:
-            module: the same at all clients.
-            batches: of the client's training data.
-
-        Raises:
-            FederationError: see :meth:`posterior`, or the information is not finite.
-        """
+        r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name; see :meth:`posterior`."""
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot be measured", BATCHES):
             site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]
@@ -149,12 +131,7 @@ class Laplace:
     def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
         """Return the posterior of the pooled data of all clients, with copies of the module's parameters as means.
 
-        Args:
-            module: that the clients had.
-            sites: what :meth:`site` has returned, of every client.
-
-        Raises:
-            FederationError: there is no site, or one of another network, or with a value that is no information.
+        Raises: FederationError if ``sites`` is empty, or one is of another network or has negative or infinite values.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
@@ -168,10 +145,8 @@ class Laplace:
             check_shapes(f"sites[{number}]", site, chosen, "the module", rule)
             for name, value in site.items():
                 if not bool((torch.isfinite(value) & (value >= 0)).all()):
-                    raise FederationError(
-                        f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: "
-                        "leave this client out"
-                    )
+                    wrong = f"sites[{number}]['{name}'] is negative or not finite"
+                    raise FederationError(f"{wrong}, unlike a sum of squares: leave this client out")
         total = {name: torch.stack([site[name].to(p) for site in sites]).sum(0) for name, p in chosen.items()}
         if self.prior_std is None:
             precision = chosen_precision(total.values(), chosen.values())
@@ -184,19 +159,10 @@ class Laplace:
         return GaussianPosterior(mean, variance, linearised=True)
 
     def fixed_prior_std(self, who: str) -> float:
-        """Return s.
-
-        Args:
-            who: needs it.
-
-        Raises:
-            FederationError: it is to be chosen.
-        """
+        """Return s for the user ``who``; raise FederationError if it is to be chosen."""
         if self.prior_std is None:
-            raise FederationError(
-                f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
-                "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
-            )
+            remedy = "give prior_std=1.0, or train first and use posterior() or fuse(), which choose it"
+            raise FederationError(f"Laplace(prior_std=None): {who} needs the prior from the start: {remedy}")
         return float(self.prior_std)
 
     def information(
@@ -208,11 +174,8 @@ class Laplace:
     ) -> tuple[Tensors, int]:
         r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
 
-        Args:
-            module: runs in evaluation mode.
-            parameters: name → value.
-            batches: of inputs and targets, or what :meth:`unpacked` has made of them.
-            others: values in place of the module's own other parameters and buffers.
+        ``batches`` are of inputs and targets, or results of :meth:`unpacked`; ``others`` replace the module's other
+        parameters and buffers. The module runs in evaluation mode.
         """
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}
@@ -226,29 +189,21 @@ class Laplace:
         return {name: each / self.temperature for name, each in total.items()}, count
 
     def unpacked(self, batch: Any, module: nn.Module | None = None) -> Any:
-        """Return inputs and targets of a batch, of as many examples, as far as inputs tell.
-
-        Without the module, which may say what is what, the batch is given back in one piece, for :meth:`information`.
-        """
+        """Return inputs and targets of a batch; without the module, the whole batch for :meth:`information`."""
         if module is None:
             return Whole(batch)
         inputs, targets = unpacked(batch, module, self.unpack, needs_targets=True)
         count = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else number_of_examples(inputs)
         if not targets.ndim or not len(targets) or (count is not None and count != len(targets)):
-            raise FederationError(
-                f"Laplace: inputs are {shown(inputs)} and targets {shown(targets)}: give as many of both, at least one"
-            )
+            both = f"inputs are {shown(inputs)} and targets {shown(targets)}"
+            raise FederationError(f"Laplace: {both}: give as many of both, at least one")
         return inputs, targets
 
     def likelihood_for(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
-        """Return the likelihood of a batch's outputs and targets.
-
-        Raises:
-            FederationError: there is none, or the batch does not fit it.
-        """
-        own = self.likelihood
+        """Return the likelihood of a batch's outputs and targets; FederationError if none fits."""
+        given = self.likelihood
         try:
-            known = own if isinstance(own, Likelihood) else likelihood_of(module, outputs, targets)
+            known = given if isinstance(given, Likelihood) else likelihood_of(module, outputs, targets)
             known.check(outputs, targets)
         except FedBayesError as error:
             raise FederationError(f"Laplace: {error}") from None
@@ -256,18 +211,12 @@ class Laplace:
         return known
 
     def check_likelihood(self, whose: Any) -> None:
-        """Raise FederationError if examples have no information by themselves in a likelihood, or that of a module."""
-        remedy = "Laplace adds up what each says by itself: take Bayesian layers, fb.IVON or fb.SWAG"
+        """Raise FederationError if a likelihood, or a module's, has no terms of single examples."""
+        remedy = "Laplace adds up the information of each example: take Bayesian layers, fb.IVON or fb.SWAG"
         check_by_example(self.likelihood or whose, remedy, FederationError)
 
     def terms(self, known: Likelihood, output: Tensor, target: Tensor) -> Tensor:
-        """Return functions of one example whose squared gradients, added up, are its information: shape (terms,).
-
-        Args:
-            known: the likelihood.
-            output: of the module for one example.
-            target: of the example.
-        """
+        """Return functions of one example, shape (terms,); their squared gradients sum to its information."""
         if self.curvature == "empirical":
             return known.nll(output[None], target[None]).sum().reshape(1)
         return known.terms(output, target)
@@ -275,15 +224,12 @@ class Laplace:
     def _of_batch(
         self, module: nn.Module, values: Tensors, inputs: Any, targets: Tensor, others: Mapping[str, Tensor]
     ) -> Tensors:
-        """Return the sum of the information over the examples of a batch."""
-
         def terms(values: Tensors, inputs: Any, targets: Tensor) -> Tensor:
             with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot take {shown(inputs)}", BATCHES):
                 outputs = output_of(module, inputs, {**others, **values})
             if len(outputs) != len(targets):
-                raise FederationError(
-                    f"Laplace: outputs are {shown(outputs)} and targets {shown(targets)}: give as many of both"
-                )
+                both = f"outputs are {shown(outputs)} and targets {shown(targets)}"
+                raise FederationError(f"Laplace: {both}: give as many of both")
             known = self.likelihood_for(module, outputs, targets)
             return torch.stack([self.terms(known, *each) for each in zip(outputs, targets)])
 
@@ -314,21 +260,18 @@ class SWAG:
 
     .. math:: q(\theta) = N\left(\bar\theta,\ c\,\overline{(\theta_t - \bar\theta)^2} + \epsilon^2\right)
 
-    over the steps t of the last part of a client's local training; the mean becomes the client's. Give
+    over the steps t of the last part of a client's local training; the mean replaces the client's weights. Give
     ``FederatedBayes(posterior=fb.SWAG())``.
 
-    When to use it: with SGD at a constant learning rate, whose noise makes the path wander about the optimum, and
-    several local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so there are
-    no sites; BatchNorm's statistics are those of the last weights, not of the mean.
+    When to use it: with SGD at a constant learning rate, so that noise moves the path about the optimum, and several
+    local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so it does not work
+    with sites. BatchNorm keeps the statistics of the last weights.
 
     Args:
         start: share of the local steps that is left out, in [0, 1).
         scale: c > 0.
-        min_std: :math:`\epsilon` > 0.
+        min_std: :math:`\epsilon` > 0; FederationError for values out of range.
         parameters: see :class:`Laplace`.
-
-    Raises:
-        FederationError: an argument is out of range.
 
     Source: Maddox et al. 2019, the diagonal part.
     """
@@ -350,34 +293,31 @@ Source = Laplace | SWAG
 
 
 def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
-    """Return the parameters of ``module`` that get a posterior, by name: those that match, but for Bayesian layers'.
-
-    Raises:
-        FederationError: a pattern matches no parameter that requires gradients.
-    """
-    own = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
+    """Return matching parameters outside of Bayesian layers; FederationError for a pattern without a match."""
+    bayesian = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found: Tensors = {}
+    found = matching(patterns, trained, "parameter that requires gradients")
+    return {name: p for name, p in found.items() if id(p) not in bayesian}
+
+
+def matching(patterns: Sequence[str], known: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the entries of ``known`` that match a pattern; FederationError if a pattern matches none of ``what``."""
+    found = {}
     for pattern in patterns:
-        matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
-        if not matching:
-            raise FederationError(
-                f"parameters pattern '{pattern}' matches no parameter that requires gradients: "
-                f"{nearest(pattern, trained)}"
-            )
-        found |= {name: p for name, p in matching.items() if id(p) not in own}
+        names = [name for name in known if fnmatchcase(name, pattern)]
+        if not names:
+            raise FederationError(f"parameters pattern '{pattern}' matches no {what}: {nearest(pattern, known)}")
+        found |= {name: known[name] for name in names}
     return found
 
 
-def check_shapes(part: str, own: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str) -> None:
+def check_shapes(part: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str) -> None:
     """Raise FederationError, with the ``rule``, unless ``part`` of a client has the names and shapes of ``wanted``."""
-    shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, wanted))
+    shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (given, wanted))
     if shapes != expected:
         name = next(iter(dict(shapes.items() ^ expected.items())))
-        raise FederationError(
-            f"{part}: '{name}' is {shapes.get(name, 'missing')}, and that of {whose} is "
-            f"{expected.get(name, 'missing')}: {rule}"
-        )
+        mine, other = (each.get(name, "missing") for each in (shapes, expected))
+        raise FederationError(f"{part}: '{name}' is {mine}, and that of {whose} is {other}: {rule}")
 
 
 def rows(inputs: Any, which: int | slice) -> Any:
@@ -387,17 +327,14 @@ def rows(inputs: Any, which: int | slice) -> Any:
 
 def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:
     """Return the output for one example, both without the dimension of the batch; see ``output_of``."""
-    alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
-    return output_of(module, alone, values).squeeze(0)
+    batch = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
+    return output_of(module, batch, values).squeeze(0)
 
 
 def sum_of_squares(
     terms: Callable[[Tensors, Any, Tensor], Tensor], values: Tensors, parts: Iterable[tuple[Any, Tensor]]
 ) -> Tensors:
-    """Return the sum over the examples of the squared gradients of ``terms``, by name, with one pass back for each.
-
-    ``terms`` gives functions of each example, shape (examples, terms); ``vmap`` need not run the network.
-    """
+    """Return the sum over examples of squared gradients of ``terms``, shape (examples, terms), without ``vmap``."""
     total = {name: torch.zeros_like(value) for name, value in values.items()}
     for inputs, targets in parts:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}

@@ -1,4 +1,4 @@
-r"""One-shot federation: Laplace posteriors with Kronecker factors, and the server that solves for their sum."""
+r"""One-shot federation: Laplace posteriors with Kronecker factors, the server that solves for their sum, the result."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.core.batches import output_of
-from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest, raised_as
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, raised_as
+from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.scaler import UNITS
-from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes
-from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, Tensors, joined, split
+from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes, matching
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
+
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,10 @@ class KroneckerSite:
     r"""The message of a client in a one-shot federation: its weights, and their curvature layer by layer.
 
     Args:
-        mean: all parameters, name → tensor.
-        buffers: all floating buffers, name → tensor.
+        mean, buffers: all parameters and all floating buffers, name → tensor.
         inputs: layer → A, the mean of :math:`a a^\top` over the examples, a the inputs of the layer, with a 1 for the
             bias: shape (in, in).
-        outputs: layer → B, the sum over the examples of :math:`g g^\top`, g the gradients at its outputs: shape
-            (out, out).
+        outputs: layer → B, the sum over the examples of :math:`g g^\top`, g the gradients at its outputs: (out, out).
         num_examples: of the client.
     """
 
@@ -51,20 +50,18 @@ class KroneckerSite:
 
 @dataclass(frozen=True)
 class KroneckerLaplace:
-    r"""One-shot federation of networks that train as they always do: Laplace with Kronecker factors (K-FAC).
+    r"""One-shot federation of networks after their usual training: Laplace with Kronecker factors (K-FAC).
 
-    Client k trains as it likes, then takes one pass over its data for the curvature of every linear layer and
-    convolution, :math:`\Lambda_k = B_k \otimes A_k`, which keeps the correlations that
-    :class:`~lightning_fedbayes.Laplace` drops. The server has no data; it sums the clients' sites and the prior, and
-    solves
+    Client k trains, then takes one pass over its data for the curvature of every linear layer and convolution,
+    :math:`\Lambda_k = B_k \otimes A_k`, which keeps the correlations that :class:`~lightning_fedbayes.Laplace` drops.
+    The server sums the clients' sites and the prior, without data, and solves
 
     .. math:: \left(\sum_k \Lambda_k + s^{-2} I\right) \mu
               = \sum_k \left(\Lambda_k + \tfrac{n_k}{n} s^{-2} I\right) \hat\theta_k
 
-    by conjugate gradients. A client's training is thereby taken to have ended at the mode of its share of the
-    posterior, whose prior is :math:`N(0, s^2)` to the power of :math:`n_k / n`: a weight decay of
-    :math:`\tau / n s^2` on its mean loss, n the number of examples of all clients. For linear regression the result is
-    the posterior of the pooled data.
+    by conjugate gradients. This assumes that a client's training ended at the mode of its share of the posterior, with
+    the prior :math:`N(0, s^2)` to the power of :math:`n_k / n`: a weight decay of :math:`\tau / n s^2` on its mean
+    loss, n the number of examples of all clients. For linear regression it gives the posterior of the pooled data.
 
     ::
 
@@ -77,17 +74,14 @@ class KroneckerLaplace:
     layers' second moments of inputs and gradients: more bytes than a diagonal, and more about the data.
 
     Args:
-        curvature: a :class:`~lightning_fedbayes.Laplace`: its task, its curvature, the noise, the temperature
-            :math:`\tau`, s, and the patterns of ``parameters``. A layer is taken if its weight matches and requires
-            gradients. Everything else (normalisation, embeddings, buffers) is averaged by numbers of examples and has
-            no variance.
+        curvature: a :class:`~lightning_fedbayes.Laplace`: likelihood, curvature, temperature :math:`\tau`, s, and the
+            patterns of ``parameters``. A layer counts if its weight matches and requires gradients. All else
+            (normalisation, embeddings, buffers) is averaged by numbers of examples, without a variance.
         damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
-            which draws what the curvature says little about to the clients' average. 0 is Bayes; held-out examples
-            choose it (``python -m benchmarks.posterior.one_shot``).
+            which draws directions of little curvature to the clients' average. 0 is Bayes; choose it by held-out
+            examples (``python -m benchmarks.posterior.one_shot``).
 
-    Raises:
-        FederationError: an argument is out of range.
-
+    Raises: FederationError if an argument is out of range.
     Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher,
     which minimises the same sum by Adam from the average and stops early.
     """
@@ -101,15 +95,13 @@ class KroneckerLaplace:
         check_number("damping", self.damping, "[0, inf)")
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> KroneckerSite:
-        """Return what a client sends after its training.
+        """Return a client's message after its training.
 
-        Args:
-            module: trained; its ``forward`` gives logits or means. It runs in evaluation mode.
-            batches: of the client's training data, such as a DataLoader; see :class:`~lightning_fedbayes.Laplace`.
+        ``module`` and ``batches`` as for :meth:`Laplace.posterior`.
 
         Raises:
             FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
-                weight or is of another kind of convolution, or a batch has no targets or other inputs.
+                weight or is another kind of convolution, or a batch has no targets or other inputs.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
@@ -149,29 +141,25 @@ class KroneckerLaplace:
         """Return the global posterior of the clients' sites and the prior.
 
         Raises:
-            FederationError: there is no site, sites differ in their names, shapes or units (a
-                :class:`~lightning_fedbayes.FederatedScaler`'s), or a value is not finite.
+            FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
+                :class:`~lightning_fedbayes.FederatedScaler`), or a value is not finite.
         """
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         for number, each in enumerate(sites):
             check_kind(f"sites[{number}]", each, KroneckerSite, "give what site() returns")
+            rule = "all clients have to train the same network"
             for part in ("mean", "buffers", "inputs", "outputs"):
-                check_shapes(
-                    f"sites[{number}].{part}",
-                    getattr(each, part),
-                    getattr(sites[0], part),
-                    "sites[0]",
-                    "all clients have to train the same network",
-                )
+                given, wanted = getattr(each, part), getattr(sites[0], part)
+                check_shapes(f"sites[{number}].{part}", given, wanted, "sites[0]", rule)
             _check_finite(f"sites[{number}].", each)
             units = [n for n in each.buffers if n.endswith(UNITS) and not each.buffers[n].equal(sites[0].buffers[n])]
             if units:
                 raise FederationError(
-                    f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have scales of their own, "
-                    "and their weights are in different units. Fill the module's scaler before clients train, by the "
-                    "data of all or by numbers, FederatedScaler(targets=(mean, std)), or give scaler=False"
+                    f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have different scales and "
+                    "weights in different units. Fill the module's scaler before clients train, by the data "
+                    "of all or by numbers, FederatedScaler(targets=(mean, std)), or give scaler=False"
                 )
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
@@ -182,7 +170,7 @@ class KroneckerLaplace:
             level = sum(float(a.diagonal().mean() * b.diagonal().mean()) for a, b in terms[layer])
             priors[layer] = self.curvature.fixed_prior_std("KroneckerLaplace") ** -2 + self.damping * level
             centre = joined(layer, {name: value.double() for name, value in mean.items()})
-            # relative to the average: the prior's shares leave it as it is, and rounding is that of the differences
+            # relative to the average, which the prior's shares do not change, so that rounding is small
             moved = [joined(layer, each.mean).double() - centre for each in sites]
             target = sum((b @ x @ a for x, (a, b) in zip(moved, terms[layer])), torch.zeros_like(centre))
             moved = KroneckerSystem(terms[layer], priors[layer]).solve(target)
@@ -198,44 +186,31 @@ class KroneckerLaplace:
         }
         uses = Counter(id(p) for each in module.modules() for p in each.parameters(recurse=False))
         found = {}
-        for pattern in self.curvature.parameters:
-            matching = [name for name in supported if fnmatchcase(name, pattern)]
-            if not matching:
-                raise FederationError(
-                    f"parameters pattern '{pattern}' matches no weight of a linear layer or convolution: "
-                    f"{nearest(pattern, supported)}"
-                )
-            for name in matching:
-                layer = supported[name]
-                is_plain = isinstance(layer, nn.Linear) or (
-                    layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-                )
-                if not is_plain:
-                    raise FederationError(
-                        f"KroneckerLaplace: '{name}' has groups, padding by name or another padding mode than zeros: "
-                        "leave it out by Laplace(parameters=[...])"
-                    )
-                if uses[id(layer.weight)] > 1:
-                    raise FederationError(
-                        f"KroneckerLaplace: '{name}' is the weight of another layer, too, and has no one input: leave "
-                        "it out by Laplace(parameters=[...])"
-                    )
-                found[name.removesuffix("weight").removesuffix(".")] = layer
+        patterns = self.curvature.parameters
+        for name, layer in matching(patterns, supported, "weight of a linear layer or convolution").items():
+            why = ""
+            if not isinstance(layer, nn.Linear) and (
+                layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+            ):
+                why = "has groups, padding by name or another padding mode than zeros"
+            elif uses[id(layer.weight)] > 1:
+                why = "is the weight of another layer, too, and has no one input"
+            if why:
+                raise FederationError(f"KroneckerLaplace: '{name}' {why}: leave it out by Laplace(parameters=[...])")
+            found[name.removesuffix("weight").removesuffix(".")] = layer
         return found
 
 
 @contextmanager
 def _recorded(layers: Mapping[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Inside, every layer leaves its input and a zero that its output gains, whose gradient is the output's."""
+    """Inside, record every layer's input and a zero that is added to its output and gets the output's gradient."""
     record: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         def after(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             if name in record:
-                raise FederationError(
-                    f"KroneckerLaplace: layer '{name}' runs several times in a pass, and has no one input: leave it "
-                    "out by Laplace(parameters=[...])"
-                )
+                why = "runs several times in a pass, and has no one input: leave it out by Laplace(parameters=[...])"
+                raise FederationError(f"KroneckerLaplace: layer '{name}' {why}")
             shift = torch.zeros_like(output, requires_grad=True)
             record[name] = inputs[0].detach(), shift
             return output + shift
@@ -283,12 +258,117 @@ def _check_finite(whose: str, site: KroneckerSite) -> None:
     for part in ("mean", "buffers", "inputs", "outputs"):
         for name, value in getattr(site, part).items():
             if not bool(torch.isfinite(value).all()):
-                raise FederationError(
-                    f"{whose}{part}['{name}'] is not finite: leave this client out, and look for NaN in its inputs"
-                )
+                remedy = "leave this client out, and look for NaN in its inputs"
+                raise FederationError(f"{whose}{part}['{name}'] is not finite: {remedy}")
 
 
 def _gram(rows: Tensor) -> Tensor:
     """Return the sum of the outer products of rows with themselves, float64."""
     rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     return (rows.T @ rows).double()
+
+
+@dataclass(frozen=True)
+class KroneckerPosterior:
+    r"""Gaussian posterior whose precision is a sum of Kronecker products, layer by layer.
+
+    .. math:: \Lambda = \sum_k B_k \otimes A_k + s^{-2} I
+
+    Args:
+        mean: all parameters, name → tensor; point masses outside of the layers in ``terms``.
+        terms: layer → the pairs :math:`(A_k, B_k)` of the clients, float64.
+        prior_precisions: layer → :math:`s^{-2}`, with the damping.
+        buffers: averages, for ``module.load_state_dict({**mean, **buffers}, strict=False)``.
+    """
+
+    mean: Mapping[str, Tensor]
+    terms: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+    prior_precisions: Mapping[str, float]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    linearised: ClassVar[bool] = True  # see GaussianPosterior
+
+    @cached_property
+    def systems(self) -> dict[str, KroneckerSystem]:
+        r"""Layer → its :math:`\Lambda`."""
+        return {layer: KroneckerSystem(terms, self.prior_precisions[layer]) for layer, terms in self.terms.items()}
+
+    def diagonal(self) -> GaussianPosterior:
+        r"""Return the nearest mean-field posterior in reverse KL, with variances :math:`1/\Lambda_{ii}`."""
+        variance = {name: zeros_like(value) for name, value in self.mean.items()}
+        for layer, terms in self.terms.items():
+            diagonals = torch.stack([torch.outer(b.diagonal(), a.diagonal()) for a, b in terms])
+            for name, value in split(1 / (diagonals.sum(0) + self.prior_precisions[layer]), layer, self.mean).items():
+                variance[name] = value
+        return GaussianPosterior(dict(self.mean), variance, linearised=True)
+
+    def sample(self, draws: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        r"""Return exact draws of the parameters, name → shape (draws, \*shape), with noise of ``generator``.
+
+        .. math:: \theta = \mu + \Lambda^{-1} z, \qquad
+                  z = \sum_k B_k^{1/2} Z_k A_k^{1/2} + s^{-1} Z_0 \sim N(0, \Lambda)
+
+        with one linear system per draw and layer.
+        """
+        check_at_least("draws", draws, 1)
+        sets = {name: value.expand(draws, *value.shape) for name, value in self.mean.items()}
+        for layer, terms in self.terms.items():
+            roots, prior = [(_root(a), _root(b)) for a, b in terms], self.prior_precisions[layer]
+            like = terms[0][1].new_empty(terms[0][1].shape[0], terms[0][0].shape[0])
+
+            def noise(like: Tensor = like) -> Tensor:
+                return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+
+            for name in split(like, layer, self.mean):
+                sets[name] = sets[name].clone()
+            for draw in range(draws):
+                pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
+                moved = self.systems[layer].solve(pushed)
+                for name, value in split(moved, layer, self.mean).items():
+                    sets[name][draw] += value
+        return sets
+
+    def to(self, device: torch.device | str) -> KroneckerPosterior:
+        """This posterior on another device."""
+        return KroneckerPosterior(
+            {name: value.to(device) for name, value in self.mean.items()},
+            {layer: [(a.to(device), b.to(device)) for a, b in terms] for layer, terms in self.terms.items()},
+            self.prior_precisions,
+            {name: value.to(device) for name, value in self.buffers.items()},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state for :meth:`from_state_dict`: tensors, numbers, and dicts and lists of them."""
+        return {
+            "mean": dict(self.mean),
+            "terms": {layer: [list(pair) for pair in terms] for layer, terms in self.terms.items()},
+            "prior_precisions": dict(self.prior_precisions),
+            "buffers": dict(self.buffers),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> KroneckerPosterior:
+        """The posterior that :meth:`state_dict` stored."""
+        terms = {layer: [(a, b) for a, b in pairs] for layer, pairs in state["terms"].items()}
+        return cls(dict(state["mean"]), terms, dict(state["prior_precisions"]), dict(state["buffers"]))
+
+
+def joined(layer: str, tensors: Mapping[str, Tensor], leading: int = 0) -> Tensor:
+    r"""Return weight and bias of a layer, behind ``leading`` dimensions, as one matrix (\*, out, in), bias last."""
+    prefix = f"{layer}." if layer else ""
+    weight, bias = tensors[f"{prefix}weight"].flatten(leading + 1), tensors.get(f"{prefix}bias")
+    return weight if bias is None else torch.cat([weight, bias[..., None]], -1)
+
+
+def split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
+    """Undo :func:`joined`, with the shapes and dtypes of ``like``."""
+    prefix = f"{layer}." if layer else ""
+    names = [name for name in (f"{prefix}weight", f"{prefix}bias") if name in like]
+    width = like[names[0]].flatten(1).shape[1]
+    parts = matrix[:, :width], matrix[:, width:]
+    return {name: part.reshape(like[name].shape).to(like[name]) for name, part in zip(names, parts)}
+
+
+def _root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one, rows
-from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, joined
+from lightning_fedbayes.sources.curvature.kronecker import KroneckerPosterior, joined
 
 Tensors = dict[str, Tensor]
 
@@ -32,22 +33,21 @@ def linearised_outputs(
 
     with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
 
-    When to use it: for Laplace posteriors. Their variances are those of this linear model; the network itself, at
+    When to use it: for Laplace posteriors. Their variances hold for this linear model; the network itself, at
     parameters drawn from them, is far from its mean.
 
     Args:
         network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself;
-            in evaluation mode. Its own noise is off.
+            in evaluation mode. Its noise is off.
         posterior: of its parameters; others, and those of variance 0, are fixed.
-        inputs: a batch: a tensor of shape (batch, \*), a collection of such, or whatever else the network takes, such
-            as a graph. That is not divided into examples: it passes once, and back for every output of every example.
-        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one after the other. The
-            Jacobians of a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or
-            are those of one example.
+        inputs: a batch: a tensor of shape (batch, \*), a collection of such, or another input of the network, such as
+            a graph, which is not divided into examples: one pass, and one back for every output of every example.
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one by one. The Jacobians of
+            a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or are of one
+            example.
 
     Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
     O, O).
-
     Source: Immer, Korzepa and Bauer 2021.
     """
     paths = parameter_paths(network)
@@ -63,7 +63,10 @@ def linearised_outputs(
         values = {paths[name]: _differentiable(value) for name, value in posterior.mean.items()}
         fixed = {**buffers, **{path: value for path, value in values.items() if path not in names.values()}}
 
-        def output(parameters: Tensors, example: Any) -> tuple[Tensor, Tensor]:
+        def output(part: Any, parameters: Tensors) -> Tensor:
+            return output_of(network, part, {**fixed, **parameters})
+
+        def of_one(parameters: Tensors, example: Any) -> tuple[Tensor, Tensor]:
             found = output_of_one(network, {**fixed, **parameters}, example)
             return found.reshape(-1), found
 
@@ -74,21 +77,19 @@ def linearised_outputs(
         size = sum(value.numel() for value in at.values())
 
         def parts() -> Iterator[tuple[Tensor, Tensors]]:
-            if count is None:
-                yield from _jacobians_by_row(lambda leaves: output_of(network, inputs, {**fixed, **leaves}), at)
+            if count is None or not vectorized:
+                for part in [inputs] if count is None else (rows(inputs, slice(i, i + 1)) for i in range(count)):
+                    yield from _jacobians_by_row(partial(output, part), at)
                 return
-            start, chunk = 0, 1  # the first example says how many outputs there are
+            of_part = torch.func.vmap(torch.func.jacrev(of_one, has_aux=True), in_dims=(None, 0))
+            start, chunk = 0, 1  # the first example tells the number of outputs
             while start < count:
                 part = rows(inputs, slice(start, start + chunk))
-                if vectorized:
-                    mean, jacobians = _jacobians(output, at, part)
-                    yield mean, jacobians
-                    start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
-                else:
-                    yield from _jacobians_by_row(
-                        lambda leaves, part=part: output_of(network, part, {**fixed, **leaves}), at
-                    )
-                    start += 1
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
+                    jacobians, mean = of_part(at, part)
+                yield mean, jacobians
+                start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
 
         means, covariances = [], []
         for mean, jacobians in parts():
@@ -102,22 +103,17 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     r"""Return draws from :math:`N(f, C)`, shape (draws, batch, \*outputs), spread evenly.
 
     Each is a draw from that distribution, and their averages are unbiased. Together they are one scrambled Sobol
-    sequence, the same for all examples, so that averages over 256 draws are as exact as over 1,000 independent ones.
+    sequence, the same for all examples: averages over 256 draws are as exact as over 1,000 independent ones.
 
     Args:
         mean: f, shape (batch, \*outputs).
-        covariance: C, positive semidefinite, shape (batch, O, O).
+        covariance: C, positive semidefinite, shape (batch, O, O); FedBayesError if it is not finite.
         draws: number of draws.
-
-    Raises:
-        FedBayesError: C is not finite.
     """
     wrong = int((~covariance.isfinite()).flatten(1).any(1).sum())
     if wrong:
-        raise FedBayesError(
-            f"the linearised outputs of {wrong} of {len(covariance)} examples have no finite covariance: look for NaN "
-            "in their inputs, or leave them out"
-        )
+        those = f"the linearised outputs of {wrong} of {len(covariance)} examples"
+        raise FedBayesError(f"{those} have no finite covariance: look for NaN in their inputs, or leave them out")
     values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric, so continuous in C
     seed = int(torch.randint(2**31, ()))
@@ -129,13 +125,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _covariance(
     posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
 ) -> Tensor:
-    r"""Return :math:`J \Sigma J^\top`, shape (batch, O, O), like ``mean``, shape (batch, O).
-
-    Args:
-        posterior: with the covariance :math:`\Sigma`.
-        jacobians: name → J, shape (batch, O, \*shape); overwritten.
-        mean: of the outputs.
-    """
+    r"""Return :math:`J \Sigma J^\top`, (batch, O, O); overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
     total = mean.new_zeros(*mean.shape, mean.shape[1])
     if isinstance(posterior, GaussianPosterior):
         for name, jacobian in jacobians.items():
@@ -147,16 +137,8 @@ def _covariance(
     return total
 
 
-def _jacobians(output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs: Any) -> tuple[Tensor, Tensors]:
-    r"""Return outputs, shape (batch, \*outputs), and their Jacobians, path → (batch, O, \*shape)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
-        jacobians, outputs = torch.func.vmap(torch.func.jacrev(output, has_aux=True), in_dims=(None, 0))(at, inputs)
-    return outputs, jacobians
-
-
 def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Iterator[tuple[Tensor, Tensors]]:
-    """Yield what :func:`_jacobians` returns, example by example, for networks that do not vectorize."""
+    r"""Yield the output, shape (1, \*outputs), and its Jacobians, path → (1, O, \*shape), for each example."""
     leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
     with torch.enable_grad():
         found = output(leaves)

@@ -19,8 +19,7 @@ from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, Reparameterized, kl_divergence
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import SMALL, gaussian_kl_sum
-from lightning_fedbayes.layers.posterior_view import read_posterior
-from lightning_fedbayes.layers.whole_network import set_prior
+from lightning_fedbayes.layers.posterior_view import read_posterior, set_prior
 
 from .modules import Divergence
 

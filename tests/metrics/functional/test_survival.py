@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
-from lightning_fedbayes.metrics.functional import survival
+from lightning_fedbayes.metrics.functional import scores
 
 TIME = torch.tensor([5.0, 8, 8, 12, 3, 8, 20, 15, 12, 1, 9, 20])
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -88,7 +88,7 @@ def test_extremes_and_ties_in_time():
 
 @pytest.mark.parametrize("pairs", [1, 30, 50])
 def test_pieces_give_the_same(pairs, monkeypatch):
-    monkeypatch.setattr(survival, "PAIRS", pairs)
+    monkeypatch.setattr(scores, "PAIRS", pairs)
     assert F.concordance_index(RISK, TIME, EVENT).item() == pytest.approx(LIFELINES, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Bayesian convolutions and transposed convolutions in one, two and three dimensions."""
+"""Bayesian linear layers, convolutions and transposed convolutions in one, two and three dimensions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import ConversionError, check_at_least, check_choice, shown
+from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
-from lightning_fedbayes.layers.functional import (
-    FlipoutNoise,
-    Normal,
-    Op,
-    flipout_by_example,
-    one_convolution_is_cheaper,
-)
-from lightning_fedbayes.layers.priors import Prior
+from lightning_fedbayes.layers.functional import FlipoutNoise, Normal, Op
+from lightning_fedbayes.layers.priors import Prior, choose_prior
 
 Size = int | tuple[int, ...]
+
+GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 CONVOLVE: dict[type[nn.Module], Any] = {
     nn.Conv1d: F.conv1d,
@@ -32,8 +29,86 @@ CONVOLVE: dict[type[nn.Module], Any] = {
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 
-
 ORDER = "pass all arguments after kernel_size by keyword: their order in bayesian-torch differs from layer to layer"
+
+
+class LinearReparameterization(BayesianAffine):
+    r"""Linear layer with Gaussian weights, :math:`y = x W^T + b`, :math:`W = \mu + \sigma \odot \epsilon`.
+
+    One weight sample per call, shared by the batch: a sample of the *function*. Cheapest (one product), but the
+    gradient noise does not fall with the batch size. Names, arguments and checkpoints are bayesian-torch's.
+
+    Args:
+        in_features, out_features: sizes of the last dimension of input and output.
+        prior_mean, prior_variance: the prior N(mean, variance), not N(mean, std); variance 1 by default.
+        posterior_mu_init: added to torch's default initialisation of the mean.
+        posterior_rho_init: constant initial ρ, σ = log(1 + e^ρ). None: σ = 0.1 × the standard deviation of the
+            deterministic layer's initialisation, so that outputs start at the deterministic layer's scale.
+        bias: False leaves the bias out.
+        prior_std: standard deviation of the prior, in place of ``prior_variance``.
+        prior: any :class:`~lightning_fedbayes.layers.priors.Prior`, in place of all three.
+        bayesian_bias: False makes the bias an ordinary deterministic parameter named ``bias``.
+        device, dtype: as in ``nn.Linear``.
+
+    Raises: ConversionError if more than one prior is described, or a prior without positive spread.
+    Shapes: input (batch, *, in_features), output (batch, *, out_features).
+
+    >>> layer = LinearReparameterization(3, 2)
+    >>> layer(torch.ones(5, 3)).shape, layer.kl_loss().shape
+    (torch.Size([5, 2]), torch.Size([]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        prior_mean: float = 0.0,
+        prior_variance: float | None = None,
+        posterior_mu_init: float = 0.0,
+        posterior_rho_init: float | None = None,
+        bias: bool = True,
+        *,
+        prior_std: float | None = None,
+        prior: Prior | None = None,
+        bayesian_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_template(bias, device, dtype, in_features=in_features, out_features=out_features)
+        template = nn.Linear(in_features, out_features, bias, device, dtype)
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        super().__init__(template, "weight", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def template(self, bias: bool) -> nn.Module:
+        """``nn.Linear`` of these sizes."""
+        return nn.Linear(self.in_features, self.out_features, bias, device="meta")
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear``."""
+        return F.linear(x, weight, bias)
+
+    def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Signs per example (dimension 0) and feature; dimensions between, such as time, share them."""
+        lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
+        return (*lead, self.in_features), (*lead, self.out_features)
+
+
+class LinearLocalReparameterization(LinearReparameterization, estimator="local_reparameterization"):
+    r"""Linear layer that samples its outputs, :math:`y \sim N(x\mu^T, x^2 (\sigma^2)^T)` (Kingma et al. 2015).
+
+    Independent noise for every example and output, and every time step of inputs (batch, time, features): the least
+    gradient noise, at the cost of two products. Arguments as in :class:`LinearReparameterization`.
+    """
+
+
+class LinearFlipout(LinearReparameterization, estimator="flipout"):
+    """Linear layer with Flipout (Wen et al. 2018): one perturbation, decorrelated between examples by random signs.
+
+    All time steps of one example see one weight, so it suits sequences; two products. Dimension 0 of the input counts
+    the examples. Arguments as in :class:`LinearReparameterization`.
+    """
 
 
 def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
@@ -44,55 +119,22 @@ def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
         check_at_least(name, each, least, 2**31 - 1, error=ConversionError, why=ORDER)
 
 
-def check_geometry(
-    dims: int,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    padding_mode: Any,
-    *,
-    transposed: bool,
-) -> None:
-    """Raise ConversionError unless these are the arguments of a convolution in ``dims`` dimensions."""
-    for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
-        check_sizes(name, size, dims, 1)
-    if isinstance(padding, str) and not transposed:
-        check_choice("padding", padding, ("same", "valid"), error=ConversionError)
-        if padding == "same" and stride not in (1, (1,) * dims):
-            raise ConversionError(f"padding='same' needs stride=1, not {stride}")
-    else:
-        check_sizes("padding", padding, dims, 0)
-    modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
-    check_choice("padding_mode", padding_mode, modes, error=ConversionError)
-    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if channels % groups:
-            raise ConversionError(f"{name}={channels} is no multiple of groups={groups}; {ORDER}")
-
-
 class BayesianConv(BayesianAffine):
     """Base of convolutions and transposed convolutions.
 
     ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs: every entry
-    has the distribution that a sampled kernel gives, but independently of the other positions. Under one kernel sample
-    the positions are correlated, so the spread of a pooled map is too small. ``*Flipout`` gives each example and
-    channel a random sign: all positions of one example see one kernel, and examples are uncorrelated.
+    has the distribution that a sampled kernel gives, but positions are independent, so the spread of a pooled map is
+    too small. ``*Flipout`` gives each example and channel a random sign: all positions of one example see one kernel,
+    and examples are uncorrelated.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``;
             padding_mode of a transposed convolution is "zeros".
-        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
-            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
         output_padding: of a transposed convolution, as in ``nn.ConvTranspose2d``.
-        device, dtype: as in ``nn.Conv2d``.
+        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias,
+            device, dtype: as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
 
-    Shapes: as for the deterministic layer, with or without a batch dimension.
-
-    Raises:
-        ConversionError: more than one prior is described, or a prior without positive spread; no such convolution.
+    Shapes: as for the deterministic layer, with or without a batch dimension. ConversionError: no such convolution.
     """
 
     deterministic: ClassVar[type[nn.Module]]
@@ -127,48 +169,30 @@ class BayesianConv(BayesianAffine):
     ) -> None:
         check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
         transposed = isinstance(self, TransposedConvolution)
-        check_geometry(
-            self.dims,
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            padding_mode,
-            transposed=transposed,
-        )
-        own: dict[str, Any] = {} if output_padding is None else {"output_padding": output_padding}
-        if own and not transposed:
-            raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions: leave it out")
-        for name, size in own.items():
-            check_sizes(name, size, self.dims, 0)
-        template: Any = self.deterministic(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation=dilation,
-            groups=groups,
-            bias=bias,
-            padding_mode=padding_mode,
-            device=device,
-            dtype=dtype,
-            **own,
-        )
-        super().__init__(
-            template,
-            "kernel",
-            prior_mean,
-            prior_variance,
-            prior_std,
-            prior,
-            posterior_mu_init,
-            posterior_rho_init,
-            bayesian_bias,
-        )
+        for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
+            check_sizes(name, size, self.dims, 1)
+        if isinstance(padding, str) and not transposed:
+            check_choice("padding", padding, ("same", "valid"), error=ConversionError)
+            if padding == "same" and stride not in (1, (1,) * self.dims):
+                raise ConversionError(f"padding='same' needs stride=1, not {stride}")
+        else:
+            check_sizes("padding", padding, self.dims, 0)
+        modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
+        check_choice("padding_mode", padding_mode, modes, error=ConversionError)
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if channels % groups:
+                raise ConversionError(f"{name}={channels} is not a multiple of groups={groups}; {ORDER}")
+        extra: dict[str, Any] = {}
+        if output_padding is not None:
+            if not transposed:
+                raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions only")
+            check_sizes("output_padding", output_padding, self.dims, 0)
+            extra["output_padding"] = output_padding
+        extra |= {"bias": bias, "device": device, "dtype": dtype}
+        values = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
+        template: Any = self.deterministic(**dict(zip(GEOMETRY, values)), **extra)
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        super().__init__(template, "kernel", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
         self.in_channels: int = template.in_channels
         self.out_channels: int = template.out_channels
         self.kernel_size: tuple[int, ...] = template.kernel_size
@@ -181,12 +205,8 @@ class BayesianConv(BayesianAffine):
 
     def template(self, bias: bool) -> nn.Module:
         """The deterministic convolution of this geometry."""
-        names = ["stride", "padding", "dilation", "groups", "padding_mode"]
-        names += ["output_padding"] if isinstance(self, TransposedConvolution) else []
-        geometry = {name: getattr(self, name) for name in names}
-        return self.deterministic(
-            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry
-        )
+        names = (*GEOMETRY, "output_padding") if isinstance(self, TransposedConvolution) else GEOMETRY
+        return self.deterministic(**{name: getattr(self, name) for name in names}, bias=bias, device="meta")
 
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Signs per example and channel, the same at every position."""
@@ -211,13 +231,13 @@ class Convolution(BayesianConv):
 
     def flipout(self, op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout, by the cheaper of two ways to compute it."""
-        if one_convolution_is_cheaper(x, weight.mean, self.stride):
-            return flipout_by_example(self.grouped_op, x, weight, bias, noise, self.groups)
+        if functional.one_convolution_is_cheaper(x, weight.mean, self.stride):
+            return functional.flipout_by_example(self.grouped_op, x, weight, bias, noise, self.groups)
         return super().flipout(op, x, weight, bias, noise)
 
 
 def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
-    """Padding in the order of ``F.pad``: last dimension first, before and after.
+    """Padding for ``F.pad``: last dimension first, before and after.
 
     >>> margins((1, 2), (3, 3), (1, 1)), margins("same", (4,), (1,))
     ([2, 2, 1, 1], [1, 2])
@@ -235,20 +255,15 @@ def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilati
 class TransposedConvolution(BayesianConv):
     """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
 
-    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword, because their order differs between
-    bayesian-torch's classes.
+    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword: bayesian-torch's order differs.
     """
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None) -> Tensor:
         """Compute ``F.conv_transpose*d``."""
         output_padding = self.output_padding
         if output_size is not None:
-            smallest = [
-                (size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
-                for size, stride, padding, dilation, kernel in zip(
-                    x.shape[-self.dims :], self.stride, self.padding, self.dilation, self.kernel_size
-                )
-            ]
+            sizes = zip(x.shape[-self.dims :], self.stride, self.padding, self.dilation, self.kernel_size)
+            smallest = [(n - 1) * step - 2 * int(pad) + gap * (kernel - 1) + 1 for n, step, pad, gap, kernel in sizes]
             output_padding = tuple(size - least for size, least in zip(output_size[-self.dims :], smallest))
         convolve = CONVOLVE[self.deterministic]
         return convolve(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
@@ -256,13 +271,7 @@ class TransposedConvolution(BayesianConv):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # nn.ConvTranspose2d has output_size second
         self, x: Tensor, output_size: Sequence[int] | None = None, return_kl: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
-
-        Args:
-            x: input, shaped as for the deterministic layer.
-            output_size: spatial size of the output, as in ``nn.ConvTranspose2d``; None uses ``output_padding``.
-            return_kl: also return :meth:`kl_loss`.
-        """
+        """See :meth:`BayesianAffine.forward`; ``output_size`` as in ``nn.ConvTranspose2d``."""
         output = self._output(partial(self.op, output_size=output_size), x)
         return (output, self.kl_loss()) if return_kl else output
 
