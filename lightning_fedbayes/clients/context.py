@@ -41,8 +41,8 @@ class TrainingContext:
         in_training_step: returns True while ``training_step`` runs.
         training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
         obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
-            optimizer's step; nothing if these are all.
-        watched: inside it ``training_step`` raises CannotVectorize if it reads a position in the loop.
+            optimizer's step; empty if these are all.
+        watched: inside, ``training_step`` raises CannotVectorize if it reads a position in the loop.
         clip_value: limit of the gradients, None for none.
         clips_norm: True if the norm of all gradients is limited, False if each entry is.
         mean_over_processes: averages a number over processes that train each client together (DDP); None for others.
@@ -80,18 +80,20 @@ class TrainingContext:
     @property
     def rate(self) -> float | None:
         """The learning rate, if there is one and steps are those of plain SGD; None otherwise."""
-        options = [group for each in self.optimizers for group in each.param_groups]
-        plain = len(self.optimizers) == 1 and type(self.optimizers[0]) is torch.optim.SGD
-        plain = plain and not any(group["momentum"] or group["weight_decay"] for group in options)
-        rates = {float(group["lr"]) for group in options}
-        return rates.pop() if plain and len(rates) == 1 else None
+        if len(self.optimizers) != 1 or type(self.optimizers[0]) is not torch.optim.SGD:
+            return None
+        rates = set()
+        for group in self.optimizers[0].param_groups:
+            if group["momentum"] or group["weight_decay"]:
+                return None
+            rates.add(float(group["lr"]))
+        return rates.pop() if len(rates) == 1 else None
 
     def keeps_state(self, settings: FederationSettings) -> bool:
         """Return True if clients keep the state of their optimizers from round to round.
 
-        Methods say whether they need it; sites do. The first steps of a new Adam are as long for noise as for a
-        gradient, so with few steps per round local training never settles (benchmarks/posterior/README.md,
-        FashionMNIST).
+        Sites need it: the first steps of a new Adam are as long for noise as for a gradient, so with few steps per
+        round local training never settles (benchmarks/posterior/README.md, FashionMNIST).
         """
         if "optimizer" in settings.kept.what:
             return True
@@ -105,7 +107,7 @@ class TrainingContext:
             source: where it comes from; None: an :class:`~lightning_fedbayes.IVON` among the optimizers, if there is.
 
         Raises:
-            FederationError: the Trainer or the optimizer does not go with the source.
+            FederationError: the Trainer or the optimizer does not suit the source.
         """
         learned = learned_posterior(self.optimizers, self.module, source)
         if learned is None or source is not None:

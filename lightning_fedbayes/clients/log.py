@@ -24,8 +24,8 @@ SIGNATURE = inspect.signature(L.LightningModule.log)
 class TrainingLog:
     """Collects ``self.log(..., on_step=False, on_epoch=True)`` of ``training_step`` and logs the means once a round.
 
-    The mean over examples is the one that Lightning would log, but a client that is left out does not count, and a
-    value costs a few microseconds instead of Lightning's 200. Everything else that a module logs is left to Lightning.
+    The mean over examples is the one that Lightning logs, but a client that is left out does not count, and a value
+    costs a few microseconds instead of Lightning's 200. Lightning logs everything else.
 
     Args:
         module: its ``log`` is replaced between :meth:`install` and :meth:`remove`.
@@ -50,7 +50,7 @@ class TrainingLog:
         self.module.log = self.log  # pyright: ignore[reportAttributeAccessIssue]
 
     def remove(self) -> None:
-        """Give the module its own ``log`` back."""
+        """Restore the module's ``log``."""
         self.module.__dict__.pop("log", None)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class TrainingLog:
 
     @staticmethod
     def check_local(name: str, options: Mapping[str, Any]) -> None:
-        """Raise FederationError for a figure of the epoch that each process would make of its own clients."""
+        """Raise FederationError for a figure of the epoch, which each process would compute from its clients."""
         if options.get("on_epoch"):
             raise FederationError(
                 f"self.log('{name}', ..., on_epoch=True) in training_step: processes train different clients, and of "
@@ -98,7 +98,7 @@ class TrainingLog:
         return clients, self._options
 
     def take(self, everyone: Sequence[Collected]) -> None:
-        """Take what the clients of all processes have logged in place of this one's own."""
+        """Take what the clients of all processes have logged in place of this one's."""
         self._clients = dict(sorted((c, sums) for clients, _ in everyone for c, sums in clients.items()))
         for _, options in everyone:
             self._options = options | self._options

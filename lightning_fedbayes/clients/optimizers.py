@@ -27,17 +27,16 @@ PLAIN = (int, float, complex, str, bool, type(None))
 
 
 class ClientOptimizer:
-    """The Trainer's optimizer, brought to a client's start and read at its end, always as the same object.
+    """The Trainer's optimizer, set to a client's start and read at its end; it stays the same object.
 
-    State per parameter is dropped, and options of the groups become those of the round's start: schedules and hooks
-    between rounds change them for all clients, what a client's training does to them ends with the client. An optimizer
-    that has more than that from its construction, such as an optimizer of its own or a copy of the weights, is made
-    anew by the module.
+    The start has no state per parameter, and the options of the round's start: schedules and hooks between rounds
+    change them for all clients, and what a client's training does to them ends with the client. The module makes a new
+    optimizer if this one holds more from its construction, such as another optimizer or a copy of the weights.
 
     Args:
-        optimizer: the Trainer's.
+        optimizer: of the Trainer.
         remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
-        keep: clients keep what :meth:`read` gives from round to round.
+        keep: clients keep what :meth:`read` returns from round to round.
 
     Raises:
         FederationError: the state cannot be kept.
@@ -55,18 +54,23 @@ class ClientOptimizer:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Take the present options as those that all clients start with."""
+        """Take the present options for all clients' start."""
         self._options = [_copy_of(options) for options in options_of(self.optimizer)]
         self._attributes = _plain_attributes(self.optimizer)
 
     def reset(self, state: OptimizerState | None = None, changes: Sequence[Changes] = ()) -> None:
-        """Start as new, or from what :meth:`read` has given of the client."""
+        """Start as new, or from what :meth:`read` has returned for the client."""
         optimizer = self.optimizer
         drop_gradients(optimizer)
         if self._is_plain:
             optimizer.state.clear()
-        else:
-            self._make_anew()
+        else:  # a new optimizer's attributes; hooks and the scheduler's mark stay
+            own = vars(optimizer)
+            with torch.random.fork_rng():
+                new = self._remake()
+            stay = {name: own[name] for name in own if name == "step" or name.startswith("_optimizer_")}
+            own.clear()
+            own.update({**vars(new), **stay})
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
@@ -93,18 +97,9 @@ class ClientOptimizer:
             for before, now in pairs
         ]
 
-    def _make_anew(self) -> None:
-        """Put a new optimizer's attributes in place of this one's; hooks and the scheduler's mark stay."""
-        own = vars(self.optimizer)
-        with torch.random.fork_rng():
-            new = self._remake()
-        stay = {name: own[name] for name in own if name == "step" or name.startswith("_optimizer_")}
-        own.clear()
-        own.update({**vars(new), **stay})
-
 
 def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
-    """Return a state whose counts of steps lie beside the parameters if the optimizer is fused or capturable."""
+    """Return a state with counts of steps on the parameters' device if the optimizer is fused or capturable."""
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     if not any(group.get("fused") or group.get("capturable") for group in groups):
         return state
@@ -119,9 +114,9 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
 
 
 def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> OptimizerState:
-    """Return a client's state of ``optimizer`` after missed ``steps``: of its momentum what they would leave.
+    """Return a client's state of ``optimizer`` with its momentum faded by the ``steps`` that the client has missed.
 
-    Momentum is the way that the model went when the client trained last, and the others have moved the model since.
+    Its momentum is of the model that it trained last, and the others have moved the model since.
     """
     if steps <= 0 or not state:
         return state
@@ -144,14 +139,15 @@ def drop_gradients(optimizer: Optimizer) -> None:
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad()
         return
-    for parameter in parameters_of(optimizer):
-        parameter.grad = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
     """Return True if a new ``optimizer`` holds more than its groups and plain values."""
     if type(optimizer).__module__.startswith("torch.optim."):
-        return False  # Adagrad, which makes its state at once, makes it anew where it is missing
+        return False  # Adagrad, which makes its state at once, makes it again where it is missing
     extra = [value for name, value in vars(optimizer).items() if name not in _own_attributes()]
     return bool(optimizer.state) or not all(isinstance(value, PLAIN) for value in extra)
 
