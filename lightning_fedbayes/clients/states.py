@@ -54,11 +54,10 @@ class ClientState:
     Args:
         local: local parameters and buffers, name → tensor.
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
-        options: what training has changed in each optimizer's options: see
+        options: changes of each optimizer's options by training: see
             :meth:`~lightning_fedbayes.clients.optimizers.ClientOptimizer.read`.
-        kept: what the method keeps at the client, such as its site; empty for nothing.
-        own: the posterior that the client has trained last, as :meth:`GaussianPosterior.state_dict` has it; empty if
-            it keeps none.
+        kept: what the method keeps at the client, such as its site.
+        own: the ``state_dict`` of the posterior that the client has trained last; empty if it keeps none.
         rounds: of the federation, when the optimizers' states were kept; 0 if they are not.
     """
 
@@ -70,9 +69,9 @@ class ClientState:
     rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
-        """Return the barycenter of the global ``posterior`` and the own one, of weight ``weight``.
+        """Return the barycenter of the global ``posterior`` and the client's, of weight ``weight``.
 
-        It is the global one if the client has none.
+        It is the global one if the client keeps none.
 
         Raises:
             FederationError: the weight is not in [0, 1].
@@ -99,14 +98,14 @@ Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
 
 ON_THE_CPU = frozenset({"step", "examples", "received"})
-"""Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU wherever the parameter is."""
+"""Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU for parameters on any device."""
 
 
 class States:
-    """States of all clients, by the number by which an engine knows them; a round's new ones count when it ends.
+    """States of all clients, by the numbers that an engine uses; a round's new ones count when it ends.
 
     Args:
-        folder: where they lie; None: in memory.
+        folder: of the states; None: in memory.
         writes: this process writes what all have trained.
         device: where clients train.
 
@@ -129,11 +128,11 @@ class States:
 
     @property
     def writes_at_once(self) -> bool:
-        """True if the state of a client is on its way to the disk as soon as it is kept: memory need not hold it."""
+        """True if a client's state goes to the disk as soon as it is kept, so that memory need not hold it."""
         return self.store is not None and not self.is_shared
 
     def of(self, client: int) -> ClientState:
-        """Return what a client keeps; an empty state if it keeps nothing."""
+        """Return what a client keeps; an empty state before it keeps anything."""
         if self.store is None:
             return self.memory.get(client, ClientState())
         state = self.store.get(client)
@@ -144,14 +143,14 @@ class States:
         return {number % STRIDE for number in (self.memory if self.store is None else self.store.clients())}
 
     def keep(self, client: int, state: ClientState) -> None:
-        """Take the state of a client that has trained; one that keeps nothing takes no memory."""
+        """Take the state of a client that has trained; an empty one takes no memory."""
         if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
         elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
     def withdraw(self, client: int) -> ClientState | None:
-        """Return the new state of a client that has trained, and drop it here; None if it keeps nothing."""
+        """Return the new state of a client that has trained, and drop it here; None for an empty one."""
         if self.store is None or not self.writes_at_once:
             return self._new.pop(client, None)
         state = self.store.pending(client)
@@ -183,7 +182,7 @@ class States:
         return {client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._new.items()}
 
     def take(self, everyone: Sequence[Trained]) -> None:
-        """Take the new states of the clients of all processes in place of this one's own."""
+        """Take the new states of the clients of all processes in place of this one's."""
         self._new = {client: self._here(state) for states in everyone for client, state in states.items()}
 
     def begin_round(self) -> None:
@@ -218,12 +217,12 @@ class States:
             self.store.mark()
 
     def close(self) -> None:
-        """Leave the folder to others; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if self.store is not None:
             self.store.close()
 
     def state_dict(self) -> dict[Any, Any]:
-        """Return the state of every client, or where they lie."""
+        """Return the state of every client, or a reference to their folder."""
         if self.store is not None:
             return self.store.reference
         return {client: dict(vars(state)) for client, state in self.memory.items()}
@@ -249,21 +248,21 @@ class States:
 
     def _here(self, state: Mapping[str, Any]) -> ClientState:
         """Return a state whose tensors are on the device; an optimizer's count of steps stays where torch has it."""
-        device = self.device
-        if device.type == "cpu":
-            return ClientState(**state)
+        here = ClientState(**state)
+        if self.device.type == "cpu":
+            return here
 
         def on(place: torch.device | str, value: Any) -> Any:
             return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
         optimizers = [
             {
-                number: {name: on("cpu" if name in ON_THE_CPU else device, value) for name, value in entries.items()}
-                for number, entries in each.items()
+                number: {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
+                for number, own in each.items()
             }
-            for each in state.get("optimizers", [])
+            for each in here.optimizers
         ]
-        rest = {name: on(device, value) for name, value in state.items() if name != "optimizers"}
+        rest = {name: on(self.device, value) for name, value in vars(here).items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)
 
 
@@ -299,7 +298,7 @@ class InFlight:
         return {each.started for each in self.sent.values()}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return all messages, as tensors, numbers and texts."""
+        """Return all messages, as tensors, numbers and text."""
         found = []
         for message, started, state in self.sent.values():
             content = dict(vars(message))
@@ -311,7 +310,7 @@ class InFlight:
         return found
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """Restore what :meth:`state_dict` gave; a failure is told by the name and text of its error."""
+        """Restore what :meth:`state_dict` gave; a failure has the name and text of its error."""
         self.sent = {}
         for stored in apply_to_collection(state, Tensor, lambda value: value.to(device)):
             message, kept = stored["message"], stored["state"]
