@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.context import Collected, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
-from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState, after_absence
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of

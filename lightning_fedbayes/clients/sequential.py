@@ -14,11 +14,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.context import Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
-from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.problems import Pull, Watch
