@@ -215,7 +215,7 @@ class TrainingLog:
         self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:
-        """Return the means of the client that has just trained; they count for the round unless it is forgotten."""
+        """Return the means of the client that has just trained; they count unless it is forgotten."""
         self._clients[client], self._sums = self._sums, {}
         return {name: float(total) / examples for name, (total, examples) in self._clients[client].items()}
 
@@ -224,7 +224,7 @@ class TrainingLog:
         self._clients.pop(client, None)
 
     def collected(self) -> Collected:
-        """Return what the clients of this process have logged in this round, ready to be sent."""
+        """Return the figures of this process's clients in this round, ready to be sent."""
         clients: dict[int, Sums] = {
             client: {name: (float(total), examples) for name, (total, examples) in sums.items()}
             for client, sums in self._clients.items()
@@ -253,7 +253,7 @@ class TrainingLog:
 
 
 def is_epoch_mean(value: Any, options: Mapping[str, Any]) -> bool:
-    """Return True if a call of ``self.log`` asks for nothing but the mean over the epoch."""
+    """Return True if a call of ``self.log`` asks only for the mean over the epoch."""
     return (
         isinstance(value, Tensor | float | int)
         and options.get("on_step") is False

@@ -47,9 +47,9 @@ def held_out_loss(
 
 
 def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
-    """Return what our modules do with a candidate's posterior before they predict; None for other modules.
+    """Return the hook of our modules that takes a candidate's posterior; None for other modules.
 
-    A user's own ``on_round_end`` is called once, with the posterior of the rule that is chosen.
+    A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
     """
     return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 

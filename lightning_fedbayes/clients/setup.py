@@ -27,29 +27,27 @@ from lightning_fedbayes.methods import Averaging, Method, Sites
 from lightning_fedbayes.server.plan import choose_cohort
 
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
-"""Floating-point operations of one client's step up to which stacking pays, by type of device: above, the arithmetic
-takes longer than the calls that stacking saves."""
+"""Floating-point operations of a client's step up to which stacking pays, by type of device: it saves calls."""
 
 LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
-"""The same for a network of which this part of the parameters is frozen, as under adapters.
+"""The same for a network with this share of frozen parameters, as under adapters.
 
-Clients share what is frozen: a stack takes one product with it, of all clients' examples, which is no slower than their
-own, and faster for few examples. Rounds of adapters of MiniLM's shape with batches of 8 × 8 words (2.7 billion
-operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as fast, with 8 × 32 words 0.9 times
-(``python -m benchmarks.engine.adapters``). On a GPU that is not measured, and the limit is the same.
+A stack takes one product of the frozen parameters with all clients' examples. Rounds of adapters of MiniLM's shape with
+batches of 8 × 8 words (2.7 billion operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as
+fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). The limit for GPUs is not measured.
 """
 
 TIMES_PER_CLIENT = 4
 """Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
 
-torch takes them in one operation for one client; a stack takes about twenty for each step in time, however many clients
-it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients
-0.3 to 0.8 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
+torch takes them in one operation for one client; a stack of any size takes about twenty for each step in time. Rounds
+of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients 0.3 to 0.8
+times for 20 and 80 (``python -m benchmarks.engine.stacks``).
 """
 
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
-"""Memory for a stack of clients, by type of device. It is fixed, not what happens to be free, so that the number of
-clients in a stack, on which the noise depends, is the same on every machine."""
+"""Memory for a stack of clients, by type of device. It is fixed, so that the number of clients in a stack, on which the
+noise depends, is the same on every machine."""
 
 
 def make_federation(
@@ -85,10 +83,8 @@ def make_federation(
         () if thaws else frozen_names(context.module),
     )
     if model.frozen_names:
-        trained, all_ = (
-            sum(p.numel() for p in each)
-            for each in ([p for p in context.module.parameters() if p.requires_grad], context.module.parameters())
-        )
+        trained = sum(p.numel() for p in context.module.parameters() if p.requires_grad)
+        all_ = sum(p.numel() for p in context.module.parameters())
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
     needed = getattr(context.module, "federated_method", None)
     if settings.fusion is None and needed is not None:
@@ -112,7 +108,7 @@ def make_federation(
 
 
 BYTES_PER_ENTRY = 24
-"""That a client keeps by sites for each entry of a posterior: two numbers of a site, and Adam's state of the mean."""
+"""Bytes per entry of a posterior that a client keeps by sites: two numbers of a site, and Adam's state of the mean."""
 
 MOST_KEPT = 2**30
 """Bytes of all clients up to which sites are the default."""
@@ -121,10 +117,10 @@ MOST_KEPT = 2**30
 def default_fusion(
     settings: FederationSettings, model: ResidentModel, num_clients: int, callbacks: Iterable[object] = ()
 ) -> tuple[Method, str]:
-    """Return what ``fusion=None`` is for a network, and a line that says so.
+    """Return the method for ``fusion=None``, and a line that says why.
 
-    Averages count the prior again in every round, and are too wide after many; sites are not, of layers, of IVON and of
-    Laplace (benchmarks/posterior/ROUNDS.md).
+    Averages count the prior again in every round and are too wide after many. Sites of layers, IVON and Laplace are not
+    (benchmarks/posterior/ROUNDS.md).
     """
     found, learned = gaussian_parameters(model.module), model.learned
     federated = model.read_posterior().mean
@@ -134,12 +130,9 @@ def default_fusion(
         for name, each in layers.items()
     }
     sourced = [] if learned is None else [name for name in learned.variances if name in federated]
-    if learned is not None:
-        priors |= {
-            name: NormalPrior(0.0, learned.prior_std(name))
-            for name in sourced
-            if learned.prior_std(name) < float("inf")
-        }
+    for name in sourced:
+        if learned is not None and learned.prior_std(name) < float("inf"):
+            priors[name] = NormalPrior(0.0, learned.prior_std(name))
     normal = {
         name: (float(each.mean), float(each.std))
         for name, each in priors.items()

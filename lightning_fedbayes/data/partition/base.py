@@ -31,7 +31,7 @@ Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
 """Source of a partition's labels: a column's name, a label per example, a function of the data set."""
 MAX_ROWS, MAX_COLUMNS = 20, 12
-"""Of a printed split; longer ones are abbreviated."""
+"""Limits of a printed split, which is abbreviated beyond."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +104,11 @@ class Split:
         totals = torch.tensor(self.sizes).unsqueeze(1)
         parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
         body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
-        rows = [*map(str, range(len(self.sizes))), "total"]
-        columns = _abbreviate(list(map(str, self.classes)), MAX_COLUMNS)
-        table = [["client", *columns, "total"]]
-        table += [
-            [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
-        ]
-        return [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
+        head = ["client", *_abbreviate(list(map(str, self.classes)), MAX_COLUMNS), "total"]
+        rows = []
+        for name, row in zip([*range(len(self.sizes)), "total"], body):
+            rows.append([str(name), *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])])
+        return [head, *_abbreviate(rows[:-1], MAX_ROWS), rows[-1]]
 
     def plot(self) -> Figure:
         """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""
@@ -152,7 +150,7 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
 
 
 def is_class_label(labels: Tensor) -> bool:
-    """Return whether ``labels`` holds one integer (or bool) per example."""
+    """Return True if ``labels`` holds one integer (or bool) per example."""
     return labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
 
 
@@ -167,7 +165,7 @@ def _abbreviate(items: list[Any], limit: int) -> list[Any]:
 class Partition(ABC):
     """Base class of partitions: rules that deal the examples of one data set out to clients.
 
-    For your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
+    Subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
 
     Attributes:
         labels: where the labels come from if the data set does not say (see :class:`LabelPartition`); None here.
@@ -179,12 +177,12 @@ class Partition(ABC):
         """Deal the examples out. The same arguments give the same split (with one version of NumPy).
 
         Args:
-            labels: class label of every example, shape (num_examples,); None if the partition needs none.
+            labels: class label of every example, shape (num_examples,); None if the partition does not need them.
             seed: seed of the federation; the draws are from its stream ``"partition"``.
             num_examples: number of examples, needed only without labels.
 
         Raises:
-            PartitionError: labels are missing or no integers, or the partition is impossible with these examples.
+            PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
         """
         check_at_least("seed", seed, -LARGEST, error=PartitionError)
         if num_examples is not None:
@@ -231,10 +229,10 @@ class LabelPartition(Partition):
             object.__setattr__(self, "labels", tuple(as_labels(self.labels).tolist()))
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
-        """See :meth:`Partition.split`; without ``labels`` by those that the partition was given."""
-        return super().split(
-            self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed, num_examples
-        )
+        """See :meth:`Partition.split`; without ``labels`` it takes the partition's."""
+        if labels is None and isinstance(self.labels, tuple):
+            labels = self.labels
+        return super().split(labels, seed, num_examples)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
@@ -256,7 +254,7 @@ class LabelPartition(Partition):
 
 
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
-    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are no numbers."""
+    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are not numbers."""
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -291,7 +289,7 @@ def check_enough(clients: int, num_examples: int | None) -> int:
 class IIDPartition(Partition):
     """Shuffle all examples and cut them into equal parts; sizes differ by at most one.
 
-    Use it as the reference for label skew. Every example is dealt exactly once.
+    Use it as the reference for label skew. It deals every example exactly once.
 
     Args:
         clients: number of clients K, at least 1 and at most the number of examples.
@@ -306,7 +304,7 @@ class IIDPartition(Partition):
         check_clients(self.clients)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """Cut one permutation into equal parts."""
+        """See :meth:`Partition.deal`."""
         return np.array_split(generator.permutation(check_enough(self.clients, num_examples)), self.clients)
 
 
@@ -361,7 +359,7 @@ class SizesPartition(Partition):
         return any(isinstance(size, float) for size in self.sizes)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """Cut one permutation into consecutive parts."""
+        """See :meth:`Partition.deal`."""
         total = check_enough(self.clients, num_examples)
         ends = np.cumsum(self.sizes)
         if self.fractional:
