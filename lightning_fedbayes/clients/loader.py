@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
+from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.batches import FailedBatch as FailedBatch
 from lightning_fedbayes.core.batches import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.errors import FederationError
@@ -31,6 +31,7 @@ from lightning_fedbayes.server.plan import (
     check_batches,
     client_batches,
     client_order,
+    cohort_size,
 )
 from lightning_fedbayes.server.schedule import Timeline
 
@@ -283,7 +284,8 @@ def federated_loader(
         clients_in_a_round: most clients in a round, for a trial run.
 
     Raises:
-        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
+        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used, or every
+            round would have too few clients.
     """
     batching = batching_of(
         loader,
@@ -300,7 +302,12 @@ def federated_loader(
     check_batches(clients.names, clients.sizes, batching)
     timeline, fewest = None, settings.safeguards.min_clients
     if settings.schedule is None:
-        check_cohort(len(clients), settings.fraction, fewest)
+        cohort = cohort_size(len(clients), settings.fraction)
+        if cohort < fewest:
+            raise FederationError(
+                f"min_clients={fewest}, but a round has only {cohort} of {len(clients)} clients "
+                f"(fraction={settings.fraction}); every round would fail"
+            )
     else:
         first = 0 if settings.safeguards.max_influence is None else FEWEST
         timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, first, clients_in_a_round)

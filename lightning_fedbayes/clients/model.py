@@ -60,7 +60,12 @@ class ResidentModel:
         self.learned = learned
         self.policy = buffers
         parameters = dict(module.named_parameters())
-        check_real(parameters)
+        wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
+        if wrong:
+            raise FederationError(
+                f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
+                "(torch.view_as_real) as the parameters instead"
+            )
         buffer_names = federated_buffer_names(module)
         gaussians = gaussian_parameters(module)
         posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
@@ -345,16 +350,6 @@ def bits(tensor: Tensor) -> tuple[int, int]:
     else:
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
     return tensor.data_ptr(), int(flat.view(words).sum())
-
-
-def check_real(parameters: Mapping[str, Tensor]) -> None:
-    """Raise FederationError for complex parameters, which have no real Gaussian."""
-    wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    if wrong:
-        raise FederationError(
-            f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
-            "(torch.view_as_real) as the parameters instead"
-        )
 
 
 def federated_buffer_names(module: nn.Module) -> list[str]:
