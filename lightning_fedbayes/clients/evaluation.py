@@ -33,31 +33,11 @@ from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.metrics.functional import (
-    calibration_diagram,
-    concordance_index,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-    weighted_accuracy,
-    worst_fraction_accuracy,
-)
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    Cox,
-    Gaussian,
-    Likelihood,
-    RegressionPrediction,
-    Rows,
-    SurvivalPrediction,
-    likelihood_of,
-    said_by,
-)
+from lightning_fedbayes.metrics import functional, likelihoods
 from lightning_fedbayes.modules import PosteriorPredictive
 
-Predicted = Rows
+Predicted = likelihoods.Rows
+Prediction = likelihoods.ClassPrediction | likelihoods.RegressionPrediction | likelihoods.SurvivalPrediction
 OF_DRAWS = ("logits", "probs")
 """Figures of draws, with the examples in the last dimension but one."""
 Collate = Callable[[list[Any]], Any]
@@ -126,7 +106,7 @@ class ClientScores:
         check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
         values = self._of(figure)
         counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
-        return float(weighted_accuracy(values, counts))
+        return float(functional.weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
@@ -136,7 +116,7 @@ class ClientScores:
         """
         values = self._of(figure)
         sign = sign_of(figure)
-        return sign * float(worst_fraction_accuracy(sign * values, fraction))
+        return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
@@ -318,21 +298,21 @@ def predicted(module: L.LightningModule, batch: Any) -> Predicted:
     """
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
-    if not isinstance(prediction, ClassPrediction | RegressionPrediction | SurvivalPrediction):
+    if not isinstance(prediction, Prediction):
         raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
-    return (said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
+    return (likelihoods.said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
 
 
-def likelihood_by(prediction: ClassPrediction | RegressionPrediction | SurvivalPrediction) -> Likelihood:
+def likelihood_by(prediction: Prediction) -> likelihoods.Likelihood:
     """Return the likelihood that follows from the shapes of a prediction."""
-    if isinstance(prediction, RegressionPrediction):
-        return Gaussian(0.0)
-    if isinstance(prediction, SurvivalPrediction):
-        return Cox()
+    if isinstance(prediction, likelihoods.RegressionPrediction):
+        return likelihoods.Gaussian(0.0)
+    if isinstance(prediction, likelihoods.SurvivalPrediction):
+        return likelihoods.Cox()
     probs, label = prediction.probs, prediction.label
     if probs.shape == label.shape:
-        return Bernoulli()
-    return Categorical(channels=1 if probs.movedim(1, -1).shape[:-1] == label.shape else -1)
+        return likelihoods.Bernoulli()
+    return likelihoods.Categorical(channels=1 if probs.movedim(1, -1).shape[:-1] == label.shape else -1)
 
 
 def means_of(found: Predicted) -> Predicted:
@@ -341,7 +321,7 @@ def means_of(found: Predicted) -> Predicted:
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
-def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
+def rows_by_outputs(predictive: nn.Module, batch: Any) -> Predicted:
     """Return the rows to score of a batch: of draws of the output if the module can draw, otherwise of its output.
 
     Raises:
@@ -357,7 +337,7 @@ def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
         )
     if isinstance(predictive, PosteriorPredictive):
         return predictive.likelihood_for(outputs[0], targets).rows(outputs, targets)
-    return likelihood_of(predictive, outputs[0], targets).rows(outputs, targets)
+    return likelihoods.likelihood_of(predictive, outputs[0], targets).rows(outputs, targets)
 
 
 def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -381,7 +361,7 @@ def figures_of(found: Predicted) -> dict[str, float]:
     if "probs" in found:
         return class_figures(found["probs"], target)
     if "log_risk" in found:
-        c_index = float(concordance_index(found["log_risk"], target[:, 1], target[:, 0]))
+        c_index = float(functional.concordance_index(found["log_risk"], target[:, 1], target[:, 0]))
         return {"c_index": c_index, "nll": float(nll_of(found).mean())}
     if "mean" not in found:
         raise FedBayesError(f"there are neither probabilities of classes nor mean and variance: {REMEDY}")
@@ -390,7 +370,7 @@ def figures_of(found: Predicted) -> dict[str, float]:
     return {
         "rmse": float((mean - target).square().mean().sqrt()),
         "nll": float(nll_of(found).mean()) / (1 if "nll" in found else mean.shape[1]),
-        "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+        "coverage": float(functional.interval_coverage(mean, variance, target, level=0.9).float().mean()),
     }
 
 
@@ -399,19 +379,19 @@ def nll_of(found: Predicted) -> Tensor:
     if "nll" in found:
         return found["nll"]
     if "log_risk" in found:
-        return Cox().nll(found["log_risk"], found["target"])
+        return likelihoods.Cox().nll(found["log_risk"], found["target"])
     if "mean" in found:
-        return gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
+        return functional.gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
     probs = found["probs"] if found["probs"].ndim == 2 else found["probs"].mean(0)
-    return negative_log_likelihood(probs, found["target"])
+    return functional.negative_log_likelihood(probs, found["target"])
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
     """Return accuracy, NLL in nats per example and ECE (15 bins) of mean predictives, shape (batch, classes)."""
     return {
         "accuracy": float((probs.argmax(-1) == target).double().mean()),
-        "nll": float(negative_log_likelihood(probs, target).mean()),
-        "ece": float(calibration_diagram(probs, target).ece),
+        "nll": float(functional.negative_log_likelihood(probs, target).mean()),
+        "ece": float(functional.calibration_diagram(probs, target).ece),
     }
 
 
