@@ -105,11 +105,8 @@ class TrainingContext:
     def learned_posterior(self, source: Source | None = None) -> LearnedPosterior | None:
         """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.
 
-        Args:
-            source: where it comes from; None: an :class:`~lightning_fedbayes.IVON` among the optimizers, if there is.
-
-        Raises:
-            FederationError: the Trainer or the optimizer does not suit the source.
+        Without a ``source`` it is of an :class:`~lightning_fedbayes.IVON` among the optimizers. Raise FederationError
+        if the Trainer or the optimizer does not suit the source.
         """
         learned = learned_posterior(self.optimizers, self.module, source)
         if learned is None or source is not None:

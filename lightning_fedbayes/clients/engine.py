@@ -133,9 +133,6 @@ class Engine(ABC):
         """Take what the server has sent for a round, and set the method's priors.
 
         Clients of a new server forget what they have kept for the method.
-
-        Raises:
-            FederationError: the module does not suit the method.
         """
         if shared.is_new:
             self.states.forget_methods()
@@ -156,11 +153,7 @@ class Engine(ABC):
         self._prior = None
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
-        """Ask the method what a client minimises, and remember it until the client's report.
-
-        Raises:
-            FederationError: what the client has kept does not suit the method.
-        """
+        """Ask the method what a client minimises, and remember it until the client's report."""
         assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
@@ -278,14 +271,8 @@ class Engine(ABC):
     ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
         """Return what a client that has trained sends, and what it keeps for the method and of its posterior.
 
-        Args:
-            client: its number.
-            posterior, buffers: after its training.
-            measured: result of :meth:`found`; None if nothing was measured.
-
-        Raises:
-            FusionError: a value is not finite.
-            FederationError: training has changed what is frozen.
+        ``measured`` is the result of :meth:`found`. Raise FusionError if a value is not finite, and FederationError if
+        training has changed what is frozen.
         """
         self.model.check_frozen()
         is_last = client // STRIDE == self.method.problems - 1
@@ -321,9 +308,7 @@ class Engine(ABC):
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
         """Train on the batch that has begun; a client that raises is left out of the round, and training goes on.
 
-        Args:
-            step: of the loop.
-            optimizer, batch_idx, kwargs: its arguments; the number of the batch counts within its :meth:`span`.
+        ``step`` is the loop's, with its arguments; the number of the batch counts within its :meth:`span`.
         """
 
     @abstractmethod

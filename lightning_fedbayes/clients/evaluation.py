@@ -1,18 +1,20 @@
-"""Scores of every client on its data, and the best personal posterior of a client."""
+"""Scores of every client on its data, the best personal posterior of a client, and an AutoFusion's held-out loss."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +22,7 @@ from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import (
     LARGEST,
     FedBayesError,
+    FederationError,
     check_at_least,
     check_choice,
     check_kind,
@@ -29,12 +32,13 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
-from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
+from lightning_fedbayes.fusion.auto import AutoFusion, Score
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics import functional, likelihoods
-from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.modules import BayesianModule, PosteriorPredictive
 
 Predicted = likelihoods.Rows
 Prediction = likelihoods.ClassPrediction | likelihoods.RegressionPrediction | likelihoods.SurvivalPrediction
@@ -98,11 +102,7 @@ class ClientScores:
         return self.values[figure].double()
 
     def mean(self, figure: str, weighting: str = "examples") -> float:
-        """Return the mean over all examples ("examples"), or over clients with equal weights ("clients").
-
-        Raises:
-            FedBayesError: unknown figure or weighting.
-        """
+        """Return the mean over all examples ("examples"), or over clients with equal weights ("clients")."""
         check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
         values = self._of(figure)
         counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
@@ -291,11 +291,7 @@ def has_predict_step(module: L.LightningModule) -> bool:
 
 
 def predicted(module: L.LightningModule, batch: Any) -> Predicted:
-    """Return the rows to score of a module's ``predict_step``, "probs" as one draw.
-
-    Raises:
-        FedBayesError: the prediction is not of this package.
-    """
+    """Return the rows to score of a module's ``predict_step``, "probs" as one draw; raise FedBayesError for others."""
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
     if not isinstance(prediction, Prediction):
@@ -322,11 +318,7 @@ def means_of(found: Predicted) -> Predicted:
 
 
 def rows_by_outputs(predictive: nn.Module, batch: Any) -> Predicted:
-    """Return the rows to score of a batch: of draws of the output if the module can draw, otherwise of its output.
-
-    Raises:
-        FedBayesError: the output is not of shape (batch, *).
-    """
+    """Return the rows to score of a batch: of draws of the output if the module can draw, otherwise of its output."""
     inputs, targets = unpacked(batch, predictive, needs_targets=True)
     sample: Any = getattr(predictive, "sample", None)
     outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs).unsqueeze(0)
@@ -348,14 +340,11 @@ def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def figures_of(found: Predicted) -> dict[str, float]:
-    """Return the figures of a client's predictions.
+    """Return the figures of a client's predictions; raise FedBayesError if they have another form.
 
     Args:
         found: "probs" (batch, classes) and "target" (batch,); "mean", "variance" and "target", (batch, targets); or
             "log_risk" (batch,) and "target" (batch, 2).
-
-    Raises:
-        FedBayesError: the predictions have another form.
     """
     target = found["target"]
     if "probs" in found:
@@ -454,3 +443,52 @@ def choose_personal_weight(
             "the posteriors"
         )
     return min(finite, key=lambda weight: scores[weight]), scores
+
+
+def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
+    """Raise FederationError if ``auto`` does not know how to score ``module``."""
+    if auto.score is None and not isinstance(module, BayesianModule):
+        raise FederationError(
+            f"fusion='auto' does not know how to score a {type(module).__name__}: pass "
+            "AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
+        )
+
+
+def held_out_loss(
+    module: L.LightningModule, batches: Iterable[Any], score: Score | None, seed: int, round: int
+) -> float:
+    """Return the mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
+    total, count = 0.0, 0
+    context = module.trainer.precision_plugin.forward_context
+    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(), context():
+        seed_everything(derive_seed(seed, "validation", round))
+        for batch in batches:
+            size = extract_batch_size(batch)
+            total += float((score or predictive_nll)(module, batch)) * size
+            count += size
+    return total / count if count else math.nan
+
+
+def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
+    """Return the hook of our modules that takes a candidate's posterior; None for other modules.
+
+    A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
+    """
+    return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
+
+
+def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
+    """Return the negative log-likelihood, per example in nats, of the module's ``predict_step`` on a batch."""
+    rows = predicted(module, batch)
+    return nll_of(rows).sum() / likelihoods.examples_in(rows)
+
+
+@contextmanager
+def kept_attributes(module: object, *names: str) -> Iterator[None]:
+    """Restore the attributes ``names`` of ``module`` at the end, whatever happens inside."""
+    kept = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

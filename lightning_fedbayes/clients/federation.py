@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.clients.engine import Engine, Results
-from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
+from lightning_fedbayes.clients.evaluation import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings, Sending
 from lightning_fedbayes.clients.states import ClientState, InFlight
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
@@ -385,11 +385,7 @@ class Federation:
         return {**self.server.state_dict(), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint.
-
-        Raises:
-            FederationError: a part of the state is wrong, or a client has lost what the method counts of it.
-        """
+        """Restore what :meth:`state_dict` gave; the module's checkpoint restores its parameters."""
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)

@@ -82,11 +82,7 @@ class LearnedPosterior(ABC):
         return 1.0
 
     def prior(self, name: str) -> NormalPrior:
-        """Return a parameter's prior.
-
-        Raises:
-            FederationError: it has no prior.
-        """
+        """Return a parameter's prior; raise FederationError if it has none."""
         if self.prior_std(name) == float("inf"):
             raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
         return NormalPrior(0.0, float(self.prior_std(name)))
@@ -99,11 +95,7 @@ class LearnedPosterior(ABC):
                 self._priors[name] = NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
 
     def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
-        """Return the present priors, by name, as :func:`natural_prior` does; empty if none was replaced.
-
-        Args:
-            priors: of a client; None: as for all clients.
-        """
+        """Return a client's ``priors``, or all clients', as :func:`natural_prior` does; empty if none was replaced."""
         replaced = self._priors if priors is None else priors
         if not replaced:
             return {}
@@ -163,8 +155,7 @@ class PosteriorSource(ABC):
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
         """Return the posterior of ``module``, which these ``optimizers`` train; called once in a fit.
 
-        Raises:
-            FederationError: the source does not suit the module or its optimizers.
+        Raise FederationError if the source does not suit the module or its optimizers.
         """
 
     def __repr__(self) -> str:
@@ -218,12 +209,7 @@ class OptimizerPosterior(LearnedPosterior):
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
-        """See :meth:`LearnedPosterior.start`. Under a client's quadratic prior the width is the global one.
-
-        Raises:
-            FederationError: a parameter that was frozen trains now, the global posterior is a point mass, or clients
-                have quadratic priors and the curvature is not from squared gradients.
-        """
+        """See :meth:`LearnedPosterior.start`. Under a client's quadratic prior the width is the global one."""
         if priors and not self.follows_data:
             raise FederationError(
                 "IVON(curvature='ivon') with fusion='sites': its precision is a memory of every round, and no "

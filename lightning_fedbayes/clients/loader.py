@@ -114,8 +114,7 @@ class FederatedLoader:
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
         """Fill the scalers of ``module`` that ask for the clients' scale; each process adds up the sums of its clients.
 
-        Raises:
-            NotSent: the clients' data are private.
+        Raise NotSent if the clients' data are private.
         """
         if all(each.is_filled for each in asking(module)):
             return
@@ -238,9 +237,7 @@ def batching_of(
 ) -> Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
-    Raises:
-        FederationError: it is not a single ``DataLoader`` over a map-style data set with automatic batching in plain or
-            shuffled order, the only orders that can be dealt out to clients.
+    It must be a single ``DataLoader`` over a map-style data set with automatic batching, in plain or shuffled order.
     """
     if not isinstance(loader, DataLoader):
         raise FederationError(

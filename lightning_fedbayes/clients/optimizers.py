@@ -183,11 +183,7 @@ def copied(value: Any) -> Any:
 
 
 def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optimizer) -> Optimizer:
-    """Return the optimizer that ``configure`` makes in this ``place``.
-
-    Raises:
-        FederationError: it is another than ``like``.
-    """
+    """Return the optimizer that ``configure`` makes in this ``place``; raise FederationError if it is not ``like``."""
     made = configure()
     if len(made) <= place or type(made[place]) is not type(like):
         raise FederationError(

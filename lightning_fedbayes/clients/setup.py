@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.evaluation import check_score
 from lightning_fedbayes.clients.federation import Federation
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import Door, check_no_buffers
-from lightning_fedbayes.clients.scoring import check_score
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.states import Client
@@ -60,10 +60,9 @@ def make_federation(
     """Make the federation of ``settings`` for a training loop: resident model, engine and server.
 
     Args:
-        settings: of the federation.
+        settings, collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
         context: the training loop's module, optimizers and options.
         loader: brings the clients' batches.
-        collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
 
     Raises:
         FederationError, FusionError: the module cannot be federated with these settings.
@@ -171,10 +170,8 @@ def make_engine(
     """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
 
     "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
-    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client.
-
-    Raises:
-        CannotVectorize: "vectorized" is asked for and impossible.
+    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client. Raise
+    CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
     options: dict[str, Any] = {

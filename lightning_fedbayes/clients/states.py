@@ -69,12 +69,9 @@ class ClientState:
     rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
-        """Return the barycenter of the global ``posterior`` and the client's, of weight ``weight``.
+        """Return the barycenter of the global ``posterior`` and the client's, of ``weight`` in [0, 1].
 
         It is the global one if the client keeps none.
-
-        Raises:
-            FederationError: the weight is not in [0, 1].
         """
         check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
         if not self.own or not weight:
@@ -203,11 +200,7 @@ class States:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin with clients that keep nothing.
-
-        Raises:
-            FederationError: the folder holds the clients of another run.
-        """
+        """Begin with empty states; raise FederationError if the folder holds the clients of another run."""
         if self.store is not None:
             self.store.begin()
 
@@ -228,11 +221,7 @@ class States:
         return {client: dict(vars(state)) for client, state in self.memory.items()}
 
     def load_state_dict(self, states: Mapping[Any, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; states that were in memory are written to the folder, if there is one.
-
-        Raises:
-            FederationError: the states lie in a folder that is not given, or that holds others.
-        """
+        """Restore what :meth:`state_dict` gave; states from memory are written to the folder, if there is one."""
         if "folder" not in states:
             self.memory = {client: self._here(state) for client, state in states.items()}
             if self.store is not None:

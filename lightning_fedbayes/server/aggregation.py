@@ -198,8 +198,8 @@ class Aggregation:
         """Admit one client's update.
 
         Raises:
-            FusionError: names or shapes are not those of the global model, a value is not finite, or a variance is not
-                possible. The round is as it was before.
+            FusionError: names or shapes differ from the global model's, a value is not finite, or a variance is not
+                possible. The round does not change.
         """
         check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"

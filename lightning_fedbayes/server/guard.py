@@ -166,15 +166,10 @@ class Guard:
         return self.previous.flatten()[0]
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
-        """Refuse variances that no training gives.
+        """Raise FusionError for variances that cannot come from training.
 
-        Args:
-            posterior: the client's, all values finite, its parameters in the order of the global one's.
-            who: the client, for the message.
-
-        Raises:
-            FusionError: the client has a variance where the network has none, none where it has one, or one that is
-                :data:`MOST_CHANGE` times larger or smaller than the global one.
+        The client, ``who``, has a variance where the network has none, none where it has one, or one that is
+        :data:`MOST_CHANGE` times larger or smaller than the global one. All values are finite, and in the global order.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
@@ -201,12 +196,7 @@ class Guard:
                 )
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """Return :meth:`sizes` of updates that have the parameters in the order of the global posterior.
-
-        Args:
-            updates: of the clients.
-            by_pieces: of a deterministic network, do not copy any client.
-        """
+        """Return :meth:`sizes` of ``updates``; ``by_pieces`` without copying any client of a deterministic network."""
         posteriors = [update.posterior for update in updates]
         return self.shifts(posteriors) if by_pieces else self.sizes([each.flatten() for each in posteriors])
 
@@ -226,8 +216,7 @@ class Guard:
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
 
-        Args:
-            clients: mean and variance of each, shape (P,), float64.
+        Each client is a mean and a variance in the order of the global posterior, shape (P,), float64.
         """
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
         found = []
@@ -314,15 +303,10 @@ class Guard:
         return changed(update, posterior=update.posterior.with_flat(*self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance with every size within its limit; entries within it do not change.
+        """Return mean and variance, shape (P,), float64, with every size within its limit; the rest does not change.
 
-        Each variance is set to the nearest allowed value; then each tensor's update is shortened.
-
-        Args:
-            update: of the client; it is not changed.
-            limits, sizes: of this client, shape (4, tensors).
-
-        Returns: flat vectors, shape (P,), float64.
+        Each variance is set to the nearest allowed value; then each tensor's update is shortened. ``limits`` and
+        ``sizes`` are of this client, shape (4, tensors).
         """
         mean, variance = update.posterior.flatten()
         limits, sizes = limits.to(mean.device), sizes.to(mean.device)

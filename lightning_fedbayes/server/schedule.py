@@ -50,11 +50,7 @@ class Fusion(NamedTuple):
 
 
 def read_arrivals(path: Path) -> list[Fusion]:
-    """Return the fusions of a log, without a last line that was cut off.
-
-    Raises:
-        FederationError: the file does not exist, or is not such a log.
-    """
+    """Return the fusions of a log, without a last line that was cut off; raise FederationError for another file."""
     try:
         *lines, _ = path.read_text().split("\n")  # what follows the last line's end was cut off
         fusions, heard = [], dict[int, int]()
@@ -152,12 +148,7 @@ class Delays:
         return cls(trace=trace, **options)
 
     def duration(self, client: int, job: int, size: float, seed: int) -> float:
-        """Return the time of a client's job number ``job``, from 0, without absences.
-
-        Args:
-            client, job, seed: of what is drawn.
-            size: its number of examples over the mean one.
-        """
+        """Return the time of job ``job``, from 0, of a client with ``size`` times the mean number of examples."""
         if client in self.trace:
             return float(self.trace[client][job % len(self.trace[client])])
         draws = torch.randn(2, generator=generator(seed, "delay", job, client), dtype=torch.float64)
@@ -286,11 +277,7 @@ ENDED = Turn((), (), frozenset(), (), math.inf)
 
 
 def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn]:
-    """Return the turns of a log, without clients that begin and are never heard.
-
-    Raises:
-        FederationError: the log is of more clients than ``clients``.
-    """
+    """Return the turns of a log of at most so many ``clients``, without clients that begin and are never heard."""
     starts = [set[int]() for _ in fusions]
     for fusion in fusions:
         for client, version in fusion.arrived:
@@ -367,8 +354,7 @@ class Timeline:
     def turn(self, round: int) -> Turn:
         """Return the turn number ``round``, from 0; for one before the last it starts from the beginning.
 
-        Raises:
-            FederationError: no message is under way, and no client can start.
+        Raise FederationError if no message is under way, and no client can start.
         """
         if self._recorded is not None:
             return self._recorded[round] if round < len(self._recorded) else ENDED

@@ -39,11 +39,8 @@ class Versions:
     ) -> ClientUpdate:
         """Return the update that a client would have sent if it had started from the present global model.
 
-        Clients that begin at present start from ``now``, with the global ``buffers``.
-
-        Raises:
-            FusionError: the client's version is forgotten; or its message is of another network, not finite, or too
-                late for the method.
+        Clients that begin at present start from ``now``, with the global ``buffers``. Raise FusionError if the client's
+        version is forgotten; or its message is of another network, not finite, or too late for the method.
         """
         before, who, present = self.begun.get(started), f"client {update.client}", now.posterior
         if before is None:

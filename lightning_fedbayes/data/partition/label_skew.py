@@ -234,8 +234,7 @@ def deal_by_proportions(proportions: Array, size: int, supply: Array, generator:
         supply: number of examples of each class, shape (C,), sum N.
         generator: source of the draws.
 
-    Returns: counts of shape (K, C); rows sum to ``size``, columns to at most ``supply``. There are at most C turns,
-    since each turn either serves all clients or uses up a class.
+    Returns: counts of shape (K, C); rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
     """
     counts, left = np.zeros(proportions.shape, np.int64), supply.copy()
     while (lacking := size - counts.sum(1)).any():
