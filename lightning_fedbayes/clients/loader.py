@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.batches import FailedBatch as FailedBatch
 from lightning_fedbayes.core.batches import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.errors import FederationError
@@ -31,7 +31,6 @@ from lightning_fedbayes.server.plan import (
     check_batches,
     client_batches,
     client_order,
-    cohort_size,
 )
 from lightning_fedbayes.server.schedule import Timeline
 
@@ -299,12 +298,7 @@ def federated_loader(
     check_batches(clients.names, clients.sizes, batching)
     timeline, fewest = None, settings.safeguards.min_clients
     if settings.schedule is None:
-        cohort = cohort_size(len(clients), settings.fraction)
-        if cohort < fewest:
-            raise FederationError(
-                f"min_clients={fewest}, but a round has only {cohort} of {len(clients)} clients "
-                f"(fraction={settings.fraction}); every round would fail"
-            )
+        check_cohort(len(clients), settings.fraction, fewest)
     else:
         first = 0 if settings.safeguards.max_influence is None else FEWEST
         timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, first, clients_in_a_round)

@@ -26,7 +26,7 @@ from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods import Method, get_method
 from lightning_fedbayes.server.guard import USUAL, Safeguards
-from lightning_fedbayes.server.plan import Fraction, RoundPlan, check_fraction
+from lightning_fedbayes.server.plan import Fraction, RoundPlan, check_fraction, cohort_size
 from lightning_fedbayes.server.schedule import Asynchronous
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
 from lightning_fedbayes.sources.curvature import SWAG, Laplace
@@ -217,3 +217,13 @@ class FederationSettings:
         }
         found = {name: forms.get(name, value) for name, value in vars(self).items()}
         return found | found.pop("safeguards").__dict__
+
+
+def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
+    """Raise FederationError if every round would have too few clients."""
+    cohort = cohort_size(clients, fraction)
+    if cohort < min_clients:
+        raise FederationError(
+            f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
+            "every round would fail"
+        )
