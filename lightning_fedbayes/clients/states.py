@@ -29,8 +29,8 @@ class Client:
         num_examples: its number of training examples n_k.
         round: the round, from 0.
         position: its position among the clients of the round that this process trains, from 0.
-        cohort: number of those clients.
-        problem: which of the client's problems this is, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
+        cohort: number of these clients.
+        problem: the index of the client's problem, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
     """
 
     number: int

@@ -115,13 +115,12 @@ class Admitted:
 
     Args:
         clients: their numbers, in the order in which they came.
-        weights: their weights, not normalised; empty where the weighting compares clients.
-        facts: the clients' facts for such a weighting; otherwise empty.
+        weights: not normalised; empty where the weighting compares clients.
+        facts: for such a weighting; otherwise empty.
         error: the reason why a weight cannot be computed.
-        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, kinds, tensors);
-            None without a guard.
+        sizes: see :class:`~lightning_fedbayes.server.guard.Guard`, shape (clients, kinds, tensors); None without one.
         refused: client → why its update does not count.
-        held: those of the clients that are not added yet.
+        held: clients that are not added yet.
     """
 
     clients: tuple[int, ...]

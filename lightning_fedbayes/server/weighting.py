@@ -26,8 +26,7 @@ class ClientFacts:
     Args:
         client: the client's number.
         num_examples: its number of training examples.
-        posterior: the posterior that it sent.
-        previous: the global posterior that it started from.
+        posterior, previous: the posterior that it sent, and the global one that it started from.
         metrics: figures of its training, name → value.
     """
 
@@ -81,7 +80,7 @@ def distance(facts: ClientFacts) -> float:
 
 
 def distance_l2(facts: ClientFacts) -> float:
-    r"""As :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
+    r"""Return :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
 
     Source: [FBDL] §2.6.4, which names the L2 norm for deterministic models.
     """

@@ -267,11 +267,6 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     return values
 
 
-def check_clients(clients: int) -> None:
-    """Raise PartitionError unless ``clients`` is a whole number of at least 1."""
-    check_at_least("clients", clients, 1, error=PartitionError)
-
-
 def check_enough(clients: int, num_examples: int | None) -> int:
     """Return the number of examples; raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
@@ -301,7 +296,7 @@ class IIDPartition(Partition):
     clients: int
 
     def __post_init__(self) -> None:
-        check_clients(self.clients)
+        check_at_least("clients", self.clients, 1, error=PartitionError)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
         """See :meth:`Partition.deal`."""

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from lightning_fedbayes.core.errors import PartitionError, check_at_least, check_choice, check_flag, check_number, shown
-from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_clients, check_enough
+from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_enough
 
 Per = Literal["label", "client"]
 
@@ -50,7 +50,7 @@ class ClassPartition(LabelPartition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clients(self.clients)
+        check_at_least("clients", self.clients, 1, error=PartitionError)
         check_at_least("classes_per_client", self.classes_per_client, 1, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
@@ -151,14 +151,9 @@ class DirichletPartition(LabelPartition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clients(self.clients)
-        check_number(
-            "alpha",
-            self.alpha,
-            "(0, inf)",
-            error=PartitionError,
-            why="it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)",
-        )
+        check_at_least("clients", self.clients, 1, error=PartitionError)
+        why = "it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)"
+        check_number("alpha", self.alpha, "(0, inf)", error=PartitionError, why=why)
         check_choice("per", self.per, get_args(Per), error=PartitionError)
         if self.min_examples is not None:
             check_at_least("min_examples", self.min_examples, 1, error=PartitionError)
