@@ -151,13 +151,15 @@ class ResidentModel:
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
+        for name, p in self.frozen.items():
+            if bits(p) != self._prints[name]:
+                return True
         live = dict(self.module.named_buffers()) if self.global_buffers else {}
-        return any(bits(p) != self._prints[name] for name, p in self.frozen.items()) or not all(
-            torch.equal(tensor, present[name])
-            for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
-            for name, tensor in held.items()
-            if name not in self.frozen
-        )
+        for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live)):
+            for name, tensor in held.items():
+                if name not in self.frozen and not torch.equal(tensor, present[name]):
+                    return True
+        return False
 
     def load_global(self) -> None:
         """Copy the global model into the module."""
