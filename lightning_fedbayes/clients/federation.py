@@ -201,7 +201,7 @@ class Federation:
         order = {client: place for place, client in enumerate(self.in_flight.sent)}
         with self.engine.threads():
             for arrival in sorted(turn.arrivals, key=lambda each: (each.time, order[each.client])):
-                message, started, state = self.in_flight.arrive(arrival.client)
+                message, started, state = self.in_flight.sent.pop(arrival.client)
                 if arrival.client in turn.refused:
                     late = FusionError(
                         f"client {message.client}: its message comes {self.round - started} versions of the global "
@@ -376,7 +376,7 @@ class Federation:
         """Forget an unfinished round: the module goes back to the global posterior that it started from."""
         self.engine.end_round(success=False)
         self.engine.model.load_global()
-        self.in_flight.drop(self.round)
+        self.in_flight.sent = {k: each for k, each in self.in_flight.sent.items() if each.started != self.round}
         self.stage = "between"
 
     def state_dict(self) -> dict[str, Any]:

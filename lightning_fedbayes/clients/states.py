@@ -264,7 +264,7 @@ class Sent(NamedTuple):
 
 
 class InFlight:
-    """Messages under way, by their clients, in the order in which they were sent."""
+    """Messages under way, ``sent``, by their clients, in the order in which they were sent."""
 
     def __init__(self) -> None:
         self.sent: dict[int, Sent] = {}
@@ -272,14 +272,6 @@ class InFlight:
     def send(self, message: ClientUpdate | ClientFailure, started: int, state: ClientState | None) -> None:
         """Put a message on its way."""
         self.sent[message.client] = Sent(message, started, state)
-
-    def arrive(self, client: int) -> Sent:
-        """Take the message of a client."""
-        return self.sent.pop(client)
-
-    def drop(self, round: int) -> None:
-        """Forget what was sent in a round that is cut short."""
-        self.sent = {client: each for client, each in self.sent.items() if each.started != round}
 
     @property
     def rounds(self) -> set[int]:
