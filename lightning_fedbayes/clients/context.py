@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posterior
-from lightning_fedbayes.clients.optimizers import has_own_state
 from lightning_fedbayes.clients.settings import FederationSettings, Source
+from lightning_fedbayes.clients.states import has_own_state
 from lightning_fedbayes.core.errors import FederationError
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]

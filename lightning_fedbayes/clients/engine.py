@@ -17,9 +17,8 @@ from lightning_fedbayes.clients.context import Collected, Step, TrainingContext,
 from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import OptimizerState, after_absence
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
-from lightning_fedbayes.clients.states import Client, ClientState, States
+from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, States, after_absence
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior

@@ -13,8 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.clients.states import parameters_of
+from lightning_fedbayes.clients.states import OptimizerState, parameters_of
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters

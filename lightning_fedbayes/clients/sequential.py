@@ -19,10 +19,9 @@ from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
-from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.states import Client, ClientOptimizer, ClientState, parameters_of, remade
 from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
