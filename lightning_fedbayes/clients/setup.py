@@ -139,18 +139,20 @@ def default_fusion(
     }
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
     conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
-    obstacle = None if conflict is None else f"{conflict[0]} is given"
-    if obstacle is None and num_clients == 1:
+    obstacle = None
+    if conflict is not None:
+        obstacle = f"{conflict[0]} is given"
+    elif num_clients == 1:
         obstacle = "one client is ordinary training"
-    elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
+    elif any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
-    elif obstacle is None and learned is not None and not learned.follows_data:
+    elif learned is not None and not learned.follows_data:
         obstacle = f"{learned.described} has no width that follows the data"
-    elif obstacle is None and not layers and not sourced:
+    elif not layers and not sourced:
         obstacle = "no parameter has a posterior; fusion='sites' costs a client's state, and needs fewer rounds"
-    elif obstacle is None and normal.keys() != {*layers, *sourced}:
+    elif normal.keys() != {*layers, *sourced}:
         obstacle = "a parameter has no normal prior, or a layer is of another package"
-    elif obstacle is None and kept > MOST_KEPT and settings.kept.folder is None:
+    elif kept > MOST_KEPT and settings.kept.folder is None:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
     if obstacle is not None:
         return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"

@@ -57,8 +57,7 @@ class ClientState:
     Args:
         local: local parameters and buffers, name → tensor.
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
-        options: changes of each optimizer's options by training: see
-            :meth:`ClientOptimizer.read`.
+        options: changes of each optimizer's options by training: see :meth:`ClientOptimizer.read`.
         kept: what the method keeps at the client, such as its site.
         own: the ``state_dict`` of the posterior that the client has trained last; empty if it keeps none.
         rounds: of the federation, when the optimizers' states were kept; 0 if they are not.
