@@ -301,7 +301,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
-        """Begin the clients whose first batch this is, number ``batch_idx`` of the round, and return them."""
+        """Begin and return the clients with their first batch in number ``batch_idx`` of the round."""
 
     @abstractmethod
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
@@ -312,7 +312,7 @@ class Engine(ABC):
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of the clients whose last batch this was; the caller must take all.
+        """Return the updates, or failures, of clients that end with this batch; the caller must take all.
 
         The tensors of an update may be views that the next batch overwrites.
         """
@@ -329,7 +329,7 @@ class Engine(ABC):
         return nullcontext()
 
     def forget(self, client: int) -> None:
-        """Drop the figures and the state of a client whose update is not used."""
+        """Drop the figures and the new state of a client, because its update is not used."""
         self.states.forget(client)
         self.log.forget(client)
 

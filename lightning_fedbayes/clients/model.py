@@ -316,7 +316,7 @@ class ResidentModel:
         return {name: live[name].detach().clone() for name in names}
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copy ``values`` into the module's buffers, whose dtype stays."""
+        """Copy ``values`` into the module's buffers, which keep their dtypes."""
         live = dict(self.module.named_buffers()) if values else {}
         with torch.no_grad():
             for name, value in values.items():
@@ -369,7 +369,7 @@ def federated_buffer_names(module: nn.Module) -> list[str]:
 def _matches(
     patterns: Sequence[str], parameters: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: Sequence[str]
 ) -> list[str]:
-    """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
+    """Return the names of parameters and buffers that match a pattern by their name or posterior name."""
     found: list[str] = []
     for pattern in patterns:
         names = [

@@ -164,7 +164,7 @@ class States:
             self.store.put(client, {**(self.store.pending(client) or {}), "kept": dict(kept)})
 
     def forget(self, client: int) -> None:
-        """Drop the new state of a client whose update is not used."""
+        """Drop the new state of a client, because its update is not used."""
         if self._new.pop(client, None) is None and self.store is not None and not self.is_shared:
             self.store.forget(client)
 
@@ -238,7 +238,7 @@ class States:
             self.store.resume(states["run"], states["rounds"])
 
     def _here(self, state: Mapping[str, Any]) -> ClientState:
-        """Return a state whose tensors are on the device; an optimizer's count of steps stays where torch has it."""
+        """Return a state with its tensors on the device, except numbers that optimizers keep on the CPU."""
         here = ClientState(**state)
         if self.device.type == "cpu":
             return here
@@ -459,7 +459,7 @@ def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _copy_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``options`` that shares nothing that can be written into."""
+    """Return a copy of ``options`` that shares no mutable value."""
     return {name: value if isinstance(value, PLAIN) else copy.deepcopy(value) for name, value in options.items()}
 
 

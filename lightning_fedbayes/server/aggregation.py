@@ -271,7 +271,7 @@ class Aggregation:
         return self._parts[0]
 
     def _release(self, sizes: Tensor) -> None:
-        """Add those of the last clients that wait, with these ``sizes``, that are within the limits."""
+        """Add the last waiting clients, which have these ``sizes``, if they are within the limits."""
         assert self._limits is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]

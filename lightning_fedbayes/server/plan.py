@@ -100,7 +100,7 @@ class RoundPlan:
 
     @property
     def heard(self) -> RoundPlan:
-        """The plan of the clients whose messages are to be fused: the :attr:`senders`, or those that arrive."""
+        """The plan of the clients with messages to be fused: the :attr:`senders`, or the clients that arrive."""
         if self.turn is None:
             return self.senders
         return replace(self, cohort=tuple(sorted(arrival.client for arrival in self.turn.arrivals)), starts=(0,))

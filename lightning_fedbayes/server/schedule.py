@@ -1,4 +1,4 @@
-"""Federations without rounds: which clients start when, and whose messages arrive, in virtual time from the seed."""
+"""Federations without rounds: when clients start and messages arrive, in virtual time from the seed."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Asynchronous:
     Raises:
         FederationError: an argument is out of range.
 
-    Source: Nguyen et al. 2022 (FedBuff), whose concurrency and buffer these are.
+    Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
     """
 
     concurrency: int | None = None
@@ -234,7 +234,7 @@ class Asynchronous:
 
 
 class Arrival(NamedTuple):
-    """Message that arrives: when, whose, and of which version of the global posterior, the round that it began in."""
+    """Message that arrives: its time and client, and the round (version of the global posterior) that it began in."""
 
     time: float
     client: int

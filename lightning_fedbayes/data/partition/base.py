@@ -88,7 +88,7 @@ class Split:
         return html_table(head, rows)
 
     def __str__(self) -> str:
-        """Return a text table whose inner columns are equally wide; bars set off the first and the last."""
+        """Return a text table with inner columns of equal width, and bars after the first and before the last."""
         table = self._table()
         width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         inner = max([3, *(w + 1 for w in width[1:-1])])

@@ -67,7 +67,7 @@ class ClassPartition(LabelPartition):
         return hands
 
     def _shards_of_classes(self, sizes: Array, generator: np.random.Generator) -> Array:
-        """Return the number of shards of each class: K·m in all, from 1 to K per class, none of them empty."""
+        """Return the number of shards of each class: K·m in all, from 1 to K per class, none empty."""
         wanted, most = self.clients * self.classes_per_client, np.minimum(sizes, self.clients)
         if self.classes_per_client > len(sizes):
             raise PartitionError(
@@ -199,7 +199,7 @@ class DirichletPartition(LabelPartition):
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:
     """Split every label over the clients by its own Dirichlet draw (``per="label"``); see :class:`DirichletPartition`.
 
-    Returns: counts of shape (K, C) whose columns sum to ``supply``, shape (C,).
+    Returns: counts of shape (K, C); columns sum to ``supply``, shape (C,).
     """
     counts = np.zeros((clients, len(supply)), np.int64)
     for c, available in enumerate(supply):
