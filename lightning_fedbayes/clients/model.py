@@ -170,13 +170,12 @@ class ResidentModel:
                 if name not in self.frozen:
                     parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
-        if self.learned is not None:
-            self.load_global_variances()
+        self.load_global_variances()
 
     def load_global_variances(self) -> None:
         """Take the variances of the global model as the module's."""
-        assert self.learned is not None
-        self.learned.variances.update(self._global_variances)
+        if self.learned is not None:
+            self.learned.variances.update(self._global_variances)
 
     def load_variances(self, posterior: GaussianPosterior) -> None:
         """Take the variances of ``posterior`` as the module's and the global model's."""
