@@ -48,11 +48,12 @@ class Snapshot:
         self._skip = skip
         self._values = {name: value for name, value in self._attributes.items() if name not in skip}
         self._all = set(self._attributes)
-        self._contents = {n: copy.copy(value) for n, value in self._values.items() if isinstance(value, CONTAINERS)}
-        self._prints = {name: fingerprint(value) for name, value in self._values.items()}
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
-        self._arrays = {}
+        self._contents, self._prints, self._arrays = {}, {}, {}
         for name, value in self._values.items():
+            self._prints[name] = fingerprint(value)
+            if isinstance(value, CONTAINERS):
+                self._contents[name] = copy.copy(value)
             is_array = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
             if is_array and value.nbytes <= LARGE:
                 self._arrays[name] = value.detach().clone() if isinstance(value, Tensor) else value.copy()

@@ -344,7 +344,9 @@ class Aggregation:
                 shares = {client: fused.reliability.get(client, 0.0) for client in weights}
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
-        refused = {client: why for each in everyone for client, why in each.refused.items()}
+        refused: dict[int, str] = {}
+        for each in everyone:
+            refused.update(each.refused)
         counted = [] if self.guard is None else [self.guard.counted]
         counted = self.collective.all_gather(counted[0]) if counted and self._adds else counted
         apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
@@ -372,26 +374,26 @@ class Aggregation:
 
         Returns: the clients of all processes that stand out; their entries of ``weights`` are lowered.
         """
-        outlying: tuple[int, ...] = ()
         bounds: dict[int, Tensor] = {}
-        measured = [each.sizes for each in everyone if each.sizes is not None]
+        clients, held, measured = [], set[int](), []
+        for each in everyone:
+            clients += each.clients
+            held |= each.held
+            if each.sizes is not None:
+                measured.append(each.sizes)
         if self._clips and measured:
             assert self.guard is not None
-            sizes = torch.cat(measured)
-            clients = [client for each in everyone for client in each.clients]
-            ordered = [weights[client] for client in clients]
+            sizes, ordered = torch.cat(measured), [weights[client] for client in clients]
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered, clients)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
-                held = frozenset[int]().union(*(each.held for each in everyone))
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
-                rows = [row for row, client in enumerate(clients) if beyond[row] and client in held]
-                bounds = {clients[row]: limits[row] for row in rows}
-                outlying = tuple(sorted(bounds))
-                for row in rows:
-                    weights[clients[row]] *= self.guard.part_of(limits[row], sizes[row])
+                for row, client in enumerate(clients):
+                    if beyond[row] and client in held:
+                        bounds[client] = limits[row]
+                        weights[client] *= self.guard.part_of(limits[row], sizes[row])
             self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
         ready = []
         for update in self._held:
@@ -406,7 +408,7 @@ class Aggregation:
                 self._fuse(ready)
                 ready = []
         self._fuse(ready)
-        return outlying
+        return tuple(sorted(bounds))
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""

@@ -197,8 +197,9 @@ class Guard:
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         """Return :meth:`sizes` of ``updates``; ``by_pieces`` without copying any client of a deterministic network."""
-        posteriors = [update.posterior for update in updates]
-        return self.shifts(posteriors) if by_pieces else self.sizes([each.flatten() for each in posteriors])
+        if by_pieces:
+            return self.shifts([update.posterior for update in updates])
+        return self.sizes([update.posterior.flatten() for update in updates])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
         """Return which of the ``updates``, of these ``sizes``, cannot come from training, shape (clients,)."""
