@@ -17,13 +17,12 @@ from lightning_fedbayes.clients.federation import Federation
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import Door, check_no_buffers
+from lightning_fedbayes.clients.problems import default_fusion
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.states import Client
 from lightning_fedbayes.core.errors import CannotVectorize, FederationError
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.layers import BayesianLayer, NormalPrior, gaussian_parameters
-from lightning_fedbayes.methods import Averaging, Method, Sites
 from lightning_fedbayes.server.plan import choose_cohort
 
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
@@ -104,61 +103,6 @@ def make_federation(
     if settings.method.auto is not None:
         check_score(settings.method.auto, context.module)
     return Federation(settings, engine, collective, held_out)
-
-
-BYTES_PER_ENTRY = 24
-"""Bytes per entry of a posterior that a client keeps by sites: two numbers of a site, and Adam's state of the mean."""
-
-MOST_KEPT = 2**30
-"""Bytes of all clients up to which sites are the default."""
-
-
-def default_fusion(
-    settings: FederationSettings, model: ResidentModel, num_clients: int, callbacks: Iterable[object] = ()
-) -> tuple[Method, str]:
-    """Return the method for ``fusion=None``, and a line that says why.
-
-    Averages count the prior again in every round and are too wide after many. Sites of layers, IVON and Laplace are not
-    (benchmarks/posterior/ROUNDS.md).
-    """
-    found, learned = gaussian_parameters(model.module), model.learned
-    federated = model.read_posterior().mean
-    layers = {name: each for name, each in found.items() if name in federated}
-    priors = {
-        name: each.layer.priors[each.path] if isinstance(each.layer, BayesianLayer) else None
-        for name, each in layers.items()
-    }
-    sourced = [] if learned is None else [name for name in learned.variances if name in federated]
-    for name in sourced:
-        if learned is not None and learned.prior_std(name) < float("inf"):
-            priors[name] = NormalPrior(0.0, learned.prior_std(name))
-    normal = {
-        name: (float(each.mean), float(each.std))
-        for name, each in priors.items()
-        if isinstance(each, NormalPrior) and each.is_scalar
-    }
-    kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
-    conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
-    obstacle = None
-    if conflict is not None:
-        obstacle = f"{conflict[0]} is given"
-    elif num_clients == 1:
-        obstacle = "one client is ordinary training"
-    elif any(getattr(each, "takes_single_gradients", False) for each in callbacks):
-        obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
-    elif learned is not None and not learned.follows_data:
-        obstacle = f"{learned.described} has no width that follows the data"
-    elif not layers and not sourced:
-        obstacle = "no parameter has a posterior; fusion='sites' costs a client's state, and needs fewer rounds"
-    elif normal.keys() != {*layers, *sourced}:
-        obstacle = "a parameter has no normal prior, or a layer is of another package"
-    elif kept > MOST_KEPT and settings.kept.folder is None:
-        obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
-    if obstacle is not None:
-        return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
-    means, stds = ({name: prior[i] for name, prior in normal.items()} for i in range(2))
-    of_all = [next(iter(each.values())) if len({*each.values()}) == 1 else each for each in (means, stds)]
-    return Sites(*of_all), "sites, which count every client's data once"
 
 
 def make_engine(
