@@ -321,9 +321,9 @@ PLAIN = (int, float, complex, str, bool, type(None))
 class ClientOptimizer:
     """The Trainer's optimizer, set to a client's start and read at its end; it stays the same object.
 
-    The start has no state per parameter, and the options of the round's start: schedules and hooks between rounds
-    change them for all clients, and what a client's training does to them ends with the client. The module makes a new
-    optimizer if this one holds more from its construction, such as another optimizer or a copy of the weights.
+    At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
+    between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
+    from its construction, such as another optimizer or a copy of the weights, the module makes a new one.
 
     Args:
         optimizer: of the Trainer.

@@ -168,8 +168,8 @@ class Guard:
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances that cannot come from training.
 
-        The client, ``who``, has a variance where the network has none, none where it has one, or one that is
-        :data:`MOST_CHANGE` times larger or smaller than the global one. All values are finite, and in the global order.
+        Such are a variance where the network has none, a zero where it has one, and a change by more than a factor of
+        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior; ``who`` names the client.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
