@@ -39,12 +39,12 @@ class CrossScores:
     """Scores of each client's own model (rows) on every client's data (columns).
 
     A row that stands out is of a model that serves the others badly, or well; a column, of data that are unlike the
-    others', or have other labels. The diagonal is each client's own model on its own data.
+    others', or have other labels. The diagonal is each client's model on its data.
 
     Args:
         names: of the clients, in the order of rows and columns.
-        values: figure → matrix of shape (clients, clients), whose entry [i, j] is that of model i on data j. The
-            figures are those of :class:`~lightning_fedbayes.clients.evaluation.ClientScores`.
+        values: figure → matrix of shape (clients, clients) with entry [i, j] for model i on data j; figures as in
+            :class:`~lightning_fedbayes.clients.evaluation.ClientScores`.
 
     >>> nll = torch.tensor([[0.2, 0.3, 2.1], [0.3, 0.2, 2.0], [2.2, 2.1, 0.2]])
     >>> scores = CrossScores(("north", "south", "east"), {"nll": nll})
@@ -78,7 +78,7 @@ class CrossScores:
         """Return the table of each client's model: its name → its scores on the data of all clients.
 
         Raises:
-            FedBayesError: a model has no such figure, or the models have been scored on other clients than their own.
+            FedBayesError: a model lacks the figure, or was not scored on the same clients as the others.
         """
         first = next(iter(rows.values()))
         for name, row in rows.items():
@@ -94,7 +94,7 @@ class CrossScores:
         return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
 
     def _of(self, figure: str | None) -> tuple[str, Tensor]:
-        """Return a figure and its matrix in float64; of None the NLL, or the first figure where there is none."""
+        """Return a figure and its matrix in float64; for None the NLL, or else the first figure."""
         if figure is None:
             names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
             figure = next(names, next(iter(self.values)))
@@ -110,10 +110,10 @@ class CrossScores:
         NaN for a single client.
 
         Args:
-            figure: of which; None: the NLL, or the first where there is none.
+            figure: name; None: the NLL, or else the first figure.
 
         Raises:
-            FedBayesError: there is no such figure.
+            FedBayesError: unknown figure.
         """
         off = _without_diagonal(self._of(figure)[1])
         return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
@@ -121,21 +121,20 @@ class CrossScores:
     def effects(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
         r"""Return by how much each model, and each client's data, raise a figure; shape (clients,) each.
 
-        They are the row and column means off the diagonal, made comparable: a row lacks the client's own data, so
-        that the mean of a client with hard data is over the easier ones. Effects are the least squares fit of
-        :math:`v_{ij} = m + a_i + b_j` to the entries off the diagonal (that of Griffing's method 3), with
+        They are the row and column means off the diagonal, made comparable: a row lacks the client's data, so the
+        mean of a client with hard data is over easier ones. Effects are the least squares fit of
+        :math:`v_{ij} = m + a_i + b_j` to the entries off the diagonal (Griffing's method 3), with
         :math:`\sum a_i = \sum b_j = 0`,
 
         .. math:: a_i = \frac{(K-1) R_i + C_i - G}{K (K-2)}, \qquad b_j = \frac{(K-1) C_j + R_j - G}{K (K-2)}
 
-        with the sums R of the rows, C of the columns, and G of all. Where all models are the same one,
-        :math:`a_i = 0`, whatever the data.
+        with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`.
 
         Args:
-            figure: of which; None: the NLL, or the first where there is none.
+            figure: name; None: the NLL, or else the first figure.
 
         Raises:
-            FedBayesError: there is no such figure, or there are fewer than three clients.
+            FedBayesError: unknown figure, or there are fewer than three clients.
         """
         off, number = _without_diagonal(self._of(figure)[1]), len(self.names)
         if number < 3:
@@ -147,28 +146,26 @@ class CrossScores:
         r"""Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
 
         A client stands out if its effect (:meth:`effects`) is further from the median than t times the median
-        absolute deviation (MAD) of the clients' effects, on either side. Median and MAD are moved little by clients
-        that are fewer than half.
+        absolute deviation (MAD) of the clients' effects, on either side.
 
         The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
-        about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. It is the quantile by which, among
-        clients whose effects are independent draws from one exponential distribution, some client is named with
-        probability ``rate`` at most (half of it for models, half for data; simulated once). The exponential is taken
-        because the loss of a model exceeds the best one's by about a quadratic form of the errors of its weights: of
-        two weights it is exponential, of more it is closer to a normal, which would need a lower threshold. So
-        among clients that differ by chance alone some are named with probability ``rate`` at most, unless the models
-        have a single weight (then 0.13 of 10 clients), or the clients' numbers of examples differ much.
+        about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
+        from one exponential distribution, some client is named with probability ``rate`` at most (half of it for
+        models, half for data; simulated once). The exponential suits because the loss of a model exceeds the best one's
+        by about a quadratic form of the errors of its weights, which is exponential for two weights and closer to a
+        normal for more. So the probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10
+        clients), or the clients' numbers of examples differ much.
 
-        A client whose scores off the diagonal are not finite stands out, whatever the others are. Where the effects
-        of more than half of the clients are equal, there is nothing to measure by, and no other client stands out; so
-        it is for fewer than three clients. An accuracy of few examples has such ties; the NLL has none.
+        A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
+        the clients are equal, or there are fewer than three clients, no other client stands out. An accuracy of few
+        examples has such ties; the NLL has none.
 
         Args:
-            figure: of which; None: the NLL, or the first where there is none.
-            rate: chance of naming any client where none differs, in (0, 1).
+            figure: name; None: the NLL, or else the first figure.
+            rate: chance of naming any client if none differs, in (0, 1).
 
         Raises:
-            FedBayesError: there is no such figure, or ``rate`` is not in (0, 1).
+            FedBayesError: unknown figure, or ``rate`` is not in (0, 1).
         """
         check_number("rate", rate, "(0, 1)", error=FedBayesError)
         values, left = self._of(figure)[1], list(range(len(self.names)))
@@ -206,10 +203,10 @@ class CrossScores:
         Of more than 100 clients it shows 100, at equal distances.
 
         Args:
-            figure: of which; None: the NLL, or the first where there is none.
+            figure: name; None: the NLL, or else the first figure.
 
         Raises:
-            FedBayesError: there is no such figure.
+            FedBayesError: unknown figure.
         """
         figure, values = self._of(figure)
         shown = _shown(len(self.names))
@@ -229,10 +226,8 @@ class CrossScores:
         head, lines = self.table(figure)
         models, data = (each[_shown(len(each))].tolist() for each in self.others(figure))
         mean = float(self.others(figure)[0].mean())
-        return (
-            [*head, "the others"],
-            [*([*line, own] for line, own in zip(lines, models)), ["the others", *data, mean]],
-        )
+        lines = [[*line, own] for line, own in zip(lines, models)]
+        return [*head, "the others"], [*lines, ["the others", *data, mean]]
 
     def to_csv(self, path: str | Path) -> None:
         """Write all figures as a CSV file with a head: a line for each pair of model and data."""
@@ -261,11 +256,11 @@ def evaluate_across(
     seed: int = 0,
     collate_fn: Collate | None = None,
 ) -> CrossScores:
-    """Score each client's own model on the data of every client (cross-site evaluation).
+    """Score each client's model on the data of every client (cross-site evaluation).
 
-    It takes as many passes over all data as there are clients. Clients whose row or column stands out have other data
-    than the others: other labels, another device, another population. Then personal posteriors, or a model for each
-    group of clients, serve better than one for all.
+    It takes as many passes over all data as there are clients. A client with a row or column that stands out has other
+    data: other labels, another device, another population. Then personal posteriors, or a model for each group of
+    clients, serve better than one for all.
 
     ::
 
@@ -274,12 +269,12 @@ def evaluate_across(
         print(scores.markdown(), scores.outlying())
         scores.plot().savefig("across.png")
 
-    The diagonal is what :func:`~lightning_fedbayes.evaluate_clients` gives of the same modules. Use data that the
-    models have not trained on, or the diagonal is too good.
+    The diagonal equals :func:`~lightning_fedbayes.evaluate_clients` of the same modules. Use data that the models have
+    not trained on, or the diagonal is too good.
 
     Args:
-        modules: name of a client → the module of its own model, as :func:`~lightning_fedbayes.evaluate_clients` takes
-            one; for each of ``clients``, and for no others.
+        modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`; for
+            each of ``clients``, and for no others.
         clients: name → data set of inputs and targets.
         figure: the only one to keep, such as "nll"; None keeps all.
         batch_size: of the passes.
@@ -287,15 +282,11 @@ def evaluate_across(
         collate_fn: list of examples → batch; None: torch's.
 
     Raises:
-        FedBayesError: a client has no example or no module, a module is of no client, the predictions are not of this
-            package, or there is no such figure.
+        FedBayesError: a client lacks examples or a module, a module has no client, the predictions are not of this
+            package, or the figure is unknown.
     """
-    check_kind(
-        "modules", modules, Mapping, "give a dict, name of the client → module of its own model", error=FedBayesError
-    )
-    check_kind(
-        "clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data", error=FedBayesError
-    )
+    check_kind("modules", modules, Mapping, "give a dict, name of the client → its module", error=FedBayesError)
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:
         raise FedBayesError(

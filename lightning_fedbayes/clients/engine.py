@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.context import Collected, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
-from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import OptimizerState, after_absence
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
-from lightning_fedbayes.clients.states import Client, ClientState, States
+from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, States, after_absence
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -62,17 +60,17 @@ class Engine(ABC):
         method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         keep_posteriors: let every client keep the posterior that it has trained last.
-        folder: where the clients' states lie; None: in memory.
+        folder: of the clients' states; None: in memory.
         writes: this process writes them there, for all.
-        seed: source of all random draws.
+        seed: of all random draws.
 
     Attributes:
         states: what every client keeps.
         plan: the clients of the round that this process trains.
-        prepare: brings the loop's batch to the device; None: the loop does it as it always does.
+        prepare: brings the loop's batch to the device; None: the loop does.
         shared: what the server has sent to all clients of the round.
-        local: puts clients' own priors into the network in this round; None where the method wants none, and nothing
-            to be measured.
+        local: puts the clients' priors into the network in this round; None where the method neither sets priors nor
+            measures.
     """
 
     name: ClassVar[str]
@@ -111,26 +109,19 @@ class Engine(ABC):
         self.use(loader)
 
     def use(self, loader: FederatedLoader) -> None:
-        """Take the clients and their batches from ``loader`` from now on; the number of clients stays."""
+        """Take the clients and their batches from ``loader`` from now on; their number must not change."""
         self._loader = loader
         self.names, self.sizes = OfClients(loader.clients.names), OfClients(loader.clients.sizes)
 
     def client(self, position: int) -> Client:
         """Return the client at ``position`` of the round's cohort."""
         job = self.plan.cohort[position]
-        return Client(
-            job % STRIDE,
-            self.names[job],
-            self.sizes[job],
-            self.plan.round,
-            position,
-            len(self.plan.cohort),
-            job // STRIDE,
-        )
+        number, problem, cohort = job % STRIDE, job // STRIDE, len(self.plan.cohort)
+        return Client(number, self.names[job], self.sizes[job], self.plan.round, position, cohort, problem)
 
     @abstractmethod
     def num_batches(self, plan: RoundPlan) -> int:
-        """Return how many of the loop's batches the clients of ``plan`` take; without clients one, which is idle."""
+        """Return the number of the loop's batches for the clients of ``plan``; one, which is idle, without clients."""
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``, which may be none."""
@@ -138,12 +129,9 @@ class Engine(ABC):
         self.states.begin_round()
 
     def begin_method(self, shared: Shared) -> None:
-        """Before a round, tell the engine what the server has sent; the network's priors are then the method's.
+        """Take what the server has sent for a round, and set the method's priors.
 
-        Clients of a server that is new forget what they have kept for the method.
-
-        Raises:
-            FederationError: the module does not go with the method.
+        Clients of a new server forget what they have kept for the method.
         """
         if shared.is_new:
             self.states.forget_methods()
@@ -153,24 +141,18 @@ class Engine(ABC):
             self.model.set_prior(prior)
             self._prior = prior
         model, federated = self.model, shared.posterior.mean.keys()
-        layers = gaussian_parameters(model.module)
         learned = () if model.learned is None else model.learned.variances
-        self._gaussian = frozenset(name for name in (*layers, *learned) if name in federated)
-        frozen = {name for name, p in model.parameters.items() if not p.requires_grad}
-        self._frozen = frozenset(frozen & federated)
+        self._gaussian = frozenset({*gaussian_parameters(model.module), *learned} & federated)
+        self._frozen = frozenset({name for name, p in model.parameters.items() if not p.requires_grad} & federated)
 
     def restore_priors(self) -> None:
-        """Give the network its own priors back."""
+        """Restore the network's priors."""
         if self._prior is not None or self.local is not None:
             self.model.set_prior(None)
         self._prior = None
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
-        """Ask the method what a client minimises, and remember it until the client's report.
-
-        Raises:
-            FederationError: what the client has kept does not go with the method.
-        """
+        """Ask the method what a client minimises, and remember it until the client's report."""
         assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
@@ -196,7 +178,7 @@ class Engine(ABC):
     def found(
         self, measured: Measured, client: Client, processes: int = 1, slot: int | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Return what has been measured of a client's data, see :class:`~lightning_fedbayes.methods.Trained`."""
+        """Return gradients and curvatures of a client's data, see :class:`~lightning_fedbayes.methods.Trained`."""
         assert self.local is not None
         count, learned = client.num_examples, self.model.learned
         scales = {name: count / (1.0 if learned is None else learned.temperature(name)) for name in self.local.others}
@@ -204,9 +186,9 @@ class Engine(ABC):
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
     def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
-        """Return the states with which a client's optimizers start, :func:`after_absence`; none if they are new.
+        """Return the states with which a client's optimizers start, :func:`after_absence`; empty if they are new.
 
-        One that learns a posterior starts from the global one.
+        An optimizer that learns a posterior starts from the global one.
         """
         states = state.optimizers
         if states:
@@ -221,25 +203,23 @@ class Engine(ABC):
     def terms(
         self, clients: Sequence[Client], problems: Sequence[LocalProblem], *, stacked: bool = False
     ) -> list[Pull]:
-        """Return what the loss of a client, or of each client in a stack, gains: its quadratic, and a learned prior."""
+        """Return the terms in the loss of a client, or of each in a stack: its quadratic, and a learned prior."""
         learned = self.model.learned
         quadratics = [each.quadratic for each in problems]
         found = [pull_of(quadratics, self.model, stacked=stacked)] if any(quadratics) else []
         if learned is not None:
             parts = [learned.term(c.num_examples, self._priors(each)) for c, each in zip(clients, problems)]
-            strengths, duals = (
-                {
-                    name: torch.stack([each[i][name] for each in parts]) if stacked else parts[0][i][name]
-                    for name in parts[0][i]
-                }
-                for i in range(2)
-            )
-            zeros = {name: torch.zeros_like(value) for name, value in parts[0][0].items()}
+            strengths, duals = parts[0]
+            zeros = {name: torch.zeros_like(value) for name, value in strengths.items()}
+            if stacked:
+                strengths, duals = (
+                    {name: torch.stack([each[i][name] for each in parts]) for name in parts[0][i]} for i in range(2)
+                )
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found
 
     def _priors(self, problem: LocalProblem) -> dict[str, LocalPrior] | None:
-        """Return a client's own priors of parameters outside of Bayesian layers."""
+        """Return a client's priors of parameters outside of Bayesian layers; None where it has the network's."""
         if problem.prior is None:
             return None
         assert self.local is not None
@@ -254,7 +234,7 @@ class Engine(ABC):
         buffers: Tensors,
         optimizer: Mapping[int, Any],
     ) -> Tensors:
-        """Return the variances, outside of Bayesian layers, of a client that has trained; ``local`` it had kept."""
+        """Return the variances, outside of Bayesian layers, of a client that has trained and had kept ``local``."""
         assert self.model.learned is not None
         batches = self._brought(client.round, client.job)
         return self.model.learned.measured(
@@ -288,16 +268,10 @@ class Engine(ABC):
         buffers: Tensors,
         measured: tuple[Tensors, Tensors] | None = None,
     ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
-        """Return what a client that has trained sends, and what it keeps: as the method says, and its own posterior.
+        """Return what a client that has trained sends, and what it keeps for the method and of its posterior.
 
-        Args:
-            client: its number.
-            posterior, buffers: after its training.
-            measured: what :meth:`found` has returned; None if nothing was measured.
-
-        Raises:
-            FusionError: training has left the finite numbers.
-            FederationError: it has changed what is frozen.
+        ``measured`` is the result of :meth:`found`. Raise FusionError if a value is not finite, and FederationError if
+        training has changed what is frozen.
         """
         self.model.check_frozen()
         is_last = client // STRIDE == self.method.problems - 1
@@ -307,12 +281,13 @@ class Engine(ABC):
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = report_of(self.method, self.shared, participant, Trained(posterior, *(measured or ())))
-        tensors = [*posterior.mean.values(), *posterior.variance.values()] if report.kept else []
-        views = {each.untyped_storage().data_ptr() for each in tensors}  # of the network, soon another client's
-        own["kept"] = {
-            name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
-            for name, value in report.kept.items()
-        }
+        own["kept"] = {}
+        if report.kept:
+            tensors = (*posterior.mean.values(), *posterior.variance.values())
+            views = {each.untyped_storage().data_ptr() for each in tensors}  # of the network, soon another client's
+            for name, value in report.kept.items():
+                is_view = value.untyped_storage().data_ptr() in views
+                own["kept"][name] = value.detach().clone() if is_view else value.detach()
         return report.posterior, joined(buffers, report.sent), own
 
     def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
@@ -321,50 +296,45 @@ class Engine(ABC):
         return states if learned is None or not states else [learned.kept(states[0]), *states[1:]]
 
     def span(self, batch_idx: int) -> tuple[int, int]:
-        """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.
-
-        By default the whole round.
-        """
+        """Return the loop's batches, first and stop, that hooks and ``training_step`` see as one epoch: all."""
         return 0, self.num_batches(self.plan)
 
     @abstractmethod
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
-        """Begin the clients whose first batch this is, number ``batch_idx`` of the round, and return them."""
+        """Begin and return the clients with their first batch in number ``batch_idx`` of the round."""
 
     @abstractmethod
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
         """Train on the batch that has begun; a client that raises is left out of the round, and training goes on.
 
-        Args:
-            step: the loop's own step.
-            optimizer, batch_idx, kwargs: its arguments; the number of the batch is that in its :meth:`span`.
+        ``step`` is the loop's, with its arguments; the number of the batch counts within its :meth:`span`.
         """
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of the clients whose last batch this was; all must be taken.
+        """Return the updates, or failures, of clients that end with this batch; the caller must take all.
 
         The tensors of an update may be views that the next batch overwrites.
         """
 
     def seconds(self) -> float:
-        """Return the time since the clients under way have begun."""
+        """Return the time since the present clients have begun."""
         return time.perf_counter() - self._start
 
     def threads(self) -> AbstractContextManager[None]:
         """Inside, torch uses the number of threads that suits the posteriors of the round.
 
-        By default its own number: after any change oneDNN prepares every convolution anew.
+        By default the number does not change, since oneDNN then prepares every convolution again.
         """
         return nullcontext()
 
     def forget(self, client: int) -> None:
-        """Drop the figures and the state of a client whose update is not used."""
+        """Drop the figures and the new state of a client, because its update is not used."""
         self.states.forget(client)
         self.log.forget(client)
 
     def take_trained(self, everyone: Sequence[Results]) -> None:
-        """Take figures and states of the clients of all processes in place of this one's own."""
+        """Take figures and states of the clients of all processes in place of this one's."""
         self.log.take([logged for logged, _ in everyone])
         self.states.take([states for _, states in everyone])
 
@@ -376,13 +346,13 @@ class Engine(ABC):
             self.local.remove()
 
     def close(self) -> None:
-        """Give the optimizers back as they were, and the folder of states to others; a second call does nothing."""
+        """Restore the optimizers, and release the folder of states; a second call does nothing."""
         self.states.close()
 
 
 @contextmanager
 def threads_for(operations: float) -> Iterator[None]:
-    """Inside, torch uses one thread if so few ``operations`` do not repay more (:data:`SMALL_STEP`)."""
+    """Inside, torch uses one thread if there are few ``operations`` (:data:`SMALL_STEP`)."""
     threads = torch.get_num_threads()
     if operations > SMALL_STEP or threads == 1:
         yield

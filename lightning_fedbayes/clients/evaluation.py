@@ -1,18 +1,20 @@
-"""Scores of every client on its own data, and the personal posterior that suits a client best."""
+"""Scores of every client on its data, the best personal posterior of a client, and an AutoFusion's held-out loss."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +22,7 @@ from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import (
     LARGEST,
     FedBayesError,
+    FederationError,
     check_at_least,
     check_choice,
     check_kind,
@@ -29,37 +32,18 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
-from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
+from lightning_fedbayes.fusion.auto import AutoFusion, Score
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.metrics.functional import (
-    calibration_diagram,
-    concordance_index,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-    weighted_accuracy,
-    worst_fraction_accuracy,
-)
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    Cox,
-    Gaussian,
-    Likelihood,
-    RegressionPrediction,
-    Rows,
-    SurvivalPrediction,
-    likelihood_of,
-    said_by,
-)
-from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.metrics import functional, likelihoods
+from lightning_fedbayes.modules import BayesianModule, PosteriorPredictive
 
-Predicted = Rows
+Predicted = likelihoods.Rows
+Prediction = likelihoods.ClassPrediction | likelihoods.RegressionPrediction | likelihoods.SurvivalPrediction
 OF_DRAWS = ("logits", "probs")
-"""Rows are their last dimension but one."""
+"""Figures of draws, with the examples in the last dimension but one."""
 Collate = Callable[[list[Any]], Any]
 """List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
@@ -70,15 +54,15 @@ WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class ClientScores:
-    """Scores of every client on data of its own: a table with a row for each client.
+    """Scores of every client on its data: a table with a row for each client.
 
     Args:
         names: of the clients.
         num_examples: of each client, the weights of :meth:`mean`.
         values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
             bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval);
-            of risks "c_index" and "nll", with pairs and risk sets within each client. NaN where a client has no value;
-            it counts nowhere then.
+            of risks "c_index" and "nll", with pairs and risk sets within each client. A missing value is NaN and does
+            not count.
 
     >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
     >>> scores.mean("accuracy"), scores.worst("accuracy"), scores.spread("accuracy")
@@ -105,7 +89,7 @@ class ClientScores:
 
     @classmethod
     def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
-        """Return the table of each client's number of examples and figures, by its name; NaN for a figure it lacks."""
+        """Return the table of each client's number of examples and figures, by its name; NaN for a missing figure."""
         values = {
             figure: torch.tensor([figures[name].get(figure, math.nan) for name in num_examples], dtype=torch.float64)
             for figure in dict.fromkeys(figure for each in figures.values() for figure in each)
@@ -118,25 +102,21 @@ class ClientScores:
         return self.values[figure].double()
 
     def mean(self, figure: str, weighting: str = "examples") -> float:
-        """Return the mean over all examples ("examples"), or over clients, each of which counts the same ("clients").
-
-        Raises:
-            FedBayesError: there is no such figure or weighting.
-        """
+        """Return the mean over all examples ("examples"), or over clients with equal weights ("clients")."""
         check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
         values = self._of(figure)
         counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
-        return float(weighted_accuracy(values, counts))
+        return float(functional.weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
 
         Raises:
-            FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
+            FedBayesError: unknown figure, or ``fraction`` is not in (0, 1].
         """
         values = self._of(figure)
         sign = sign_of(figure)
-        return sign * float(worst_fraction_accuracy(sign * values, fraction))
+        return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
@@ -152,7 +132,7 @@ class ClientScores:
         ]
 
     def table(self) -> tuple[list[str], list[Row]]:
-        """Return head and rows as people read them: of many clients the worst by the first figure, and a count."""
+        """Return head and rows to print: of many clients the worst by the first figure, and a count."""
         figure = next(iter(self.values), "")
 
         def badness(row: Row) -> float:
@@ -161,7 +141,7 @@ class ClientScores:
         return ["client", "examples", *self.values], worst_rows([list(row.values()) for row in self.rows()], badness)
 
     def summary(self) -> dict[str, float]:
-        """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
+        """Return mean, worst 10 % and spread of every figure, by the names for loggers."""
         ends = (("", self.mean), ("_worst", self.worst), ("_spread", self.spread))
         return {f"clients/{figure}{end}": of(figure) for figure in self.values for end, of in ends}
 
@@ -188,7 +168,7 @@ class ClientScores:
 
 
 def sign_of(figure: str) -> int:
-    """Return 1 for a figure of which more is better, and -1 for any other."""
+    """Return 1 for a figure where more is better, and -1 for any other."""
     return 1 if figure.rpartition("/")[2] in HIGHER_IS_BETTER else -1
 
 
@@ -200,7 +180,7 @@ def evaluate_clients(
     seed: int = 0,
     collate_fn: Collate | None = None,
 ) -> ClientScores:
-    """Score every client on data of its own, in one pass; no data at the server are needed.
+    """Score every client on its data, in one pass; the server needs no data.
 
     ::
 
@@ -210,19 +190,17 @@ def evaluate_clients(
         print(fb.evaluate_clients(personal, held_out).markdown())                # each client's own
 
     Args:
-        module: whose ``predict_step`` returns a prediction of this package: a module of this package, or a
-            :class:`~lightning_fedbayes.PosteriorPredictive` of any other; or one for each client, by name.
-        clients: name → data set of inputs and targets, whose batches have any form that ``module`` takes.
+        module: a module of this package, or a :class:`~lightning_fedbayes.PosteriorPredictive` of any other, with a
+            ``predict_step`` that returns a prediction of this package; or one for each client, by name.
+        clients: name → data set of inputs and targets, in batches that ``module`` takes.
         batch_size: of the pass.
         seed: of the draws from the posterior, the same for every client.
-        collate_fn: list of examples → batch, such as that of a DataLoader of graphs; None: torch's.
+        collate_fn: list of examples → batch, as for a DataLoader of graphs; None: torch's.
 
     Raises:
-        FedBayesError: a client has no example or no module, or the predictions are not of this package.
+        FedBayesError: a client lacks examples or a module, or the predictions are not of this package.
     """
-    check_kind(
-        "clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data", error=FedBayesError
-    )
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     _check_pass(batch_size, seed)
     if collate_fn is not None and not callable(collate_fn):
         raise FedBayesError(f"collate_fn={shown(collate_fn)}: give a function, list of examples → batch")
@@ -246,11 +224,11 @@ def _check_pass(batch_size: int, seed: int) -> None:
 
 def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = None) -> Iterator[Any]:
     """Yield batches; raise FedBayesError for examples that make none."""
-    loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be one of NumPy
+    loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be a NumPy integer
     while True:
         try:
             batch = next(loader, None)
-        except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what does not stack
+        except (TypeError, ValueError, RuntimeError) as error:  # torch cannot stack the examples
             raise FedBayesError(
                 f"the examples make no batch ({error}): give pairs of input and target, or a collate_fn"
             ) from error
@@ -263,19 +241,15 @@ def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
-    check_kind(
-        "module",
-        module,
-        L.LightningModule,
-        "give a LightningModule, or a PosteriorPredictive of it",
-        error=FedBayesError,
-    )
+    remedy = "give a LightningModule, or a PosteriorPredictive of it"
+    check_kind("module", module, L.LightningModule, remedy, error=FedBayesError)
     if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
-    seed = derive_seed(seed, "evaluation")
-    return figures_of(
-        predict_data(module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch)), collate_fn)
-    )
+
+    def predict(batch: Any) -> Predicted:
+        return means_of(predicted(module, batch))
+
+    return figures_of(predict_data(module, dataset, batch_size, derive_seed(seed, "evaluation"), predict, collate_fn))
 
 
 @torch.no_grad()
@@ -287,9 +261,9 @@ def predict_data(
     predict: Callable[[Any], Predicted],
     collate_fn: Collate | None = None,
 ) -> Predicted:
-    """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
+    """Return the joined predictions of ``predict`` for the batches of a data set, with ``module`` in evaluation mode.
 
-    Batches come to its device; draws are from ``seed``, and the global generators stay as they are.
+    Batches come to its device; draws are from ``seed``, and the global generators do not change.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
@@ -299,7 +273,7 @@ def predict_data(
 
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, torch draws from ``seed``; afterwards its generators are what they were."""
+    """Inside, torch draws from ``seed``; afterwards its generators are restored."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -312,33 +286,29 @@ def joined(parts: Sequence[Predicted]) -> Predicted:
 
 
 def has_predict_step(module: L.LightningModule) -> bool:
-    """Return True if a module has a ``predict_step`` of its own."""
+    """Return True if a module overrides ``predict_step``."""
     return type(module).predict_step is not L.LightningModule.predict_step
 
 
 def predicted(module: L.LightningModule, batch: Any) -> Predicted:
-    """Return what is scored of a module's ``predict_step``, "probs" as one draw.
-
-    Raises:
-        FedBayesError: they are not those of this package.
-    """
+    """Return the rows to score of a module's ``predict_step``, "probs" as one draw; raise FedBayesError for others."""
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
-    if not isinstance(prediction, ClassPrediction | RegressionPrediction | SurvivalPrediction):
+    if not isinstance(prediction, Prediction):
         raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
-    return (said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
+    return (likelihoods.said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
 
 
-def likelihood_by(prediction: ClassPrediction | RegressionPrediction | SurvivalPrediction) -> Likelihood:
-    """Return the likelihood that the shapes of a prediction tell."""
-    if isinstance(prediction, RegressionPrediction):
-        return Gaussian(0.0)
-    if isinstance(prediction, SurvivalPrediction):
-        return Cox()
+def likelihood_by(prediction: Prediction) -> likelihoods.Likelihood:
+    """Return the likelihood that follows from the shapes of a prediction."""
+    if isinstance(prediction, likelihoods.RegressionPrediction):
+        return likelihoods.Gaussian(0.0)
+    if isinstance(prediction, likelihoods.SurvivalPrediction):
+        return likelihoods.Cox()
     probs, label = prediction.probs, prediction.label
     if probs.shape == label.shape:
-        return Bernoulli()
-    return Categorical(channels=1 if probs.movedim(1, -1).shape[:-1] == label.shape else -1)
+        return likelihoods.Bernoulli()
+    return likelihoods.Categorical(channels=1 if probs.movedim(1, -1).shape[:-1] == label.shape else -1)
 
 
 def means_of(found: Predicted) -> Predicted:
@@ -347,12 +317,8 @@ def means_of(found: Predicted) -> Predicted:
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
-def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
-    """Return what is scored of a batch: of draws of the output if the module can draw, otherwise of its output.
-
-    Raises:
-        FedBayesError: the output is not of shape (batch, *).
-    """
+def rows_by_outputs(predictive: nn.Module, batch: Any) -> Predicted:
+    """Return the rows to score of a batch: of draws of the output if the module can draw, otherwise of its output."""
     inputs, targets = unpacked(batch, predictive, needs_targets=True)
     sample: Any = getattr(predictive, "sample", None)
     outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs).unsqueeze(0)
@@ -361,36 +327,30 @@ def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
             f"{type(predictive).__name__} gives {shown(outputs)}; outputs of shape (batch, *), or draws of them, are "
             "needed"
         )
-    known = (
-        predictive.likelihood_for(outputs[0], targets)
-        if isinstance(predictive, PosteriorPredictive)
-        else (likelihood_of(predictive, outputs[0], targets))
-    )
-    return known.rows(outputs, targets)
+    if isinstance(predictive, PosteriorPredictive):
+        return predictive.likelihood_for(outputs[0], targets).rows(outputs, targets)
+    return likelihoods.likelihood_of(predictive, outputs[0], targets).rows(outputs, targets)
 
 
 def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
+    """Return the mean predictive of scaled logits, shape (samples, batch, classes) or (batch, classes), in float64."""
     scaled = logits.movedim(-1, 0).double() / temperature
     probs = scaled.contiguous().softmax(0).movedim(0, -1)  # over the first dimension in an eighth of the time
     return probs.mean(0) if probs.ndim == 3 else probs
 
 
 def figures_of(found: Predicted) -> dict[str, float]:
-    """Return the figures of a client's predictions.
+    """Return the figures of a client's predictions; raise FedBayesError if they have another form.
 
     Args:
         found: "probs" (batch, classes) and "target" (batch,); "mean", "variance" and "target", (batch, targets); or
             "log_risk" (batch,) and "target" (batch, 2).
-
-    Raises:
-        FedBayesError: it holds none of these.
     """
     target = found["target"]
     if "probs" in found:
         return class_figures(found["probs"], target)
     if "log_risk" in found:
-        c_index = float(concordance_index(found["log_risk"], target[:, 1], target[:, 0]))
+        c_index = float(functional.concordance_index(found["log_risk"], target[:, 1], target[:, 0]))
         return {"c_index": c_index, "nll": float(nll_of(found).mean())}
     if "mean" not in found:
         raise FedBayesError(f"there are neither probabilities of classes nor mean and variance: {REMEDY}")
@@ -399,28 +359,28 @@ def figures_of(found: Predicted) -> dict[str, float]:
     return {
         "rmse": float((mean - target).square().mean().sqrt()),
         "nll": float(nll_of(found).mean()) / (1 if "nll" in found else mean.shape[1]),
-        "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+        "coverage": float(functional.interval_coverage(mean, variance, target, level=0.9).float().mean()),
     }
 
 
 def nll_of(found: Predicted) -> Tensor:
-    """Return the NLL of each row in nats, summed over targets; of "probs" that of their mean over draws."""
+    """Return the NLL of each row in nats, summed over targets; for "probs" of their mean over draws."""
     if "nll" in found:
         return found["nll"]
     if "log_risk" in found:
-        return Cox().nll(found["log_risk"], found["target"])
+        return likelihoods.Cox().nll(found["log_risk"], found["target"])
     if "mean" in found:
-        return gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
+        return functional.gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
     probs = found["probs"] if found["probs"].ndim == 2 else found["probs"].mean(0)
-    return negative_log_likelihood(probs, found["target"])
+    return functional.negative_log_likelihood(probs, found["target"])
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
     """Return accuracy, NLL in nats per example and ECE (15 bins) of mean predictives, shape (batch, classes)."""
     return {
         "accuracy": float((probs.argmax(-1) == target).double().mean()),
-        "nll": float(negative_log_likelihood(probs, target).mean()),
-        "ece": float(calibration_diagram(probs, target).ece),
+        "nll": float(functional.negative_log_likelihood(probs, target).mean()),
+        "ece": float(functional.calibration_diagram(probs, target).ece),
     }
 
 
@@ -434,7 +394,7 @@ def choose_personal_weight(
     seed: int = 0,
     **options: Any,
 ) -> tuple[float, dict[float, float]]:
-    r"""Choose how much of its own posterior a client's personal one holds, by the NLL of data it has not trained on.
+    r"""Choose the weight of a client's own posterior in its personal one, by the NLL of data it has not trained on.
 
     .. math:: \lambda_k = \arg\min_\lambda -\tfrac1n \sum_i \log p(y_i \mid x_i, q_k^{(\lambda)})
 
@@ -443,12 +403,12 @@ def choose_personal_weight(
         weight, _ = fb.choose_personal_weight(lambda w: callback.posterior_of("north", w), model, north_validation)
         predictive = fb.PosteriorPredictive(model, callback.posterior_of("north", weight))
 
-    The smallest weight wins a tie. Every weight is scored with the same random draws. Use neither training data, which
-    would favour the client's own posterior, nor the data that the result is reported on.
+    The smallest weight wins a tie. Every weight is scored with the same random draws. Do not use training data, which
+    favour the client's own posterior, nor the data on which you report the result.
 
     Args:
         posterior_of: weight → the personal posterior; 0 is the global one.
-        module: the network whose parameters those are.
+        module: the network.
         held_out: data of the client, inputs and targets.
         weights: to choose from, each in [0, 1].
         batch_size, seed: see :func:`evaluate_clients`.
@@ -459,7 +419,7 @@ def choose_personal_weight(
     Source: Jamoussi et al. 2025.
 
     Raises:
-        FedBayesError: there is no example or no weight, or no weight has a finite NLL.
+        FedBayesError: examples or weights are missing, or no weight has a finite NLL.
     """
     check_dataset("held_out", held_out)
     if not len(held_out):  # pyright: ignore[reportArgumentType]
@@ -483,3 +443,52 @@ def choose_personal_weight(
             "the posteriors"
         )
     return min(finite, key=lambda weight: scores[weight]), scores
+
+
+def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
+    """Raise FederationError if ``auto`` does not know how to score ``module``."""
+    if auto.score is None and not isinstance(module, BayesianModule):
+        raise FederationError(
+            f"fusion='auto' does not know how to score a {type(module).__name__}: pass "
+            "AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
+        )
+
+
+def held_out_loss(
+    module: L.LightningModule, batches: Iterable[Any], score: Score | None, seed: int, round: int
+) -> float:
+    """Return the mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
+    total, count = 0.0, 0
+    context = module.trainer.precision_plugin.forward_context
+    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(), context():
+        seed_everything(derive_seed(seed, "validation", round))
+        for batch in batches:
+            size = extract_batch_size(batch)
+            total += float((score or predictive_nll)(module, batch)) * size
+            count += size
+    return total / count if count else math.nan
+
+
+def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
+    """Return the hook of our modules that takes a candidate's posterior; None for other modules.
+
+    A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
+    """
+    return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
+
+
+def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
+    """Return the negative log-likelihood, per example in nats, of the module's ``predict_step`` on a batch."""
+    rows = predicted(module, batch)
+    return nll_of(rows).sum() / likelihoods.examples_in(rows)
+
+
+@contextmanager
+def kept_attributes(module: object, *names: str) -> Iterator[None]:
+    """Restore the attributes ``names`` of ``module`` at the end, whatever happens inside."""
+    kept = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

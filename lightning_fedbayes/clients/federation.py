@@ -11,18 +11,20 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.clients.engine import Engine, Results
-from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
+from lightning_fedbayes.clients.evaluation import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings, Sending
-from lightning_fedbayes.clients.states import InFlight
+from lightning_fedbayes.clients.states import ClientState, InFlight
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
+from lightning_fedbayes.server.schedule import ENDED
 
 Stage = Literal["between", "training", "fused"]
 
@@ -34,7 +36,7 @@ class ProcessNote:
     Args:
         trained: figures and states of its clients; None in a single process.
         sent: client → its posterior, where the module wants to see it.
-        extra: anything else that the caller adds.
+        extra: added by the caller.
     """
 
     trained: Results | None
@@ -42,15 +44,10 @@ class ProcessNote:
     extra: Any
 
 
-def honest(update: ClientUpdate | None) -> tuple[ClientUpdate, ...]:
-    """Return what a client sends where there are no adversaries: its update."""
-    return () if update is None else (update,)
-
-
 class Federation:
     """Drives an engine and a server through the rounds of a federation.
 
-    A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and hands what they return to
+    A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and passes their updates to
     :meth:`receive`; when :attr:`is_complete`, :meth:`land` and :meth:`finish`.
 
     Args:
@@ -62,9 +59,9 @@ class Federation:
     Attributes:
         server: holds the global posterior, the history and the rule's state.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
-        plan: the plan of the last round that was begun; None before the first.
-        share: the part of it that this process trains.
-        result: the result of the last round that :meth:`finish` has ended; None before, and after an error.
+        plan: of the last round that was begun; None before the first.
+        share: the part of the plan that this process trains.
+        result: of the last round that :meth:`finish` has ended; None before, and after an error.
         in_flight: messages under way, where there is a schedule; empty between rounds.
     """
 
@@ -92,26 +89,26 @@ class Federation:
         self.result: RoundResult | None = None
         self._is_shared = engine.log.is_shared = engine.states.is_shared = collective.size > 1
         self._received = 0
-        self._falsify = honest
+        self._falsify: Callable[[ClientUpdate | None], Iterable[ClientUpdate | ClientFailure]] | None = None
         self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
 
     @property
     def round(self) -> int:
-        """The round that is under way, or was last, from 0; −1 before the first."""
+        """The present round, or the last one, from 0; −1 before the first."""
         return -1 if self.plan is None else self.plan.round
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
 
-        That is the module's present one: what hooks have changed since the last round holds.
+        It is the module's present one: changes that hooks made between rounds take effect.
 
         Raises:
-            FederationError: the log of a federation that is repeated has ended, or the rule remembers rounds without
-                what was frozen and trains now.
+            FederationError: the log of a replayed federation has ended, or parameters that were frozen train now, and
+                the rule remembers rounds without them.
         """
-        if plan.is_beyond:
+        if plan.turn is ENDED:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
         if self.engine.model.join():  # what was frozen trains now
             if any(self.server.rule_states.values()) or split(self.server.buffers)[1]:
@@ -127,7 +124,8 @@ class Federation:
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
         self.engine.begin_method(self.server.begin(plan.heard))
-        self._wait_for_states()
+        if self._is_shared:
+            self._wait_for_states()
         advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
         if advice is not None and self.settings.posterior is None:
             rank_zero_info(advice)
@@ -147,28 +145,52 @@ class Federation:
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
-        """Bring the clients' updates to the server, or on their way. Returns the outcomes that are known."""
-        outcomes = []
+        """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way.
+
+        Returns: the outcomes that are known.
+        """
+        outcomes: list[ClientOutcome] = []
         if results == ():  # most batches end no client
             return outcomes
         with self.engine.threads():
             for result in results:
                 self._received += 1
-                if result.client >= STRIDE:  # what came of a further problem stays with the client
+                if result.client >= STRIDE:  # the result of a further problem stays with the client
                     self.engine.log.forget(result.client)
                     if isinstance(result, ClientFailure):
                         self.engine.forget(result.client)
                         self._not_kept[self.engine.names[result.client]] = result.error
-                else:
-                    outcomes += self._send(result)
+                    continue
+                sent: list[ClientUpdate | ClientFailure] = [result]
+                if isinstance(result, ClientUpdate):
+                    try:
+                        if self.settings.privacy is not None:
+                            result = self.settings.privacy.send(
+                                result, self.server.posterior, self.settings.seed, self.round
+                            )
+                        sent = [result] if self._falsify is None else list(self._falsify(result))
+                    except FusionError as refusal:
+                        sent = [ClientFailure(result.client, refusal, result.num_examples, result.seconds)]
+                self._leave(sent, outcomes)
             if self.is_complete:
                 if self._not_kept:
                     rank_zero_warn(
                         "Clients whose own networks stay as they were, because their training failed: "
                         f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
                     )
-                outcomes += [outcome for each in self._falsify(None) for outcome in self._leave(each)]
+                if self._falsify is not None:
+                    self._leave(self._falsify(None), outcomes)
         return outcomes
+
+    def _leave(self, messages: Iterable[ClientUpdate | ClientFailure], outcomes: list[ClientOutcome]) -> None:
+        """Bring messages to the server, and add their ``outcomes``; under a schedule send them on their way."""
+        for message in messages:
+            if self.settings.schedule is None:
+                outcomes.append(self._admit(message))
+                continue
+            if isinstance(message, ClientUpdate):
+                message = message.clone()
+            self.in_flight.send(message, self.round, self.engine.states.withdraw(message.client))
 
     def land(self) -> list[ClientOutcome]:
         """Bring the messages that arrive before the next fusion to the server, if there is a schedule."""
@@ -179,7 +201,7 @@ class Federation:
         order = {client: place for place, client in enumerate(self.in_flight.sent)}
         with self.engine.threads():
             for arrival in sorted(turn.arrivals, key=lambda each: (each.time, order[each.client])):
-                message, started, state = self.in_flight.arrive(arrival.client)
+                message, started, state = self.in_flight.sent.pop(arrival.client)
                 if arrival.client in turn.refused:
                     late = FusionError(
                         f"client {message.client}: its message comes {self.round - started} versions of the global "
@@ -196,29 +218,8 @@ class Federation:
         """True when all clients of the round that this process trains have been received."""
         return self.stage == "training" and self._received == len(self.share.cohort)
 
-    def _send(self, result: ClientUpdate | ClientFailure) -> list[ClientOutcome]:
-        """Send one client's update as privacy, and adversaries if there are any, make it."""
-        if not isinstance(result, ClientUpdate):
-            return self._leave(result)
-        try:
-            if self.settings.privacy is not None:
-                result = self.settings.privacy.send(result, self.server.posterior, self.settings.seed, self.round)
-            sent = list(self._falsify(result))
-        except FusionError as refusal:
-            sent = [ClientFailure(result.client, refusal, result.num_examples, result.seconds)]
-        return [outcome for each in sent for outcome in self._leave(each)]
-
-    def _leave(self, result: ClientUpdate | ClientFailure) -> list[ClientOutcome]:
-        """Bring one message to the server, or on its way there."""
-        if self.settings.schedule is None:
-            return [self._admit(result)]
-        if isinstance(result, ClientUpdate):
-            result = result.clone()
-        self.in_flight.send(result, self.round, self.engine.states.withdraw(result.client))
-        return []
-
     def _admit(self, result: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
-        """Let the server take an update in; one that does not count leaves nothing at its client."""
+        """Let the server take an update in; the client keeps its old state if the update does not count."""
         outcome = self.server.admit(result, started)
         if outcome.error is not None:
             self.engine.forget(outcome.client)
@@ -230,21 +231,21 @@ class Federation:
         """Let the server finish the round, and load the global model into the module.
 
         Args:
-            note: anything that this process has to tell the others; see :meth:`notes_of`.
+            note: what this process tells the others; see :meth:`notes_of`.
 
         Raises:
-            FederationError: too many rounds in a row came to nothing; the module holds the last good global model.
+            FederationError: too many rounds in a row have failed; the module holds the last good global model.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None
+        auto = self.settings.method.auto
+        told = ProcessNote(None, self._sent, note)
+        if self._is_shared:
+            sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
+            told = ProcessNote((self.engine.log.collected(), self.engine.states.trained()), sent, note)
         try:
-            with self._scoring() as score:
-                own = ProcessNote(None, self._sent, note)
-                if self._is_shared:
-                    sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
-                    trained = self.engine.log.collected(), self.engine.states.trained()
-                    own = ProcessNote(trained, sent, note)
-                result = self.server.finish(score, own)
+            with self.engine.threads() if auto is None else self._scoring(auto) as score:
+                result = self.server.finish(score, told)
         except FederationError:
             self._end(success=False)
             raise
@@ -278,12 +279,13 @@ class Federation:
             self.engine.model.load_global()
         self._sent = {}
         self.engine.end_round(success=success)
-        self._wait_for_states()
+        if self._is_shared:
+            self._wait_for_states()
         self.stage = "fused"
 
     def _wait_for_states(self) -> None:
         """Wait until one process has written to disk what the others will read."""
-        if self._is_shared and self.engine.states.store is not None:
+        if self.engine.states.store is not None:
             self.server.collective.all_gather(None)
 
     def _load(self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None) -> None:
@@ -299,13 +301,9 @@ class Federation:
             hook(whole(aggregate.posterior), [whole(each) for each in received])
 
     @contextmanager
-    def _scoring(self) -> Iterator[Scorer | None]:
-        """Inside, an ``AutoFusion`` scores its candidates; afterwards the module holds the old global model."""
-        auto, model, batches = self.settings.method.auto, self.engine.model, []
-        if auto is None:
-            with self.engine.threads():
-                yield None
-            return
+    def _scoring(self, auto: AutoFusion) -> Iterator[Scorer]:
+        """Inside, ``auto`` scores its candidates; afterwards the module holds the old global model."""
+        model, batches = self.engine.model, []
 
         def score(candidate: Aggregate, notes: Sequence[ProcessNote]) -> float:
             module = model.module
@@ -319,7 +317,7 @@ class Federation:
             yield score
 
     def check_trained(self) -> None:
-        """Raise FederationError if there have been rounds, and each of them came to nothing."""
+        """Raise FederationError if every round so far has failed."""
         server, last = self.server, self.result
         if last is not None and server.failed_rounds == len(server.history):
             raise server.failure(last.refusal, last.outcomes)
@@ -334,18 +332,18 @@ class Federation:
             raise FederationError(
                 f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
             )
-        state = self.engine.states.of(self._personal(int(number)))
+        state = self._personal(int(number))
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 
-    def _personal(self, client: int) -> int:
-        """Return the number of the problem whose posterior is a client's personal one."""
-        return client + (self.settings.method.problems - 1) * STRIDE
+    def _personal(self, client: int) -> ClientState:
+        """Return the state of a client's last problem, which has its personal posterior."""
+        return self.engine.states.of(client + (self.settings.method.problems - 1) * STRIDE)
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
         """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
         model, module = self.engine.model, self.engine.model.module
-        state = self.engine.states.of(self._personal(client))
+        state = self._personal(client)
         with model.unchanged(), kept_attributes(module, "global_round"):
             own = state.personal(self.server.posterior, 1.0)
             model.load_client(state.local)
@@ -360,8 +358,8 @@ class Federation:
 
         .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
 
-        with the mean over examples held out in place of the n examples of the clients, of whom the server has none. It
-        is highest at the posterior of the pooled data, as far as the two samples agree; before, it may fall in a round.
+        The mean is over held-out examples in place of the n examples of the clients, which the server does not have.
+        The estimate is highest at the posterior of the pooled data, as far as the two samples agree.
 
         Args:
             of_process: sum of the first term over the examples that this process has scored, and their number.
@@ -375,10 +373,10 @@ class Federation:
             server.history[-1]["sites/elbo"] = sum(sums) / sum(counts) - divergence / sum(self.engine.sizes)
 
     def abandon(self) -> None:
-        """Forget an unfinished round: the module holds the global posterior that it started from."""
+        """Forget an unfinished round: the module goes back to the global posterior that it started from."""
         self.engine.end_round(success=False)
         self.engine.model.load_global()
-        self.in_flight.drop(self.round)
+        self.in_flight.sent = {k: each for k, each in self.in_flight.sent.items() if each.started != self.round}
         self.stage = "between"
 
     def state_dict(self) -> dict[str, Any]:
@@ -387,11 +385,7 @@ class Federation:
         return {**self.server.state_dict(), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint.
-
-        Raises:
-            FederationError: it is no such state, or a client's own part of what the method counts is missing.
-        """
+        """Restore what :meth:`state_dict` gave; the module's checkpoint restores its parameters."""
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)

@@ -1,4 +1,4 @@
-"""The posterior of parameters that no Bayesian layer holds: their variance stands beside the module."""
+"""Posteriors of parameters outside of Bayesian layers, which keep their variances beside the module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.clients.states import parameters_of
+from lightning_fedbayes.clients.states import OptimizerState, parameters_of
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -33,12 +32,11 @@ class TrainedClient:
 
     Args:
         num_examples: n_k.
-        values: its parameters, name → tensor.
-        buffers: its buffers.
+        values, buffers: its parameters and buffers, name → tensor.
         state: of its optimizer, by the number of the parameter.
-        priors: its own, such as those of sites; None: those of all clients.
+        priors: of this client, such as by sites; None: as for all clients.
         received: parameters and buffers with which it began, name → tensor.
-        batches: gives its training data, batch by batch, as ``training_step`` gets them.
+        batches: returns its training batches as ``training_step`` gets them.
     """
 
     num_examples: int
@@ -51,121 +49,99 @@ class TrainedClient:
 
 
 class LearnedPosterior(ABC):
-    r"""The posterior of parameters outside of Bayesian layers: read, load, prior and state.
+    r"""The posterior of parameters outside of Bayesian layers.
 
-    A client's training begins with :meth:`start`, and ends with :meth:`measured`, which gives its variances.
+    A client's training begins with :meth:`start`, and ends with :meth:`measured`, which returns its variances.
 
     Args:
-        first: name → parameter and its variance before any training; nobody draws from that.
+        first: name → parameter and its variance before any training, from which nothing is drawn.
 
     Attributes:
         linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
-        variances: name in the posterior → variance, now in force beside the parameter; replaced when it changes.
+        variances: name in the posterior → present variance; the tensor is replaced when it changes.
     """
 
     linearised: ClassVar[bool] = False
     follows_data: bool = False
-    """True if widths follow the data of a client, not its past, so that sites can be measured."""
+    """True if widths follow a client's data, not its past, so that sites can be measured."""
     described: str = "this source"
     """The source, for messages."""
 
     def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
         self._first = {name: variance for name, (_, variance) in first.items()}
-        self._priors: Priors = {}
+        self._priors: dict[str, NormalPrior] = {}
         self.variances = {name: torch.full_like(p.detach(), variance) for name, (p, variance) in first.items()}
 
     @abstractmethod
     def prior_std(self, name: str) -> float:
-        """Return the standard deviation of a parameter's own prior, infinite for none."""
+        """Return the standard deviation of a parameter's prior; infinite without a prior."""
 
     def temperature(self, name: str) -> float:
         """Return the temperature of a parameter's posterior; 1 is Bayes."""
         return 1.0
 
     def prior(self, name: str) -> NormalPrior:
-        """Return a parameter's own prior.
-
-        Raises:
-            FederationError: it has none.
-        """
+        """Return a parameter's prior; raise FederationError if it has none."""
         if self.prior_std(name) == float("inf"):
             raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
         return NormalPrior(0.0, float(self.prior_std(name)))
 
     def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
-        """Make ``posterior`` the prior of all clients but for the names in ``exclude``; None brings the own back."""
-        self._priors = (
-            {}
-            if posterior is None
-            else {
-                name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
-                for name in self.variances
-                if name not in exclude
-            }
-        )
+        """Make ``posterior`` the prior of all clients, except the names in ``exclude``; None restores the priors."""
+        self._priors = {}
+        if posterior is not None:
+            for name in self.variances.keys() - set(exclude):
+                self._priors[name] = NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
 
     def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
-        """Return the priors in force, by name, as :func:`natural_prior` gives them; none if all are the own.
-
-        Args:
-            priors: of a client; None: those of all clients.
-        """
+        """Return a client's ``priors``, or all clients', as :func:`natural_prior` does; empty if none was replaced."""
         replaced = self._priors if priors is None else priors
-        return (
-            {
-                name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
-                for name, variance in self.variances.items()
-            }
-            if replaced
-            else {}
-        )
+        if not replaced:
+            return {}
+        return {
+            name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
+            for name, variance in self.variances.items()
+        }
 
     def check(self, batches: Iterable[Any]) -> None:  # noqa: B027
-        """Before any training, raise FederationError if :meth:`measured` cannot take such ``batches``; by default not.
-
-        Args:
-            batches: of a client, as ``training_step`` gets them.
-        """
+        """Raise FederationError before any training if :meth:`measured` cannot take these ``batches`` of a client."""
 
     def start(
-        self,
-        kept: OptimizerState,
-        num_examples: int,
-        priors: Priors | None = None,
-        local: Mapping[str, Tensor] | None = None,
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
         """Return the state with which a client's optimizer starts; by default what it has kept.
 
         Args:
             kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
             num_examples: of the client.
-            priors: its own, such as those of sites; None: those of all clients.
-            local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
+            priors: of the client, such as by sites; None: as for all clients.
+            local: tensors that the client keeps, with variances of parameters that never leave it
+                (:func:`variance_of`).
         """
         return kept
 
     def kept(self, state: OptimizerState) -> OptimizerState:
-        """Return what a client keeps of its optimizer's state after a round, where it keeps any; by default all."""
+        """Return the part of its optimizer's state that a client keeps after a round; by default all."""
         return state
 
     def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
-        r"""Return A and b of the term that the prior adds to the loss per example, by name; by default nothing.
+        r"""Return A and b of the prior's term in the loss per example, :math:`\tfrac12 A \theta^2 - b \theta`, by name.
 
-        The term is :math:`\tfrac12 A \theta^2 - b \theta`.
+        By default there is no term.
         """
         return {}, {}
 
     def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
-        """See the parameters after a step of the optimizer; by default nothing.
+        """Observe the parameters after a step of the optimizer; by default do nothing.
 
         Args:
             optimizer: of one client, or of a stack of clients.
-            done: share of its steps that each client has taken; of a client that is alone one number.
+            done: share of its steps that each client has taken; a single number without a stack.
         """
 
     @abstractmethod
     def measured(self, client: TrainedClient) -> Tensors:
-        """Return the variances of a client that has trained, after bringing its parameters to the posterior's mean."""
+        """Return the variances of a client that has trained, and set its parameters to the posterior's mean."""
 
 
 class PosteriorSource(ABC):
@@ -178,8 +154,7 @@ class PosteriorSource(ABC):
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
         """Return the posterior of ``module``, which these ``optimizers`` train; called once in a fit.
 
-        Raises:
-            FederationError: the source does not go with the module or its optimizers.
+        Raise FederationError if the source does not suit the module or its optimizers.
         """
 
     def __repr__(self) -> str:
@@ -193,7 +168,7 @@ class OptimizerPosterior(LearnedPosterior):
     Its state holds the precisions :math:`\Lambda` and the prior.
 
     Raises:
-        FederationError: it is to learn the posterior of a Bayesian layer's parameters, which have one already.
+        FederationError: it learns parameters of a Bayesian layer, which have a posterior already.
     """
 
     def __init__(self, optimizer: IVON, module: nn.Module) -> None:
@@ -231,18 +206,9 @@ class OptimizerPosterior(LearnedPosterior):
         return self._groups()[self._numbers[name]][1]["temperature"] if name in self._numbers else 1.0
 
     def start(
-        self,
-        kept: OptimizerState,
-        num_examples: int,
-        priors: Priors | None = None,
-        local: Mapping[str, Tensor] | None = None,
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
-        """See :meth:`LearnedPosterior.start`. Under a client's own quadratic prior the width is the global one.
-
-        Raises:
-            FederationError: a parameter that was frozen trains now, the global posterior is a point mass, or the
-                curvature of a client with its own prior is not that of squared gradients.
-        """
+        """See :meth:`LearnedPosterior.start`. Under a client's quadratic prior the width is the global one."""
         if priors and not self.follows_data:
             raise FederationError(
                 "IVON(curvature='ivon') with fusion='sites': its precision is a memory of every round, and no "
@@ -265,7 +231,7 @@ class OptimizerPosterior(LearnedPosterior):
             like = state["precision"]
             variance = (local or {}).get(variance_of(name), self.variances[name])
             own: Any = state.get("prior_precision", group["prior_std"] ** -2)
-            if bool((variance == self._first[name]).all()):  # no client has trained it
+            if bool((variance == self._first[name]).all()):  # before its first training
                 scale = float(state["examples"])
                 curvature = scale * first_curvature(parameter, group, scale)
                 state["precision"] = torch.full_like(like, 1.0) * (curvature + own)
@@ -286,7 +252,7 @@ class OptimizerPosterior(LearnedPosterior):
         return states
 
     def kept(self, state: OptimizerState) -> OptimizerState:
-        """See :meth:`LearnedPosterior.kept`: precision and prior come with the next round."""
+        """See :meth:`LearnedPosterior.kept`: the next round brings precision and prior."""
         own = {*self._numbers.values()}
         return {
             number: {key: value for key, value in entries.items() if key in KEPT} if number in own else entries
@@ -304,15 +270,15 @@ class OptimizerPosterior(LearnedPosterior):
 class CurvaturePosterior(LearnedPosterior):
     r"""The posterior of a :class:`~lightning_fedbayes.Laplace` approximation, taken after each client's training.
 
-    The prior, or a client's own :math:`\exp(b\theta - \tfrac12 A\theta^2)`, is a part of the loss; the precision is
-    :math:`\sum_i F_i + A`. The information :math:`F_i` is that at the end of training.
-    By sites it is that at the global model which the client has received, unless nobody has trained that: all sites are
-    of one model, and a client that fits its own examples perfectly ends where they say next to nothing. Where clients'
-    posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
+    The prior, or a client's :math:`\exp(b\theta - \tfrac12 A\theta^2)`, is a part of the loss. The precision is
+    :math:`\sum_i F_i + A`, with the information :math:`F_i` at the end of training. By sites :math:`F_i` is at the
+    global model that the client has received, once that was trained: all sites are of one model, and a client that fits
+    its examples perfectly ends where they have next to no information. Where posteriors are averaged, the information
+    weighs what each client has learnt, so it is at the client's model.
 
     Raises:
-        FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen; or
-            the likelihood is none of single examples.
+        FederationError: an optimizer has a prior or weight decay, the source's prior is to be chosen, or the
+            likelihood is not a product over examples.
     """
 
     linearised = True
@@ -381,10 +347,10 @@ class CurvaturePosterior(LearnedPosterior):
 class PathPosterior(LearnedPosterior):
     """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
 
-    They are kept beside the optimizer's own state, from the first step on: :data:`MOMENTS`.
+    The optimizer's state holds them, from the first step on: :data:`MOMENTS`.
 
     Raises:
-        FederationError: there are several optimizers, or one with a posterior of its own.
+        FederationError: there are several optimizers, or one that learns a posterior.
     """
 
     def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -399,15 +365,11 @@ class PathPosterior(LearnedPosterior):
         super().__init__({name: (chosen[name], source.min_std**2) for name in self._numbers})
 
     def prior_std(self, name: str) -> float:
-        """Infinite: there is no prior."""
+        """See :meth:`LearnedPosterior.prior_std`: there is no prior."""
         return float("inf")
 
     def start(
-        self,
-        kept: OptimizerState,
-        num_examples: int,
-        priors: Priors | None = None,
-        local: Mapping[str, Tensor] | None = None,
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
         """See :meth:`LearnedPosterior.start`: the moments of earlier rounds are left out."""
         return {i: {key: each for key, each in entries.items() if key not in MOMENTS} for i, entries in kept.items()}
@@ -455,10 +417,10 @@ class PathPosterior(LearnedPosterior):
 
 
 KEPT = ("step", "momentum", "square", "signal", "noise")
-"""State of IVON that a client keeps, where clients keep their optimizers; the precision is the global posterior's."""
+"""State of IVON that a client keeps with its optimizer; the precision is the global posterior's."""
 
 MOMENTS = ("path_count", "path_mean", "path_squares")
-"""Names of the moments in the state of an optimizer; of the parameter's shape, as stacks want it."""
+"""Names of the moments in the state of an optimizer, each of the parameter's shape, as stacks need it."""
 
 
 def full(variance: Tensor) -> Tensor:
@@ -469,7 +431,7 @@ def full(variance: Tensor) -> Tensor:
 def learned_posterior(
     optimizers: Sequence[Optimizer], module: nn.Module, source: Source | PosteriorSource | None = None
 ) -> LearnedPosterior | None:
-    """Return the posterior of ``module`` by ``source``; without one by an IVON among the ``optimizers``, if any."""
+    """Return the posterior of ``module`` by ``source``; without a source by an IVON among the ``optimizers``."""
     if isinstance(source, PosteriorSource):
         return source.attach(module, optimizers)
     if source is not None:
@@ -487,7 +449,7 @@ def variance_of(name: str) -> str:
 def natural_prior(prior: NormalPrior | LocalPrior | float, like: Tensor) -> dict[str, Tensor]:
     """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
 
-    A number is the standard deviation of a prior with mean 0, infinite for none.
+    A number is the standard deviation of a prior with mean 0; infinite means no prior.
     """
     if isinstance(prior, LocalPrior):
         fields = prior.curvature, prior.curvature * prior.mean - prior.slope

@@ -53,13 +53,12 @@ class Arrangement(Protocol):
 class FederatedLoader:
     """Iterates over the batches of the current round, client after client unless an engine arranges them otherwise.
 
-    Whole batches of tensors are indexed at once where every client's data are tensors in memory; otherwise a
-    :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them.
-    Batches do not depend on which, nor on the number of workers: random transforms draw from
-    (seed, round, client, batch).
+    It indexes whole batches where every client's data are tensors in memory; otherwise a
+    :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them. Both
+    give the same batches, with any number of workers: random transforms draw from (seed, round, client, batch).
 
     Args:
-        loader: the user's loader, whose settings are taken over.
+        loader: of the user; its settings are taken over.
         clients: the clients.
         batching: how examples become batches.
         plan: returns the plan of the current round, of the clients that this process trains.
@@ -68,11 +67,10 @@ class FederatedLoader:
     Attributes:
         timeline: of a federation without rounds; None with rounds.
         arrangement: the order of batches; None: client after client.
-        tensors: per client, the tensors in memory that hold its data, and its rows of them; empty if they are not in
-            memory.
+        tensors: per client, the tensors in memory that hold its data, and its rows of them; empty for other data.
         shapes: of single examples in memory.
         collate_fn: of the user's loader.
-        statistics: columns and rows of the table of the clients' data; None where no scale has been asked for.
+        statistics: columns and rows of the table of the clients' data; None where no module asks for the scale.
     """
 
     def __init__(
@@ -113,10 +111,9 @@ class FederatedLoader:
         return batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
-        """Fill the scalers of ``module`` that ask for the clients' scale, by sums that each process adds up of its own.
+        """Fill the scalers of ``module`` that ask for the clients' scale; each process adds up the sums of its clients.
 
-        Raises:
-            NotSent: the clients' data are private.
+        Raise NotSent if the clients' data are private.
         """
         if all(each.is_filled for each in asking(module)):
             return
@@ -124,7 +121,7 @@ class FederatedLoader:
         own = dict[int, ScaleSums]()
         for client in range(collective.rank, len(self.clients), collective.size):
             own[client] = ScaleSums(0, {})
-            with suppress(Exception):  # of the client's data set: its training tells why it does not count
+            with suppress(Exception):  # of the client's data set: its training will report it
                 own[client] = ScaleSums.of(self.clients.datasets[client], self.collate_fn, module)
         sums = {client: each for part in collective.all_gather(own) for client, each in part.items()}
         whole, self.statistics = compared({self.clients.names[client]: sums[client] for client in sorted(sums)})
@@ -137,25 +134,21 @@ class FederatedLoader:
             yield [] if self.arrangement is not None else self.load(plan.round, 0)
         elif self.arrangement is not None:
             yield from self.arrangement.batches(plan)
-        elif self._loader is None:
-            yield from self._in_memory(plan)
-        else:
+        elif self._loader is not None:
             yield from self.iterate(self._loader, plan)
+        else:
+            for client in plan.cohort:
+                tensors, rows = self.tensors[client]
+                size = len(tensors[0]) if rows is None else len(rows)
+                for indices in client_batches(plan.round, client, size, self.batching):
+                    picked = part_of(indices if rows is None else rows[indices], *self.part)
+                    yield [examples(tensor, picked) for tensor in tensors]
 
     def iterate(self, loader: DataLoader, plan: RoundPlan) -> Iterator[Any]:
-        """Iterate over a round's batches out of what :meth:`dataloader` gave."""
+        """Iterate over a round's batches of a loader that :meth:`dataloader` made."""
         # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
         self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
         return iter(loader)
-
-    def _in_memory(self, plan: RoundPlan) -> Iterator[list[Tensor]]:
-        """Yield batches as rows of tensors."""
-        for client in plan.cohort:
-            tensors, rows = self.tensors[client]
-            size = len(tensors[0]) if rows is None else len(rows)
-            for indices in client_batches(plan.round, client, size, self.batching):
-                picked = part_of(indices if rows is None else rows[indices], *self.part)
-                yield [examples(tensor, picked) for tensor in tensors]
 
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
@@ -190,7 +183,7 @@ class FederatedLoader:
 
 
 def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
-    """Return the part of a batch that process ``rank`` of ``count`` takes; one example of a batch that is too small.
+    """Return the part of a batch for process ``rank`` of ``count``; one example of a batch that is too small.
 
     >>> part_of(torch.arange(5), 1, 2)
     tensor([1, 3])
@@ -213,8 +206,7 @@ def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
 class _PlannedBatches:
     """Batch sampler over the plan of the current round.
 
-    It must not hold the loader: torch waits five seconds for every persistent worker that is freed by the garbage
-    collector.
+    It must not hold the loader: torch waits five seconds for every persistent worker that the garbage collector frees.
     """
 
     sizes: Sequence[int]
@@ -244,9 +236,7 @@ def batching_of(
 ) -> Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
-    Raises:
-        FederationError: it is no single ``DataLoader`` over a map-style data set with automatic batching in plain or
-            shuffled order, the only orders that can be dealt out to clients.
+    It must be a single ``DataLoader`` over a map-style data set with automatic batching, in plain or shuffled order.
     """
     if not isinstance(loader, DataLoader):
         raise FederationError(
@@ -290,7 +280,8 @@ def federated_loader(
         clients_in_a_round: most clients in a round, for a trial run.
 
     Raises:
-        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
+        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used, or every
+            round would have too few clients.
     """
     batching = batching_of(
         loader,

@@ -29,20 +29,19 @@ class ResidentModel:
 
     Args:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
-        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, beside the
-            module's own ``local_parameters``.
+        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
+            the module's attribute ``local_parameters``.
         learned: the posterior of parameters outside of Bayesian layers; None: they are point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
         own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
-        frozen: posterior names of parameters that do not train and stay with the module: they are not read, sent,
-            fused, noised, copied or kept.
+        frozen: posterior names of parameters that do not train: they are not read, sent, fused, noised, copied or kept.
 
     Attributes:
         local_names: posterior names of the parameters that never leave a client.
-        frozen_names: posterior names of those that stay with the module.
-        frozen: these, by their own names.
+        frozen_names: posterior names of the frozen parameters.
+        frozen: frozen parameters, by their names in the module.
 
     Raises:
         FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
@@ -61,7 +60,12 @@ class ResidentModel:
         self.learned = learned
         self.policy = buffers
         parameters = dict(module.named_parameters())
-        check_real(parameters)
+        wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
+        if wrong:
+            raise FederationError(
+                f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
+                "(torch.view_as_real) as the parameters instead"
+            )
         buffer_names = federated_buffer_names(module)
         gaussians = gaussian_parameters(module)
         posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
@@ -90,7 +94,8 @@ class ResidentModel:
             self._look()
         self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
         self.buffer_names = [name for name in buffer_names if name not in local]
-        self._local_buffer_names = [name for name in buffer_names if name in local]
+        self._local_buffers = [name for name in buffer_names if name in local]
+        self._kept_buffers = self._local_buffers + (self.buffer_names if buffers == "local" else [])
         self.global_parameters: Tensors = {}
         self.global_buffers: Tensors = {}
         self._global_variances: Tensors = {}
@@ -104,9 +109,9 @@ class ResidentModel:
         self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
 
     def join(self, names: Collection[str] = ()) -> bool:
-        """Take in what was frozen and trains now, or is among the posterior's ``names``, with the value that it has.
+        """Take in, with present values, frozen parameters that train now or are among the posterior's ``names``.
 
-        Returns: True if any of it is federated.
+        Returns: True if any of them is federated.
         """
         joined = {self._aliases[name] for name, p in self.frozen.items() if p.requires_grad}
         joined |= self.frozen_names.intersection(names)
@@ -127,12 +132,12 @@ class ResidentModel:
                 )
 
     def digest(self) -> str:
-        """Return a number that tells the frozen parameters of two modules apart; empty if none is frozen."""
+        """Return a digest of the frozen parameters; empty if none is frozen."""
         shared = {name: bits(p)[1] for name, p in self.frozen.items() if self._aliases[name] not in self.local_names}
         return sha256(repr(sorted(shared.items())).encode()).hexdigest() if shared else ""
 
     def whole(self, posterior: GaussianPosterior) -> GaussianPosterior:
-        """Return ``posterior`` with what is frozen."""
+        """Return ``posterior`` with the frozen parameters."""
         return with_rest(posterior, self.module, self.frozen_names - self.local_names)
 
     def remember_global(self) -> None:
@@ -141,18 +146,20 @@ class ResidentModel:
             name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
         }
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
-        self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
+        self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
         self._global_variances = {} if self.learned is None else dict(self.learned.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
+        for name, p in self.frozen.items():
+            if bits(p) != self._prints[name]:
+                return True
         live = dict(self.module.named_buffers()) if self.global_buffers else {}
-        return any(bits(p) != self._prints[name] for name, p in self.frozen.items()) or not all(
-            torch.equal(tensor, present[name])
-            for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
-            for name, tensor in held.items()
-            if name not in self.frozen
-        )
+        for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live)):
+            for name, tensor in held.items():
+                if name not in self.frozen and not torch.equal(tensor, present[name]):
+                    return True
+        return False
 
     def load_global(self) -> None:
         """Copy the global model into the module."""
@@ -166,35 +173,34 @@ class ResidentModel:
         self.load_global_variances()
 
     def load_global_variances(self) -> None:
-        """Put the variances of the global model beside the module."""
+        """Take the variances of the global model as the module's."""
         if self.learned is not None:
             self.learned.variances.update(self._global_variances)
 
     def load_variances(self, posterior: GaussianPosterior) -> None:
-        """Make the variances of ``posterior`` beside the module those of the global model."""
+        """Take the variances of ``posterior`` as the module's and the global model's."""
         if self.learned is not None:
             own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
             self.learned.variances.update(own)
             self._global_variances.update(own)
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
-        """Make ``posterior`` the prior of the parameters that are federated; None brings their own back."""
+        """Make ``posterior`` the prior of the federated parameters; None restores the network's priors."""
         exclude = () if posterior is None else self.local_names | self.frozen_names
         set_prior(self.module, posterior, exclude)
         if self.learned is not None:
             self.learned.set_prior(posterior, exclude)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
-        """Make ``posterior`` and ``buffers``, a server's scale among them, the global model; copy it into the module.
+        """Make ``posterior`` and ``buffers``, which may hold the server's scale, the global model, and load it.
 
         Local parameters and buffers keep their values in the global model.
         """
-        local = {name: self.global_parameters[name] for name in self._local_parameters}
-        self.load_global()  # a variance that is there already stays, to the bit: not that of the last client, by chance
+        self.load_global()  # a variance that does not change stays, to the bit; the last client's must not stay
         self.view.load(posterior)
         with torch.no_grad():
-            for name, value in local.items():
-                self.parameters[name].copy_(value)
+            for name in self._local_parameters:
+                self.parameters[name].copy_(self.global_parameters[name])
         self._write_buffers({**self.global_buffers, **load_scale(self.module, buffers)})
         self.remember_global()
 
@@ -209,9 +215,11 @@ class ResidentModel:
             self.load_global()
 
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`).
+        """Copy the global model into the module, then the means in ``start``, then what the client has kept.
 
-        Of the posterior's names in ``start`` the client starts with these means.
+        Args:
+            local: of the client, see :meth:`read_local`.
+            start: name in the posterior → mean.
         """
         self.load_global()
         if start:
@@ -223,10 +231,10 @@ class ResidentModel:
                 for name, parameter in self._kept_parameters.items():
                     if name in local:  # not if an earlier run with other settings has kept less
                         parameter.copy_(local[name])
-            self._write_buffers({name: local[name] for name in self._kept_buffer_names})
+            self._write_buffers({name: local[name] for name in self._kept_buffers})
 
     def parameter_names(self, means: Mapping[str, Tensor]) -> Tensors:
-        """Return ``means``, by names in the posterior, by the names of the parameters that hold them."""
+        """Return ``means`` of the posterior by the names of the parameters that hold them."""
         if not means:
             return {}
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
@@ -234,14 +242,16 @@ class ResidentModel:
         return {own.get(name, name): value for name, value in means.items()}
 
     def received(self, local: Tensors) -> Tensors:
-        """Return the parameters and buffers with which a client begins that has kept ``local``, not copied."""
-        kept = {name: local[name] for name in (*self._kept_parameters, *self._kept_buffer_names) if name in local}
+        """Return the parameters and buffers, not copied, with which a client begins that has kept ``local``."""
+        kept = {name: local[name] for name in (*self._kept_parameters, *self._kept_buffers) if name in local}
         return {**self.global_parameters, **self.global_buffers, **kept}
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
-        """Return ``posterior`` with what is frozen and with what never leaves a client, as it is at the client.
+        """Return a client's ``posterior`` with its frozen and local parameters.
 
-        Without ``local``, the client's values (:meth:`read_local`), those of the global model.
+        Args:
+            posterior: of the federated parameters.
+            local: of the client, see :meth:`read_local`; what is missing is taken from the global model.
         """
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
@@ -284,21 +294,20 @@ class ResidentModel:
         return {name: value.detach().clone() for name, value in self.kept_values().items()}
 
     def kept_values(self) -> Tensors:
-        """Return the parameters that a client starts its next round with, with variances and buffers, not copied."""
-        names = self._kept_buffer_names
-        live = dict(self.module.named_buffers()) if names else {}
-        learned = {} if self.learned is None else self.learned.variances
-        own = {name: learned[name] for name in self._kept_parameters if name in learned}
-        return {**self._kept_parameters, **{name: live[name] for name in names}, **self.as_kept(own)}
+        """Return the parameters, buffers and variances, not copied, that a client starts its next round with."""
+        kept = dict(self._kept_parameters)
+        if self._kept_buffers:
+            live = dict(self.module.named_buffers())
+            kept.update((name, live[name]) for name in self._kept_buffers)
+        if self.learned is not None:
+            variances = self.learned.variances
+            kept |= self.as_kept({name: variances[name] for name in self._kept_parameters if name in variances})
+        return kept
 
     @staticmethod
     def as_kept(variances: Mapping[str, Tensor]) -> Tensors:
         """Return variances by the names under which a client keeps them."""
         return {variance_of(name): value for name, value in variances.items()}
-
-    @property
-    def _kept_buffer_names(self) -> list[str]:
-        return self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         """Return copies of the named buffers."""
@@ -306,7 +315,7 @@ class ResidentModel:
         return {name: live[name].detach().clone() for name in names}
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copy ``values`` into the module's buffers, whose dtype stays."""
+        """Copy ``values`` into the module's buffers, which keep their dtypes."""
         live = dict(self.module.named_buffers()) if values else {}
         with torch.no_grad():
             for name, value in values.items():
@@ -314,7 +323,7 @@ class ResidentModel:
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """Return the posterior names of the parameters of ``module`` none of whose tensors requires gradients."""
+    """Return the posterior names of parameters of ``module`` that have no tensor which requires gradients."""
     gaussians = gaussian_parameters(module)
     aliases = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
     trained = {aliases.get(id(p), name) for name, p in module.named_parameters() if p.requires_grad}
@@ -322,7 +331,7 @@ def frozen_names(module: nn.Module) -> set[str]:
 
 
 def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection[str]) -> GaussianPosterior:
-    """Return ``posterior`` with the parameters ``names`` of ``module`` as they are there, in the module's order."""
+    """Return ``posterior`` with the parameters ``names`` of ``module``, in the module's order."""
     if posterior.mean.keys() >= set(names):
         return posterior
     now = PosteriorView(module).read()
@@ -335,23 +344,13 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
 
 
 def bits(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor lies and the sum of its bits, which tell a change of its values at the cost of a glance."""
+    """Return a tensor's address and the sum of its bits, a fingerprint of its values that costs one read."""
     size, flat = tensor.element_size(), tensor.detach().reshape(-1)
     if flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8:
-        words = torch.int64  # sums of these alone are as fast as memory
+        words = torch.int64  # only sums of these are as fast as memory
     else:
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
     return tensor.data_ptr(), int(flat.view(words).sum())
-
-
-def check_real(parameters: Mapping[str, Tensor]) -> None:
-    """Raise FederationError for complex parameters, which have no real Gaussian."""
-    wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    if wrong:
-        raise FederationError(
-            f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
-            "(torch.view_as_real) as the parameters instead"
-        )
 
 
 def federated_buffer_names(module: nn.Module) -> list[str]:
@@ -369,7 +368,7 @@ def federated_buffer_names(module: nn.Module) -> list[str]:
 def _matches(
     patterns: Sequence[str], parameters: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: Sequence[str]
 ) -> list[str]:
-    """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
+    """Return the names of parameters and buffers that match a pattern by their name or posterior name."""
     found: list[str] = []
     for pattern in patterns:
         names = [

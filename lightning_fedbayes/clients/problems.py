@@ -1,9 +1,9 @@
-"""Local problems in a network: terms in the loss, quadratics as priors, and what is measured along training."""
+"""Local problems in a network: the default method, terms in the loss, priors, and measurements along training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
+from lightning_fedbayes.methods import Averaging, Sites
 from lightning_fedbayes.methods.method import LocalProblem, Method, Quadratic
 
 
@@ -28,12 +30,11 @@ class Pull:
 
     .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
 
-    It is a part of the loss, not a change of gradients, so it is counted once however many batches are accumulated,
-    scaled with the loss, clipped with the gradient, and seen by an optimizer that evaluates the loss itself. The figure
-    "train_loss" contains it.
+    It is a part of the loss, not a change of gradients. So it counts once for accumulated batches, is scaled with the
+    loss and clipped with the gradient, and optimizers that evaluate the loss see it. "train_loss" contains it.
 
     Args:
-        strength: :math:`\mu`, or name → a value for every entry, as of a Gaussian prior.
+        strength: :math:`\mu`, or name → a value for every entry, as in a Gaussian prior.
         centre: name → global value of a deterministic parameter.
         duals: name → v, of the parameter's shape; in a stack (clients, *). None: :math:`v = 0`.
     """
@@ -44,7 +45,7 @@ class Pull:
         self.duals = {} if duals is None else duals
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the term, a scalar; by ``stack``, which takes a step's clients out of a stack, of shape (clients,)."""
+        """Return the term, a scalar; with ``stack``, which selects a step's clients, of shape (clients,)."""
         term = torch.zeros((), device=next(iter(self.centre.values())).device)
         for name, centre in self.centre.items():
             if name in parameters:
@@ -60,7 +61,7 @@ class Pull:
     def gradient(
         self, name: str, value: Tensor, stack: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Tensor | None:
-        """Return the gradient of the term by a parameter at its ``value``; None if it has no part in it."""
+        """Return the gradient of the term by a parameter at its ``value``; None if the term does not depend on it."""
         if name not in self.centre:
             return None
         strength: Any = self.strength if isinstance(self.strength, float | int) else self.strength[name]
@@ -69,7 +70,7 @@ class Pull:
         return found if name not in self.duals else found - stack(self.duals[name])
 
     def lay_out(self, stacks: Mapping[str, Tensor]) -> None:
-        """Lay the values out in memory as the parameters ``stacks``; operations on unlike layouts take much longer."""
+        """Lay the values out in memory as the parameters ``stacks``: operations on unlike layouts are slower."""
         for name in self.centre.keys() & stacks.keys():
             like, centre = stacks[name], self.centre[name]
             self.centre[name] = torch.empty_like(like[0], dtype=centre.dtype).copy_(centre)
@@ -128,16 +129,16 @@ def pull_of(quadratics: Sequence[Quadratic | None], model: ResidentModel, *, sta
 
 
 class LocalPriors:
-    """Puts the clients' own quadratics of one round into the network, as priors of its Gaussian parameters.
+    """Puts the clients' quadratics of one round into the network, as priors of its Gaussian parameters.
 
     Args:
         like: the problem of any client of the round; all have quadratics of the same names.
-        names: of the tensors that are federated.
-        model: the resident network, whose Gaussian parameters hold their own priors.
+        names: of the federated tensors.
+        model: the resident network.
 
     Attributes:
         layers: the Gaussian parameters of layers, by name.
-        others: the names of the parameters in the module of all the rest that trains, by name in the posterior.
+        others: name in the posterior → name in the module, of all other parameters that train.
         learned: the names of Gaussian parameters outside of layers.
         num_entries: of the Gaussian parameters of layers.
     """
@@ -157,15 +158,13 @@ class LocalPriors:
         self._centre = {name: anchor[path] for name, path in (*self.paths.items(), *((n, n) for n in self.learned))}
 
     def check(self, method: Method, context: TrainingContext) -> None:
-        """Raise FederationError if gradients cannot be read, or a prior is not the one that the method counts."""
+        """Raise FederationError if gradients cannot be read, or a prior differs from the one that the method counts."""
         if not context.takes_gradient_steps:
             raise FederationError(
                 f"precision='16-mixed' with fusion='{method.name}', which reads clients' gradients: they are scaled "
                 "there. Use 'bf16-mixed'"
             )
-        priors: dict[str, Any] = {}
-        if self._source is not None:
-            priors = {name: self._source.prior(name) for name in self.learned}
+        priors: dict[str, Any] = {} if self._source is None else {n: self._source.prior(n) for n in self.learned}
         for name, parameter in self.layers.items():
             if not isinstance(parameter.layer, BayesianLayer):
                 raise FederationError(
@@ -197,21 +196,21 @@ class LocalPriors:
         return found
 
     def remove(self) -> None:
-        """Give the layers their own priors back."""
+        """Restore the priors of the layers."""
         set_prior(self.module, None)
 
 
 class Measured:
     r"""Sums along local training, of one client or of each client in a stack: gradients, their squares, Price's traces.
 
-    The factor :math:`\tau / n` of the divergence is seen in training, as the gradient of a zero that stands beside it,
-    the ``tally``: losses with any KL weight or warm-up are measured right.
+    The factor :math:`\tau / n` of the divergence is the gradient of a zero that is added to it, the ``tally``, so it is
+    right for losses with any KL weight or warm-up.
 
     Args:
         like: name → tensor of a parameter's shape; in a stack (clients, \*).
-        layers: the names among them of Gaussian parameters of layers.
+        layers: names of Gaussian parameters of layers.
         clients: in the stack; None: one.
-        parts: micro-batches that make one step; each loss is divided by it.
+        parts: micro-batches per step; each loss is divided by it.
     """
 
     def __init__(self, like: Tensors, layers: Collection[str], clients: int | None = None, parts: int = 1) -> None:
@@ -232,9 +231,13 @@ class Measured:
         scales: Mapping[str, float],
         slot: int | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Return gradients and curvatures of the data of a client; nothing of a parameter without a gradient.
+        """Return gradients and curvatures of a client's data, except for parameters without a gradient.
 
-        ``variances`` are those of the draws, of layers; ``scales`` the factors of the loss per example, of others.
+        Args:
+            num_examples, local_epochs: of the client's training.
+            variances: of the draws of layers.
+            scales: factors of the loss per example, of other parameters.
+            slot: of the client in the stack; None: there is no stack.
         """
         row = (lambda value: value) if slot is None else (lambda value: value[slot])
         gradients, precisions = {}, {}
@@ -260,13 +263,13 @@ def factor_of(ratio: float, scatter: float, steps: float) -> float:
 
     .. math:: r^2 - (\hat r - v)\,r - v = 0
 
-    It is the mode over :math:`\log r` under the likelihood :math:`N(\hat r; r, v)` and the prior :math:`e^{-r}`, whose
-    mean is the factor of a true model, 1: positive, near the ratio where that is known, and near 1 where it is not.
+    It is the mode over :math:`\log r` under the likelihood :math:`N(\hat r; r, v)` and the prior :math:`e^{-r}` of mean
+    1, the factor of a true model. It is positive, near a ratio that is well known, and near 1 otherwise.
 
     Args:
-        ratio: :math:`\hat r`, Price's trace over that of the squares, a sum over the steps.
-        scatter: the sum of the squares of its terms; :math:`v` is the variance of the sum that they tell.
-        steps: their number m; the variance counts (m + 1) / (m − 1) times as much, since it is estimated.
+        ratio: :math:`\hat r`, Price's trace over the trace of the squares, a sum over the steps.
+        scatter: the sum of the squares of its terms, from which the variance :math:`v` of the sum is estimated.
+        steps: their number m; :math:`v` is multiplied by (m + 1) / (m − 1), since it is estimated.
 
     >>> factor_of(1.5, 1.5**2 / 100, 100), round(factor_of(-3.0, 1e6, 100), 2)
     (1.5, 1.0)
@@ -279,7 +282,7 @@ def factor_of(ratio: float, scatter: float, steps: float) -> float:
 
 
 def price_weight(std: Tensor) -> Tensor:
-    r"""Return :math:`\sigma / (d\sigma / d\rho)`, which makes of gradients by ρ terms of Price's trace.
+    r"""Return :math:`\sigma / (d\sigma / d\rho)`, which turns gradients by ρ into terms of Price's trace.
 
     .. math:: \sum \frac{H}{\Lambda} = \sum \sigma \frac{\partial \ell}{\partial \sigma}
     """
@@ -287,11 +290,11 @@ def price_weight(std: Tensor) -> Tensor:
 
 
 class Watch:
-    """Measures along the local training of one client in the module itself, and keeps widths as they are.
+    """Measures along the local training of one client in the module itself, and keeps widths fixed.
 
-    Gradients are read when they have been computed, before they are clipped. Those by ρ are taken away, so that no
-    optimizer moves it, by weight decay neither. Of an optimizer that evaluates the loss several times in a step, the
-    last counts. ``parts`` batches make one step.
+    It reads gradients before they are clipped, and removes gradients by ρ, so that no optimizer moves it, not even by
+    weight decay. If an optimizer evaluates the loss several times in a step, the last time counts. ``parts`` batches
+    make one step.
     """
 
     def __init__(
@@ -342,14 +345,14 @@ class Watch:
         return sum(found[1:], found[0]) if found else None
 
     def _hold(self, name: str, weight: Tensor, rho: Tensor) -> None:
-        """Add the gradient by ρ to Price's trace, and take it away."""
+        """Add the gradient by ρ to Price's trace, and remove it."""
         assert rho.grad is not None
         self._traces[name] = (rho.grad.double() * weight).sum()
         rho.grad = None
 
     @torch.no_grad()
     def observe(self) -> None:
-        """Add what the last backward pass has given."""
+        """Add the results of the last backward pass."""
         measured = self.measured
         factor = None if self._factor is None else self._factor / self._local.num_entries
         for name, (gradient, term) in self._seen.items():
@@ -373,3 +376,58 @@ class Watch:
         """Stop reading gradients."""
         for handle in self._handles:
             handle.remove()
+
+
+BYTES_PER_ENTRY = 24
+"""Bytes per entry of a posterior that a client keeps by sites: two numbers of a site, and Adam's state of the mean."""
+
+MOST_KEPT = 2**30
+"""Bytes of all clients up to which sites are the default."""
+
+
+def default_fusion(
+    settings: FederationSettings, model: ResidentModel, num_clients: int, callbacks: Iterable[object] = ()
+) -> tuple[Method, str]:
+    """Return the method for ``fusion=None``, and a line that says why.
+
+    Averages count the prior again in every round and are too wide after many. Sites of layers, IVON and Laplace are not
+    (benchmarks/posterior/ROUNDS.md).
+    """
+    found, learned = gaussian_parameters(model.module), model.learned
+    federated = model.read_posterior().mean
+    layers = {name: each for name, each in found.items() if name in federated}
+    priors = {
+        name: each.layer.priors[each.path] if isinstance(each.layer, BayesianLayer) else None
+        for name, each in layers.items()
+    }
+    sourced = [] if learned is None else [name for name in learned.variances if name in federated]
+    for name in sourced:
+        if learned is not None and learned.prior_std(name) < float("inf"):
+            priors[name] = NormalPrior(0.0, learned.prior_std(name))
+    normal = {
+        name: (float(each.mean), float(each.std))
+        for name, each in priors.items()
+        if isinstance(each, NormalPrior) and each.is_scalar
+    }
+    kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
+    conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
+    obstacle = None
+    if conflict is not None:
+        obstacle = f"{conflict[0]} is given"
+    elif num_clients == 1:
+        obstacle = "one client is ordinary training"
+    elif any(getattr(each, "takes_single_gradients", False) for each in callbacks):
+        obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
+    elif learned is not None and not learned.follows_data:
+        obstacle = f"{learned.described} has no width that follows the data"
+    elif not layers and not sourced:
+        obstacle = "no parameter has a posterior; fusion='sites' costs a client's state, and needs fewer rounds"
+    elif normal.keys() != {*layers, *sourced}:
+        obstacle = "a parameter has no normal prior, or a layer is of another package"
+    elif kept > MOST_KEPT and settings.kept.folder is None:
+        obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
+    if obstacle is not None:
+        return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
+    means, stds = ({name: prior[i] for name, prior in normal.items()} for i in range(2))
+    of_all = [next(iter(each.values())) if len({*each.values()}) == 1 else each for each in (means, stds)]
+    return Sites(*of_all), "sites, which count every client's data once"

@@ -14,15 +14,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.context import Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
-from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
-from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.states import Client, ClientOptimizer, ClientState, parameters_of, remade
 from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
@@ -33,12 +32,12 @@ from lightning_fedbayes.server.plan import RoundPlan
 class SequentialEngine(Engine):
     """Trains any LightningModule, client by client; the reference for correctness.
 
-    At a client's first batch the global model is copied into the module in place and the optimizer state is reset, or
-    replaced by the client's own; at its last batch its posterior is read. Nothing is created anew.
+    At a client's first batch the global model is copied into the module in place, and the optimizer state is reset or
+    replaced by the client's. At its last batch its posterior is read. All objects stay the same.
 
     Args:
         context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
-        is_alone: True if there is one client only, so that nothing has to be put back for the next one.
+        is_alone: True if there is only one client, so that the module need not be restored for the next one.
     """
 
     name: ClassVar[str] = "sequential"
@@ -68,7 +67,7 @@ class SequentialEngine(Engine):
         ]
 
     def num_batches(self, plan: RoundPlan) -> int:
-        """Return one for each batch of each client."""
+        """See :meth:`Engine.num_batches`: one for each batch of each client."""
         return plan.num_batches if plan.cohort else 1
 
     @property
@@ -109,7 +108,9 @@ class SequentialEngine(Engine):
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
-        self._unwatch()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._state is not None:
             self._state.restore()
         self._terms = self.terms([client], [problem])
@@ -166,7 +167,7 @@ class SequentialEngine(Engine):
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
-            self._losses.append(loss)
+            self._losses.append(loss.flatten())
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -184,40 +185,39 @@ class SequentialEngine(Engine):
     def _read_update(self) -> ClientUpdate | ClientFailure:
         """Return the update of the client that has just trained, and note what it keeps."""
         assert self._client is not None
-        client, error = self._client, self._failure or self._measure()
+        client, error = self._client, self._failure
+        if error is None and self.model.learned is not None:
+            error = self._measure(client, self.model.learned)
         logged = self.log.end_client(client.job)
         if error is not None:
             return ClientFailure(client.job, error, client.num_examples, self.seconds())
-        losses = [loss.flatten() for loss in self._losses]
-        mean_loss = {"train_loss": float(torch.cat(losses).mean()) * self.context.accumulate} if losses else {}
-        metrics = {**mean_loss, **logged}
+        metrics = {}
+        if self._losses:
+            metrics["train_loss"] = float(torch.cat(self._losses).mean()) * self.context.accumulate
+        metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch
             device = self.context.device
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
-            posterior, buffers, own = self.sent_and_kept(
-                client.job, self.model.read_posterior(), self.model.read_buffers(), self._found(client)
-            )
+            posterior, buffers = self.model.read_posterior(), self.model.read_buffers()
+            measured = None if self._watch is None else self._found(client, self._watch)
+            posterior, buffers, own = self.sent_and_kept(client.job, posterior, buffers, measured)
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
-        kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
-        self.states.keep(
-            client.job,
-            ClientState(
-                self.model.read_local(),
-                self.kept_states([state for state, _ in kept]),
-                [changes for _, changes in kept],
-                **own,
-            ),
-        )
+        states, options = [], []
+        if self.keep_optimizer:
+            for optimizer in self._optimizers:
+                state, changes = optimizer.read()
+                states.append(state)
+                options.append(changes)
+            states = self.kept_states(states)
+        self.states.keep(client.job, ClientState(self.model.read_local(), states, options, **own))
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"])
 
-    def _measure(self) -> Exception | None:
-        """Bring the variances of the client that has just trained beside the module; return why it cannot be."""
-        learned, client, optimizer = self.model.learned, self._client, self.context.optimizers[0]
-        if learned is None or client is None:
-            return None
+    def _measure(self, client: Client, learned: LearnedPosterior) -> Exception | None:
+        """Measure the variances of the client that has just trained; return the error if that fails."""
+        optimizer = self.context.optimizers[0]
         held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
         local, buffers = self.states.of(client.job).local, dict(self.model.module.named_buffers())
         try:
@@ -228,50 +228,34 @@ class SequentialEngine(Engine):
             return error
         return None
 
-    def _found(self, client: Client) -> tuple[Tensors, Tensors] | None:
-        """Return what has been measured along a client's training; None if nothing has."""
-        if self._watch is None:
-            return None
+    def _found(self, client: Client, watch: Watch) -> tuple[Tensors, Tensors]:
+        """Return what ``watch`` has measured along a client's training."""
         mean = self.context.mean_over_processes
-        processes = 1 if mean is None else torch.distributed.get_world_size()
-        parts = self.found(self._watch.measured, client, processes)
         if mean is None:
-            return parts
+            return self.found(watch.measured, client)
+        parts = self.found(watch.measured, client, torch.distributed.get_world_size())
         gradients, precisions = ({name: mean(each) for name, each in part.items()} for part in parts)
         return gradients, precisions
 
-    def _unwatch(self) -> None:
-        """Stop measuring."""
+    def end_round(self, *, success: bool) -> None:
+        """Restore what clients have changed in the module and its optimizers, and name it once."""
         if self._watch is not None:
             self._watch.close()
-        self._watch = None
-
-    def end_round(self, *, success: bool) -> None:
-        """Put back what clients have changed in the module and its optimizers, and name it once."""
-        self._unwatch()
+            self._watch = None
         for optimizer in self._optimizers:
             optimizer.reset()
         if self._state is not None:
             if self._position < len(self.plan.cohort):  # the round was cut short
                 self._state.restore(keep_hooks=True)
-            self._tell(
-                "Every client starts a round with the module's own {}: what training changes there is dropped.",
-                self._state.dropped,
-            )
-            self._tell("Clients share {}, which training changes and which cannot be put back.", self._state.shared)
+            dropped = "Every client starts a round with the module's own {}: what training changes there is dropped."
+            shared = "Clients share {}, which training changes and which cannot be put back."
+            for text, names in ((dropped, self._state.dropped), (shared, self._state.shared)):
+                if names - self._told:
+                    rank_zero_info(text.format(listed(sorted(names - self._told))))
+                self._told |= names
         self._state = None
         super().end_round(success=success)
 
-    def _tell(self, text: str, names: set[str]) -> None:
-        """Say ``text`` of those ``names`` of which nothing has been said yet."""
-        new = sorted(names - self._told)
-        self._told |= names
-        if new:
-            rank_zero_info(text.format(listed(new)))
-
     def _seed_client(self) -> None:
-        """Seed the global generators for the next client.
-
-        Done at the end of the client before it, so that transforms of its first batch on the device are covered.
-        """
+        """Seed the global generators for the next client, before transforms of its first batch on the device."""
         seed_everything(derive_seed(self.seed, "training", self.plan.round, self.plan.cohort[self._position]))

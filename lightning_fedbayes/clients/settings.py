@@ -1,4 +1,4 @@
-"""Settings of a federation: one frozen, validated value, whoever runs it."""
+"""Settings of a federation: one frozen, validated value."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ Adversaries = Callable[[Sending], Callable[[ClientUpdate | None], Iterable[Clien
 
 @dataclass(frozen=True)
 class Kept:
-    """Choice of what every client keeps from round to round, beside what the method does, and where all of it lies.
+    """Choice of what every client keeps from round to round, in addition to the method's tensors, and where.
 
     Args:
         what: "optimizer", "posterior" or both; see :class:`~lightning_fedbayes.FederatedBayes`.
-        folder: of the run alone, on a disk that all processes share. What clients keep lies there, in a file of SQLite,
-            a round in one transaction, and neither in memory nor in checkpoints, which refer to it: bring it along to
-            resume, from one of the last two checkpoints. None: in memory, and in every checkpoint.
+        folder: for this run only, on a disk that all processes share. Clients' states lie there in an SQLite file, a
+            round in one transaction. They are neither in memory nor in checkpoints, which refer to the folder: keep it
+            to resume from one of the last two checkpoints. None: in memory, and in every checkpoint.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -91,8 +91,8 @@ class Kept:
 class FederationSettings:
     """Every choice of a federation; :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
 
-    Making one has no effect but its checks. Arguments are brought into one form: ``fusion`` becomes a
-    :class:`~lightning_fedbayes.Method`, one pattern of local parameters a tuple of one.
+    Arguments are checked and brought into one form: ``fusion`` becomes a :class:`~lightning_fedbayes.Method`, one
+    pattern of local parameters a tuple of one.
 
     Raises:
         FusionError, FederationError: an argument cannot be used; the message names it, the rule and the remedy.
@@ -170,7 +170,7 @@ class FederationSettings:
 
     @property
     def method(self) -> Method:
-        """The federated method; known once the network is, where nothing was said."""
+        """The federated method; for ``fusion=None`` it is known once the network is."""
         assert isinstance(self.fusion, Method)
         return self.fusion
 
@@ -180,7 +180,7 @@ class FederationSettings:
         return "posterior" in self.kept.what
 
     def is_personal(self, module: Any) -> bool:
-        """Return True if clients predict by a posterior, or by parameters or buffers, of their own."""
+        """Return True if each client predicts by its posterior, or its local parameters or buffers."""
         own = self.local_parameters or getattr(module, "local_parameters", ()) or self.buffers == "local"
         return self.keeps_posteriors or bool(own)
 
@@ -196,12 +196,11 @@ class FederationSettings:
 
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
-        names = ("fusion", "weighting", "safeguards")
         late = None if self.schedule is None else self.schedule.late
-        return {**{name: getattr(self, name) for name in names}, "late": late}
+        return {"fusion": self.fusion, "weighting": self.weighting, "safeguards": self.safeguards, "late": late}
 
     def described(self) -> dict[str, Any]:
-        """Return the settings as they are logged: numbers, strings and lists of them, in the order of the arguments."""
+        """Return the settings for loggers: numbers, strings and lists of them, in the order of the arguments."""
         rule = None if self.fusion is None else self.method.rule
         rules = rule.rules if isinstance(rule, AutoFusion) else () if rule is None else (rule,)
         weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")

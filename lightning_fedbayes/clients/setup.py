@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import TrainingContext
-from lightning_fedbayes.clients.default import default_fusion
 from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.evaluation import check_score
 from lightning_fedbayes.clients.federation import Federation
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import Door, check_no_buffers
-from lightning_fedbayes.clients.scoring import check_score
+from lightning_fedbayes.clients.problems import default_fusion
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.states import Client
@@ -26,29 +26,27 @@ from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.server.plan import choose_cohort
 
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
-"""Floating-point operations of one client's step up to which stacking pays, by type of device: above, the arithmetic
-takes longer than the calls that stacking saves."""
+"""Floating-point operations of a client's step up to which stacking pays, by type of device: it saves calls."""
 
 LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
-"""The same for a network of which this part of the parameters is frozen, as under adapters.
+"""The same for a network with this share of frozen parameters, as under adapters.
 
-Clients share what is frozen: a stack takes one product with it, of all clients' examples, which is no slower than their
-own, and faster for few examples. Rounds of adapters of MiniLM's shape with batches of 8 × 8 words (2.7 billion
-operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as fast, with 8 × 32 words 0.9 times
-(``python -m benchmarks.engine.adapters``). On a GPU that is not measured, and the limit is the same.
+A stack takes one product of the frozen parameters with all clients' examples. Rounds of adapters of MiniLM's shape with
+batches of 8 × 8 words (2.7 billion operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as
+fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). The limit for GPUs is not measured.
 """
 
 TIMES_PER_CLIENT = 4
 """Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
 
-torch takes them in one operation for one client; a stack takes about twenty for each step in time, however many clients
-it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients
-0.3 to 0.8 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
+torch takes them in one operation for one client; a stack of any size takes about twenty for each step in time. Rounds
+of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients 0.3 to 0.8
+times for 20 and 80 (``python -m benchmarks.engine.stacks``).
 """
 
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
-"""Memory for a stack of clients, by type of device. It is fixed, not what happens to be free, so that the number of
-clients in a stack, on which the noise depends, is the same on every machine."""
+"""Memory for a stack of clients, by type of device. It is fixed, so that the number of clients in a stack, on which the
+noise depends, is the same on every machine."""
 
 
 def make_federation(
@@ -61,10 +59,9 @@ def make_federation(
     """Make the federation of ``settings`` for a training loop: resident model, engine and server.
 
     Args:
-        settings: of the federation.
+        settings, collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
         context: the training loop's module, optimizers and options.
         loader: brings the clients' batches.
-        collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
 
     Raises:
         FederationError, FusionError: the module cannot be federated with these settings.
@@ -84,10 +81,8 @@ def make_federation(
         () if thaws else frozen_names(context.module),
     )
     if model.frozen_names:
-        trained, all_ = (
-            sum(p.numel() for p in each)
-            for each in ([p for p in context.module.parameters() if p.requires_grad], context.module.parameters())
-        )
+        trained = sum(p.numel() for p in context.module.parameters() if p.requires_grad)
+        all_ = sum(p.numel() for p in context.module.parameters())
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
     needed = getattr(context.module, "federated_method", None)
     if settings.fusion is None and needed is not None:
@@ -121,10 +116,8 @@ def make_engine(
     """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
 
     "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
-    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client.
-
-    Raises:
-        CannotVectorize: "vectorized" is asked for and impossible.
+    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client. Raise
+    CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Snapshots of what a module holds beside parameters and federated buffers, to compare with and to put back."""
+"""Snapshots of what a module holds besides parameters and federated buffers, to compare with and to restore."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchmetrics import Metric
 from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
-"""Types whose objects are what they were as long as they are the same objects."""
+"""Types with immutable objects."""
 
 ABSENT = object()
-"""Value of an attribute that is not there."""
+"""Value of a missing attribute."""
 
 CONTAINERS = (list, dict, set, deque)
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 VALUES = (int, float, complex, str, bytes, type(None), Tensor, np.ndarray, *GENERATORS)
-"""Types of attributes that can be put back."""
+"""Types of attributes that can be restored."""
 
 LARGE, LONG = 2**24, 1000
 """Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
@@ -41,30 +41,30 @@ LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "to
 
 
 class Snapshot:
-    """The attributes of one module at one time, with their contents, but for the names in ``skip``."""
+    """The attributes of one module at one time, with their contents, except the names in ``skip``."""
 
     def __init__(self, module: nn.Module, skip: Collection[str] = ()) -> None:
         self._attributes = vars(module)
         self._skip = skip
         self._values = {name: value for name, value in self._attributes.items() if name not in skip}
         self._all = set(self._attributes)
-        self._contents = {n: copy.copy(value) for n, value in self._values.items() if isinstance(value, CONTAINERS)}
-        self._prints = {name: fingerprint(value) for name, value in self._values.items()}
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
-        arrays = {n: value for n, value in self._values.items() if isinstance(value, Tensor | np.ndarray)}
-        self._arrays = {
-            n: value.detach().clone() if isinstance(value, Tensor) else value.copy()
-            for n, value in arrays.items()
-            if not isinstance(value, nn.Parameter) and value.nbytes <= LARGE
-        }
+        self._contents, self._prints, self._arrays = {}, {}, {}
+        for name, value in self._values.items():
+            self._prints[name] = fingerprint(value)
+            if isinstance(value, CONTAINERS):
+                self._contents[name] = copy.copy(value)
+            is_array = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
+            if is_array and value.nbytes <= LARGE:
+                self._arrays[name] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def changes(self) -> dict[str, Any]:
         """Return the attributes that were replaced, added or written into: name → present value."""
-        present = self._attributes
-        names = self._values if present.keys() == self._all else [name for name in present if name not in self._skip]
-        changed = {}
-        for name in names:
+        present, changed = self._attributes, {}
+        for name in self._values if present.keys() == self._all else present:
             value = present[name]
+            if name in self._skip:
+                continue
             if value is not self._values.get(name, ABSENT) or (
                 type(value) not in UNCHANGING and fingerprint(value) != self._prints[name]
             ):
@@ -87,7 +87,7 @@ class Snapshot:
             _set_state(generator, state)
 
     def restore_values(self, names: Collection[str]) -> None:
-        """Restore the attributes ``names``, each of which has or had a value of :data:`VALUES`, and no others."""
+        """Restore the attributes ``names``, which have or had values of :data:`VALUES`, and no others."""
         for name in names:
             if name not in self._values:
                 del self._attributes[name]
@@ -105,7 +105,7 @@ class Snapshot:
         return isinstance(before, VALUES) and isinstance(now, VALUES) and not is_large
 
     def _restore_array(self, name: str) -> None:
-        """Restore the contents of a tensor or array that was written into."""
+        """Restore the contents of a tensor or array."""
         value = self._values[name]
         if fingerprint(value) != self._prints[name]:
             with torch.no_grad():
@@ -124,7 +124,7 @@ class Modes:
         return all(each.training is training for each, training in self._flags)
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore all modes."""
         for each, training in self._flags:
             if each.training is not training:  # nn.Module's own setattr costs 1 µs
                 each.training = training
@@ -134,13 +134,19 @@ class ModuleState:
     """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
 
     Attributes:
-        snapshots: path of each part → its attributes; parts are modules in lists and dicts, too, such as metrics.
+        snapshots: path of each part → its attributes; modules in lists and dicts, such as metrics, are parts, too.
         tensors: name → tensor, its version and its contents.
     """
 
     def __init__(self, module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        parts = (*module.named_modules(), *in_containers(module))
-        self.snapshots = {path: Snapshot(each, ("training",)) for path, each in parts}
+        parts = dict(module.named_modules())
+        for path, owner in module.named_modules():
+            for name, value in vars(owner).items():
+                if isinstance(value, list | tuple | dict) and not name.startswith("_") and len(value) <= LONG:
+                    for each in value.values() if isinstance(value, dict) else value:
+                        if isinstance(each, nn.Module):
+                            parts[f"{path}.{name}" if path else name] = each
+        self.snapshots = {path: Snapshot(each, ("training",)) for path, each in parts.items()}
         self.tensors = {name: (each, version_if_any(each), each.detach().clone()) for name, each in tensors}
         self._modes = Modes(module)
 
@@ -149,7 +155,7 @@ class ModuleState:
         return [name for name, (tensor, version, _) in self.tensors.items() if version_if_any(tensor) != version]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for snapshot in self.snapshots.values():
             snapshot.restore()
         self._modes.restore()
@@ -159,31 +165,21 @@ class ModuleState:
                 write(tensor, values)
 
 
-def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules, such as metrics, that ``module`` and its layers keep in lists and dicts: name and module."""
-    for path, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            if isinstance(value, list | tuple | dict) and not name.startswith("_") and len(value) <= LONG:
-                for each in value.values() if isinstance(value, dict) else value:
-                    if isinstance(each, nn.Module):
-                        yield f"{path}.{name}" if path else name, each
-
-
 class RoundState:
-    """State of a module at the start of a round, beside parameters and federated buffers, as every client finds it.
+    """State of a module at the start of a round, besides parameters and federated buffers, as every client finds it.
 
-    Attributes of the user's own modules that are numbers, text, tensors, arrays or random generators, buffers that are
-    not federated, and every module's mode and every parameter's ``requires_grad`` are put back for each client. Other
-    attributes, such as lists, are shared, and so are torchmetrics, which collect over all clients of a round.
+    For each client it restores attributes of the user's modules that are numbers, text, tensors, arrays or random
+    generators, buffers that are not federated, every module's mode and every parameter's ``requires_grad``. Clients
+    share other attributes, such as lists, and torchmetrics, which collect over all clients of a round.
 
     Args:
         module: the network, before its first client.
         federated: names of the buffers that clients send, which the resident model loads.
-        watchers: objects whose attributes are looked at, too, and left alone, such as callbacks.
+        watchers: objects, such as callbacks, of which changed attributes are noted and not restored.
 
     Attributes:
         dropped: names of attributes and buffers whose changes by clients were undone.
-        shared: names of attributes that clients have changed and that cannot be put back.
+        shared: names of attributes that clients have changed and that cannot be restored.
     """
 
     def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
@@ -196,18 +192,19 @@ class RoundState:
             if type(each).__module__.split(".")[0] not in LIBRARIES and not isinstance(each, Metric)
         }
         self._module, live = module, dict(module.named_buffers())
-        noted = {name: live[name] for name in noted_buffers(module, federated)}
-        self._buffers = {name: (each, version_if_any(each), each.clone()) for name, each in noted.items()}
+        self._buffers = {}
+        for name in noted_buffers(module, federated):
+            self._buffers[name] = (live[name], version_if_any(live[name]), live[name].clone())
         self._by_hook: set[tuple[str, str]] = set()
         self.dropped: set[str] = set()
         self.shared: set[str] = set()
 
     def note_hook(self) -> None:
-        """Take what has changed since the start as the work of ``on_client_start``, of which nothing is said."""
+        """Take the changes since the start as made by ``on_client_start``, which are not reported."""
         self._by_hook |= {(path, name) for path, snapshot in self._snapshots.items() for name in snapshot.changes()}
 
     def restore(self, *, keep_hooks: bool = False) -> None:
-        """Put everything back that can be; ``keep_hooks`` leaves what ``on_client_start`` has set."""
+        """Restore everything that can be; ``keep_hooks`` leaves what ``on_client_start`` has set."""
         for each, prints in self._watchers:
             changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
             self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
@@ -216,13 +213,16 @@ class RoundState:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
         for path, snapshot in self._snapshots.items():
-            changed = snapshot.changes()
-            names = [name for name in changed if snapshot.can_restore(name)]
-            for name in changed:
-                if (path, name) not in self._by_hook:
-                    where = self.dropped if name in names else self.shared
+            names = []
+            for name in snapshot.changes():
+                restorable, by_hook = snapshot.can_restore(name), (path, name) in self._by_hook
+                if not by_hook:
+                    where = self.dropped if restorable else self.shared
                     where.add(f"self.{path}.{name}" if path else f"self.{name}")
-            snapshot.restore_values([n for n in names if not (keep_hooks and (path, n) in self._by_hook)])
+                if restorable and not (keep_hooks and by_hook):
+                    names.append(name)
+            if names:
+                snapshot.restore_values(names)
         live = dict(self._module.named_buffers()) if self._buffers else {}
         for name, (buffer, version, values) in self._buffers.items():
             if live.get(name) is not buffer or version_if_any(buffer) != version:
@@ -232,7 +232,7 @@ class RoundState:
 
 
 def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
-    """Return the names of buffers that are not ``federated``, but for noise of bayesian-torch and torchmetrics."""
+    """Return the names of buffers that are not ``federated``, except noise of bayesian-torch and torchmetrics."""
     kinds = (BaseVariationalLayer_, Metric)
     others = {id(buffer) for each in module.modules() if isinstance(each, kinds) for buffer in each.buffers()}
     return [n for n, buffer in module.named_buffers() if n not in federated and id(buffer) not in others]
@@ -254,7 +254,7 @@ def own_attributes() -> frozenset[str]:
 
 
 def fingerprint(value: Any, depth: int = 4) -> Any:
-    """Return something that changes when ``value`` is replaced or written into; of unknown objects the identity."""
+    """Return a fingerprint that changes when ``value`` is replaced or written into; of unknown objects the identity."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, Tensor):

@@ -1,15 +1,18 @@
-"""States that clients keep between rounds, in memory or on disk."""
+"""States that clients keep between rounds, in memory or on disk, and optimizers as each client starts with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_number
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
@@ -29,8 +32,8 @@ class Client:
         num_examples: its number of training examples n_k.
         round: the round, from 0.
         position: its position among the clients of the round that this process trains, from 0.
-        cohort: number of those clients.
-        problem: which of the client's problems this is, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
+        cohort: number of these clients.
+        problem: the index of the client's problem, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
     """
 
     number: int
@@ -54,11 +57,9 @@ class ClientState:
     Args:
         local: local parameters and buffers, name → tensor.
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
-        options: what training has changed in each optimizer's options: see
-            :meth:`~lightning_fedbayes.clients.optimizers.ClientOptimizer.read`.
-        kept: what the method keeps at the client, such as its site; empty for nothing.
-        own: the posterior that the client has trained last, as :meth:`GaussianPosterior.state_dict` has it; empty if
-            it keeps none.
+        options: changes of each optimizer's options by training: see :meth:`ClientOptimizer.read`.
+        kept: what the method keeps at the client, such as its site.
+        own: the ``state_dict`` of the posterior that the client has trained last; empty if it keeps none.
         rounds: of the federation, when the optimizers' states were kept; 0 if they are not.
     """
 
@@ -70,12 +71,9 @@ class ClientState:
     rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
-        """Return the barycenter of the global ``posterior`` and the own one, of weight ``weight``.
+        """Return the barycenter of the global ``posterior`` and the client's, of ``weight`` in [0, 1].
 
-        It is the global one if the client has none.
-
-        Raises:
-            FederationError: the weight is not in [0, 1].
+        It is the global one if the client keeps none.
         """
         check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
         if not self.own or not weight:
@@ -99,14 +97,14 @@ Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
 
 ON_THE_CPU = frozenset({"step", "examples", "received"})
-"""Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU wherever the parameter is."""
+"""Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU for parameters on any device."""
 
 
 class States:
-    """States of all clients, by the number by which an engine knows them; a round's new ones count when it ends.
+    """States of all clients, by the numbers that an engine uses; a round's new ones count when it ends.
 
     Args:
-        folder: where they lie; None: in memory.
+        folder: of the states; None: in memory.
         writes: this process writes what all have trained.
         device: where clients train.
 
@@ -129,11 +127,11 @@ class States:
 
     @property
     def writes_at_once(self) -> bool:
-        """True if the state of a client is on its way to the disk as soon as it is kept: memory need not hold it."""
+        """True if a client's state goes to the disk as soon as it is kept, so that memory need not hold it."""
         return self.store is not None and not self.is_shared
 
     def of(self, client: int) -> ClientState:
-        """Return what a client keeps; an empty state if it keeps nothing."""
+        """Return what a client keeps; an empty state before it keeps anything."""
         if self.store is None:
             return self.memory.get(client, ClientState())
         state = self.store.get(client)
@@ -144,14 +142,14 @@ class States:
         return {number % STRIDE for number in (self.memory if self.store is None else self.store.clients())}
 
     def keep(self, client: int, state: ClientState) -> None:
-        """Take the state of a client that has trained; one that keeps nothing takes no memory."""
+        """Take the state of a client that has trained; an empty one takes no memory."""
         if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
         elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
     def withdraw(self, client: int) -> ClientState | None:
-        """Return the new state of a client that has trained, and drop it here; None if it keeps nothing."""
+        """Return the new state of a client that has trained, and drop it here; None for an empty one."""
         if self.store is None or not self.writes_at_once:
             return self._new.pop(client, None)
         state = self.store.pending(client)
@@ -166,7 +164,7 @@ class States:
             self.store.put(client, {**(self.store.pending(client) or {}), "kept": dict(kept)})
 
     def forget(self, client: int) -> None:
-        """Drop the new state of a client whose update is not used."""
+        """Drop the new state of a client, because its update is not used."""
         if self._new.pop(client, None) is None and self.store is not None and not self.is_shared:
             self.store.forget(client)
 
@@ -183,7 +181,7 @@ class States:
         return {client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._new.items()}
 
     def take(self, everyone: Sequence[Trained]) -> None:
-        """Take the new states of the clients of all processes in place of this one's own."""
+        """Take the new states of the clients of all processes in place of this one's."""
         self._new = {client: self._here(state) for states in everyone for client, state in states.items()}
 
     def begin_round(self) -> None:
@@ -204,11 +202,7 @@ class States:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin with clients that keep nothing.
-
-        Raises:
-            FederationError: the folder holds the clients of another run.
-        """
+        """Begin with empty states; raise FederationError if the folder holds the clients of another run."""
         if self.store is not None:
             self.store.begin()
 
@@ -218,22 +212,18 @@ class States:
             self.store.mark()
 
     def close(self) -> None:
-        """Leave the folder to others; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if self.store is not None:
             self.store.close()
 
     def state_dict(self) -> dict[Any, Any]:
-        """Return the state of every client, or where they lie."""
+        """Return the state of every client, or a reference to their folder."""
         if self.store is not None:
             return self.store.reference
         return {client: dict(vars(state)) for client, state in self.memory.items()}
 
     def load_state_dict(self, states: Mapping[Any, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; states that were in memory are written to the folder, if there is one.
-
-        Raises:
-            FederationError: the states lie in a folder that is not given, or that holds others.
-        """
+        """Restore what :meth:`state_dict` gave; states from memory are written to the folder, if there is one."""
         if "folder" not in states:
             self.memory = {client: self._here(state) for client, state in states.items()}
             if self.store is not None:
@@ -248,22 +238,22 @@ class States:
             self.store.resume(states["run"], states["rounds"])
 
     def _here(self, state: Mapping[str, Any]) -> ClientState:
-        """Return a state whose tensors are on the device; an optimizer's count of steps stays where torch has it."""
-        device = self.device
-        if device.type == "cpu":
-            return ClientState(**state)
+        """Return a state with its tensors on the device, except numbers that optimizers keep on the CPU."""
+        here = ClientState(**state)
+        if self.device.type == "cpu":
+            return here
 
         def on(place: torch.device | str, value: Any) -> Any:
             return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
         optimizers = [
             {
-                number: {name: on("cpu" if name in ON_THE_CPU else device, value) for name, value in entries.items()}
-                for number, entries in each.items()
+                number: {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
+                for number, own in each.items()
             }
-            for each in state.get("optimizers", [])
+            for each in here.optimizers
         ]
-        rest = {name: on(device, value) for name, value in state.items() if name != "optimizers"}
+        rest = {name: on(self.device, value) for name, value in vars(here).items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)
 
 
@@ -276,7 +266,7 @@ class Sent(NamedTuple):
 
 
 class InFlight:
-    """Messages under way, by their clients, in the order in which they were sent."""
+    """Messages under way, ``sent``, by their clients, in the order in which they were sent."""
 
     def __init__(self) -> None:
         self.sent: dict[int, Sent] = {}
@@ -285,21 +275,13 @@ class InFlight:
         """Put a message on its way."""
         self.sent[message.client] = Sent(message, started, state)
 
-    def arrive(self, client: int) -> Sent:
-        """Take the message of a client."""
-        return self.sent.pop(client)
-
-    def drop(self, round: int) -> None:
-        """Forget what was sent in a round that is cut short."""
-        self.sent = {client: each for client, each in self.sent.items() if each.started != round}
-
     @property
     def rounds(self) -> set[int]:
         """The rounds that they are about."""
         return {each.started for each in self.sent.values()}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return all messages, as tensors, numbers and texts."""
+        """Return all messages, as tensors, numbers and text."""
         found = []
         for message, started, state in self.sent.values():
             content = dict(vars(message))
@@ -311,7 +293,7 @@ class InFlight:
         return found
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """Restore what :meth:`state_dict` gave; a failure is told by the name and text of its error."""
+        """Restore what :meth:`state_dict` gave; a failure has the name and text of its error."""
         self.sent = {}
         for stored in apply_to_collection(state, Tensor, lambda value: value.to(device)):
             message, kept = stored["message"], stored["state"]
@@ -322,3 +304,183 @@ class InFlight:
                 name, text = message["error"]
                 found = ClientFailure(**{**message, "error": type(name, (FusionError,), {})(text)})
             self.send(found, stored["started"], None if kept is None else ClientState(**kept))
+
+
+OptimizerState = dict[int, dict[str, Any]]
+"""State of an optimizer: number of the parameter → name → value."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""Name of an option → its value before a client's training and after it."""
+
+MOMENTA = frozenset({"exp_avg", "momentum_buffer"})
+"""Entries of torch's optimizers that are running means of gradients. Steps of IVON, whose widths are the federation's,
+are short enough not to run away, and few steps without momentum would be shorter."""
+
+PLAIN = (int, float, complex, str, bool, type(None))
+
+
+class ClientOptimizer:
+    """The Trainer's optimizer, set to a client's start and read at its end; it stays the same object.
+
+    At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
+    between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
+    from its construction, such as another optimizer or a copy of the weights, the module makes a new one.
+
+    Args:
+        optimizer: of the Trainer.
+        remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
+        keep: clients keep what :meth:`read` returns from round to round.
+
+    Raises:
+        FederationError: the state cannot be kept.
+    """
+
+    def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:
+        self.optimizer = optimizer
+        self._remake = remake
+        self._is_plain = not has_own_state(optimizer)
+        if keep and not self._is_plain:
+            raise FederationError(
+                f"keep='optimizer': {type(optimizer).__name__} holds more than a state per parameter, which "
+                "cannot be kept for each client; leave it out"
+            )
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Take the present options for all clients' start."""
+        self._options = [_copy_of(options) for options in options_of(self.optimizer)]
+        self._attributes = _plain_attributes(self.optimizer)
+
+    def reset(self, state: OptimizerState | None = None, changes: Sequence[Changes] = ()) -> None:
+        """Start as new, or from what :meth:`read` has returned for the client."""
+        optimizer = self.optimizer
+        drop_gradients(optimizer)
+        if self._is_plain:
+            optimizer.state.clear()
+        else:  # a new optimizer's attributes; hooks and the scheduler's mark stay
+            own = vars(optimizer)
+            with torch.random.fork_rng():
+                new = self._remake()
+            stay = {name: own[name] for name in own if name == "step" or name.startswith("_optimizer_")}
+            own.clear()
+            own.update({**vars(new), **stay})
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
+            group.update(_copy_of(options))
+        for name in _plain_attributes(optimizer).keys() - self._attributes.keys():
+            delattr(optimizer, name)
+        vars(optimizer).update(self._attributes)
+        if state:
+            parameters = parameters_of(optimizer)
+            there = with_counts(optimizer, state).items()
+            optimizer.state.update({parameters[i]: {k: copied(v) for k, v in entries.items()} for i, entries in there})
+        for values, changed in zip([*optimizer.param_groups, vars(optimizer)], changes):
+            for name, (before, after) in changed.items():
+                if not _differs(values.get(name), before):  # else a schedule has changed it since, for all clients
+                    values[name] = after
+
+    def read(self) -> tuple[OptimizerState, list[Changes]]:
+        """Return what the client keeps: state per parameter, and changes of each group's options and of attributes."""
+        optimizer = self.optimizer
+        state = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
+        pairs = zip([*self._options, self._attributes], [*options_of(optimizer), _plain_attributes(optimizer)])
+        return state, [
+            {name: (before.get(name), value) for name, value in now.items() if _differs(before.get(name), value)}
+            for before, now in pairs
+        ]
+
+
+def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
+    """Return a state with counts of steps on the parameters' device if the optimizer is fused or capturable."""
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    if not any(group.get("fused") or group.get("capturable") for group in groups):
+        return state
+    devices = [parameter.device for parameter in parameters_of(optimizer)]
+    return {
+        i: {
+            name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for i, entries in state.items()
+    }
+
+
+def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> OptimizerState:
+    """Return a client's state of ``optimizer`` with its momentum faded by the ``steps`` that the client has missed.
+
+    Its momentum is of the model that it trained last, and the others have moved the model since.
+    """
+    if steps <= 0 or not state:
+        return state
+    decays = [
+        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+        for group in optimizer.param_groups
+        for _ in group["params"]
+    ]
+    return {
+        i: {
+            name: value * decays[i] ** steps if name in MOMENTA and isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for i, entries in state.items()
+    }
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Do ``optimizer.zero_grad()`` without opening a profiler's record, which takes 70 µs between large steps."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Return True if a new ``optimizer`` holds more than its groups and plain values."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False  # Adagrad, which makes its state at once, makes it again where it is missing
+    extra = [value for name, value in vars(optimizer).items() if name not in _own_attributes()]
+    return bool(optimizer.state) or not all(isinstance(value, PLAIN) for value in extra)
+
+
+@functools.cache
+def _own_attributes() -> frozenset[str]:
+    """Names of the attributes that torch keeps on every optimizer."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
+
+
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, PLAIN) and name not in _own_attributes()
+    }
+
+
+def _copy_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``options`` that shares no mutable value."""
+    return {name: value if isinstance(value, PLAIN) else copy.deepcopy(value) for name, value in options.items()}
+
+
+def _differs(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return not torch.equal(before, now)
+    return bool(before != now)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of an optimizer's entry for a parameter, which the optimizer may write into."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optimizer) -> Optimizer:
+    """Return the optimizer that ``configure`` makes in this ``place``; raise FederationError if it is not ``like``."""
+    made = configure()
+    if len(made) <= place or type(made[place]) is not type(like):
+        raise FederationError(
+            f"configure_optimizers makes another optimizer than at the start of the fit: {type(like).__name__} holds "
+            "state from its construction, so every client needs a new one"
+        )
+    return made[place]

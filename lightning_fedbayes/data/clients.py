@@ -36,10 +36,10 @@ LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
 
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
-    """Integer class label of every example, or None if finding out would need loading the examples.
+    """Return the integer class label of every example, or None if they cannot be known without loading examples.
 
-    Looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
-    of a TensorDataset, and looks into Subset and ConcatDataset. Examples are never loaded, so no image is decoded.
+    It looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
+    of a TensorDataset, and looks into Subset and ConcatDataset. It does not load examples, so it decodes no image.
     Anything but one integer per example (continuous targets, masks, names) is None.
 
     Args:
@@ -47,7 +47,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
         source: where to find them instead; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Raises:
-        PartitionError: ``source`` is no column, or does not give one number per example.
+        PartitionError: ``source`` is not a column, or does not give one number per example.
 
     Returns: integers, shape (examples,), in the order of the data set; or None.
 
@@ -90,7 +90,7 @@ def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
 
 
 def _column(dataset: Any, name: str) -> Any:
-    """Return the values of a column: an attribute of the data set, or of its examples, which are then read once."""
+    """Return the values of a column: an attribute of the data set, or of its examples, each of which is read once."""
     if isinstance(dataset, Subset):
         return as_labels(_column(dataset.dataset, name))[torch.as_tensor(dataset.indices, dtype=torch.int64)]
     if isinstance(dataset, ConcatDataset):
@@ -103,7 +103,7 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def _entry(example: Any, name: str) -> int:
-    """Return the label in one example, a dict or an object such as a graph; raise PartitionError if there is none."""
+    """Return the label in one example, a dict or an object such as a graph; raise PartitionError without one."""
     if isinstance(example, Mapping):
         known, value = example.keys(), example.get(name)
     else:
@@ -135,13 +135,13 @@ class ClientDatasets(ConcatDataset):
     partition. A plain :class:`torch.utils.data.ConcatDataset` works too; its clients are then numbered.
 
     Args:
-        datasets: client name → its map-style data set. A whole number, such as a key of pandas' ``groupby``, is the
-            name that it is written as: 3 is "3".
+        datasets: client name → its map-style data set. A whole number, such as a key of pandas' ``groupby``, becomes a
+            string: 3 is "3".
         skip_empty: leave out clients without an example, and name them in the log; False: such a client stops a fit.
 
     Raises:
-        FederationError: no dict of names and map-style data sets, an empty one, or one with two clients of one name;
-            no client has an example, and ``skip_empty``.
+        FederationError: not a dict of names and map-style data sets, an empty one, or one with two clients of one name;
+            or with ``skip_empty``, no client has an example.
 
     >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
@@ -190,7 +190,7 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
         fraction: of each client's examples that are held out, in (0, 1), rounded to a whole number from 1 to all but 1.
         seed: of the draws; a client's do not depend on the other clients.
 
-    Returns: the rest, and what is held out, for all clients.
+    Returns: the rest, and the held-out examples, for all clients.
 
     Raises:
         FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
@@ -244,7 +244,7 @@ class Clients:
 
     @property
     def described_sizes(self) -> list[int] | dict[str, Any]:
-        """Sizes as they are logged: of more than 100 clients a summary, with a digest that tells all of them.
+        """Sizes for loggers: of more than 100 clients a summary, with a digest of all sizes.
 
         >>> Clients((), (range(3), range(1))).described_sizes
         [3, 1]
@@ -253,13 +253,8 @@ class Clients:
         if len(sizes) <= MOST_ROWS:
             return list(sizes)
         digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
-        return {
-            "smallest": min(sizes),
-            "median": median(sizes),
-            "largest": max(sizes),
-            "total": sum(sizes),
-            "digest": digest,
-        }
+        ends = {"smallest": min(sizes), "median": median(sizes), "largest": max(sizes)}
+        return {**ends, "total": sum(sizes), "digest": digest}
 
     def __len__(self) -> int:
         return len(self.datasets)
@@ -274,9 +269,9 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         seed: seed of the partition.
 
     Raises:
-        FederationError: no partition and no parts, a partition of parts, a client without an example, or a class
+        FederationError: neither partition nor parts, a partition of parts, a client without an example, or a class
             that no client has.
-        PartitionError: the partition cannot be made (see there).
+        PartitionError: the partition cannot be made.
     """
     check_dataset("the training data", dataset)
     check_kind("partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError)
@@ -334,12 +329,9 @@ def check_classes(clients: Clients) -> None:
 
 
 class TensorsOfClients(Sequence[Any]):
-    """Tensors and rows of each client's data, as :func:`tensors_of` has them; those of :class:`Parts` when asked for.
+    """Tensors and rows of each client's data by :func:`tensors_of`, of :class:`Parts` when asked for.
 
-    Empty if the data of one client are not tensors in memory.
-
-    Args:
-        datasets: of the clients.
+    Empty if the data of any client are not tensors in memory.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
@@ -365,10 +357,7 @@ class TensorsOfClients(Sequence[Any]):
 
 
 def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return the tensors behind a ``TensorDataset``, or a ``Subset`` of one, and its rows of them.
-
-    Returns: (tensors, rows), rows None for all of them; None if the data are not tensors in memory.
-    """
+    """Return tensors of a ``TensorDataset`` or a ``Subset`` of one, and its rows, None for all; None for other data."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset:

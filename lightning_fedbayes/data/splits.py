@@ -1,4 +1,4 @@
-"""Data modules over training, validation and test splits, and the order that makes a split stratified."""
+"""Data modules over training, validation and test splits; two small data sets that come with scikit-learn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fedbayes.core.errors import check_at_least, check_number
+from lightning_fedbayes.core.errors import check_at_least, check_flag, check_number
 
 EVALUATION_BATCH = 256
-"""Least number of examples per evaluation batch: scores do not depend on it, and large batches cost less."""
+"""Least number of examples per evaluation batch: it does not change scores, and large batches cost less."""
 
 
 class SplitDataModule(L.LightningDataModule):
@@ -39,25 +41,22 @@ class SplitDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches in fixed order."""
-        return self._in_order(self.validation)
+        return DataLoader(self.validation, batch_size=max(self.batch_size, EVALUATION_BATCH))
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Test batches in fixed order."""
-        return self._in_order(self.test)
+        return DataLoader(self.test, batch_size=max(self.batch_size, EVALUATION_BATCH))
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The test batches."""
         return self.test_dataloader()
 
-    def _in_order(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=max(self.batch_size, EVALUATION_BATCH))
-
 
 class TensorDataModule(SplitDataModule):
     """A data module over two TensorDatasets, for training and for everything else.
 
-    A subclass fills ``train`` and ``validation`` in ``setup``. There is no third split: test and predict use the
-    validation examples, which training does not see, but decisions such as early stopping do.
+    A subclass fills ``train`` and ``validation`` in ``setup``. Test and predict use the validation examples, which
+    training does not see, but decisions such as early stopping do.
 
     Args:
         batch_size: examples per batch.
@@ -79,8 +78,96 @@ class TensorDataModule(SplitDataModule):
         return self.validation
 
 
+class DigitsDataModule(TensorDataModule):
+    """1,797 handwritten digits from scikit-learn, 10 classes, 64 grey values in [0, 1]; needs no network.
+
+    Inputs are float32 of shape (batch, 64) or, as images, (batch, 1, 8, 8); labels int64. The split is stratified:
+    every digit has the same share in training and validation. Test and predict use the validation examples.
+
+    Args:
+        batch_size: examples per batch.
+        validation_fraction: share of the examples that is held out.
+        seed: seed of the split.
+        images: inputs as images with one channel instead of vectors.
+
+    >>> digits = DigitsDataModule(batch_size=8)
+    >>> digits.setup()
+    >>> [tuple(tensor.shape) for tensor in next(iter(digits.train_dataloader()))]
+    [(8, 64), (8,)]
+    """
+
+    num_classes = 10
+    num_features = 64
+
+    def __init__(
+        self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0, images: bool = False
+    ) -> None:
+        super().__init__(batch_size, validation_fraction, seed)
+        check_flag("images", images)
+        self.save_hyperparameters(logger=False)
+        self.images = images
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the data, the same way for every stage."""
+        inputs, labels = load_digits(return_X_y=True)
+        indices = train_test_split(
+            range(len(labels)), test_size=self.validation_fraction, random_state=self.seed, stratify=labels
+        )
+        x = torch.as_tensor(inputs / 16, dtype=torch.float32)
+        if self.images:
+            x = x.view(-1, 1, 8, 8)
+        y = torch.as_tensor(labels, dtype=torch.int64)
+        self.train, self.validation = (TensorDataset(x[part], y[part]) for part in indices)
+
+
+class DiabetesDataModule(TensorDataModule):
+    """442 patients from scikit-learn, 10 measurements, one target: progression after a year; needs no network.
+
+    Inputs are float32 of shape (batch, 10), targets float32 of shape (batch, 1). Both are standardised with the mean
+    and standard deviation of the training split. To score in original units: y = ``target_mean`` + ``target_std``·z, a
+    variance times ``target_std``², a Gaussian NLL plus log ``target_std``, a CRPS times ``target_std``. Test and
+    predict use the validation examples.
+
+    Args:
+        batch_size: examples per batch.
+        validation_fraction: share of the examples that is held out.
+        seed: seed of the split.
+
+    >>> diabetes = DiabetesDataModule(batch_size=8)
+    >>> diabetes.setup()
+    >>> [tuple(tensor.shape) for tensor in next(iter(diabetes.train_dataloader()))]
+    [(8, 10), (8, 1)]
+    """
+
+    num_features = 10
+    num_targets = 1
+
+    target_mean: float
+    """Mean target of the training split, in original units; known after ``setup``."""
+    target_std: float
+    """Standard deviation of the target in the training split, in original units; known after ``setup``."""
+
+    def __init__(self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0) -> None:
+        super().__init__(batch_size, validation_fraction, seed)
+        self.save_hyperparameters(logger=False)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, split and standardise the data, the same way for every stage."""
+        inputs, targets = (torch.as_tensor(array) for array in load_diabetes(return_X_y=True, scaled=False))
+        train, validation = train_test_split(
+            range(len(targets)), test_size=self.validation_fraction, random_state=self.seed
+        )
+        targets = targets.unsqueeze(1)
+        self.target_mean = targets[train].mean().item()
+        self.target_std = targets[train].std(correction=0).item()
+        x, y = (
+            (each - each[train].mean(0)).div(each[train].std(0, correction=0)).float() for each in (inputs, targets)
+        )
+        self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))
+
+
 def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:
-    """A random order of all examples; for every n, the first n have the class shares, to about one example per class.
+    """Draw an order of all examples in which the first n, for any n, have the class shares, to about one per class.
 
     The examples of a class, in random order, are spread evenly over the whole order from a random start. So a smaller
     sample is a subset of a larger one.

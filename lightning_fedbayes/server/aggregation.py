@@ -19,10 +19,10 @@ from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.methods.method import PREFIX
-from lightning_fedbayes.server.buffers import BufferAverage
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits, changed
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
+    BufferAverage,
     ClientFacts,
     CohortWeights,
     client_weights,
@@ -36,7 +36,7 @@ class Disagreement:
 
     Args:
         borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
-            where sums that contain it may cease to.
+            where the sums may cease to contain it.
     """
 
     def __init__(self, borrows: bool) -> None:
@@ -92,8 +92,7 @@ class Aggregate:
         inferred: True if the weights are reliabilities that the rule has inferred.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
-        outlying: clients whose updates stand out, so that they count only in part, see
-            :mod:`lightning_fedbayes.server.guard`.
+        outlying: clients that stand out and count only in part, see :mod:`lightning_fedbayes.server.guard`.
         refused: client → why its update does not count at all.
         counted: client → what it has to keep in place of what it sent, so that both ends keep the same.
     """
@@ -116,13 +115,12 @@ class Admitted:
 
     Args:
         clients: their numbers, in the order in which they came.
-        weights: their weights, not normalised; empty where the weighting compares clients.
-        facts: the clients' facts for such a weighting; otherwise empty.
+        weights: not normalised; empty where the weighting compares clients.
+        facts: for such a weighting; otherwise empty.
         error: the reason why a weight cannot be computed.
-        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, kinds, tensors);
-            None where nothing guards the round.
+        sizes: see :class:`~lightning_fedbayes.server.guard.Guard`, shape (clients, kinds, tensors); None without one.
         refused: client → why its update does not count.
-        held: those of the clients that are not added yet.
+        held: clients that are not added yet.
     """
 
     clients: tuple[int, ...]
@@ -137,7 +135,7 @@ class Admitted:
 class Aggregation:
     """Collects the updates of a round and fuses them.
 
-    With a sum-type rule and weights that look at one client at a time nothing is kept but sums.
+    With a sum-type rule and weights that look at one client at a time it keeps sums only.
 
     Args:
         rule: the fusion rule.
@@ -145,10 +143,10 @@ class Aggregation:
         previous: the global posterior that the clients started from.
         buffers: the global buffers that the clients started from; None takes the first client's as the model of all.
         state: the rule's state after earlier rounds; None for the initial one.
-        collective: the processes, each of which adds clients of its own; with several, ``buffers`` must be given.
+        collective: the processes, each of which adds its clients; with several, ``buffers`` must be given.
         guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do;
             None: neither.
-        adds: what clients send beside, under names that begin with "method/", is added up, not averaged.
+        adds: tensors of a method, under names that begin with "method/", are added up, not averaged.
     """
 
     def __init__(
@@ -189,8 +187,7 @@ class Aggregation:
         self._refused: dict[int, str] = {}
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
         self._buffers = BufferAverage(buffers, collective.size > 1, PREFIX if adds else None)
-        borrows = self._by_pieces and guard is not None and collective.size == 1
-        self._disagreement = Disagreement(borrows)
+        self._disagreement = Disagreement(self._by_pieces and guard is not None and collective.size == 1)
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
@@ -200,8 +197,8 @@ class Aggregation:
         """Admit one client's update.
 
         Raises:
-            FusionError: names or shapes are not those of the global model, a value is not finite, or a variance is not
-                possible. The round is as it was before.
+            FusionError: names or shapes differ from the global model's, a value is not finite, or a variance is not
+                possible. The round does not change.
         """
         check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"
@@ -231,20 +228,32 @@ class Aggregation:
             self._judge()
         if self._streams and is_large and self._held and self._held[-1].client == update.client:
             self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
-        self._buffers.admit(update.buffers)
+        if self._buffers.before is None:
+            self._buffers.before = dict(update.buffers)
 
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        The limits are set anew at 7 clients of this process (small networks: 14 or more), 14, 28, … A client that
-        passes is then at most ``max_influence`` times as large as an honest one, as long as less than half of the
-        clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        The limits are set at 7 clients of this process (small networks: 14 or more), and set again at 14, 28, … A
+        client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than half
+        of the clients so far are bad. Without outliers the sums are added up in the order of arrival.
         """
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
             sizes = self.guard.sizes_of(recent, by_pieces=self._by_pieces)
-            recent, sizes = self._without_absurd(recent, sizes)
+            absurd = self.guard.absurd(recent, sizes)
+            if bool(absurd.any()):
+                for update, is_absurd in zip(recent, absurd.tolist(), strict=True):
+                    if is_absurd:
+                        self._refused[update.client] = (
+                            f"client {update.client}: it moves the means by more than a factor of {MOST_MOVE:g}: check "
+                            "its training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
+                        )
+                        self._weights.pop(update.client, None)
+                recent = [update for update in recent if update.client not in self._refused]
+                self._held = [update for update in self._held if update.client not in self._refused]
+                sizes = sizes[~absurd]
             self._parts.append(sizes)
             self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
             self._unmeasured = 0
@@ -252,35 +261,17 @@ class Aggregation:
                 self._release(sizes)
         if self._streams and len(self._rows) >= self._judge_at:
             self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
-            self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
-            self._release(self._sizes[[self._rows[update.client] for update in self._held]])
+            self._limits = self.guard.limits(self._sizes(), list(self._weights.values()))
+            self._release(self._sizes()[[self._rows[update.client] for update in self._held]])
 
-    def _without_absurd(self, recent: list[ClientUpdate], sizes: Tensor) -> tuple[list[ClientUpdate], Tensor]:
-        """Return the clients that were held last and their sizes, without those whose updates do not count at all."""
-        assert self.guard is not None
-        absurd = self.guard.absurd(recent, sizes)
-        if not bool(absurd.any()):
-            return recent, sizes
-        refused = [update.client for update, is_absurd in zip(recent, absurd.tolist(), strict=True) if is_absurd]
-        for client in refused:
-            self._refused[client] = (
-                f"client {client}: it moves the means by more than a factor of {MOST_MOVE:g}: check its training, or "
-                "turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
-            )
-            self._weights.pop(client, None)
-        recent = [update for update in recent if update.client not in self._refused]
-        self._held = [update for update in self._held if update.client not in self._refused]
-        return recent, sizes[~absurd]
-
-    @property
     def _sizes(self) -> Tensor:
-        """The sizes of all clients that are measured."""
+        """Return the sizes of all clients that are measured."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0]
 
     def _release(self, sizes: Tensor) -> None:
-        """Add those of the last clients that wait, whose ``sizes`` are given, that are within the limits."""
+        """Add the last waiting clients, which have these ``sizes``, if they are within the limits."""
         assert self._limits is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
@@ -288,9 +279,9 @@ class Aggregation:
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
-                # memory of its own: until now it was a row of a stack of many clients
-                own = update.posterior.owned() if self._is_small else update.posterior
-                self._held.append(changed(update, posterior=own, buffers=dict(update.buffers)))
+                # its memory so far is a row of a stack of many clients
+                posterior = update.posterior.owned() if self._is_small else update.posterior
+                self._held.append(changed(update, posterior=posterior, buffers=dict(update.buffers)))
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
         self._fuse(ready)
@@ -299,27 +290,27 @@ class Aggregation:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
         if self._clips:
             self._judge()
+        held = tuple(update.client for update in self._held)
         known: dict[str, Any] = {
-            "sizes": self._sizes if self._rows else None,
+            "sizes": self._sizes() if self._rows else None,
             "refused": self._refused,
-            "held": frozenset(update.client for update in self._held),
+            "held": frozenset(held),
         }
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
-        clients = tuple(update.client for update in self._held)
         if not self.rule.uses_weights:
-            return Admitted(clients, (1.0,) * len(clients), **known)
+            return Admitted(held, (1.0,) * len(held), **known)
         facts = [ClientFacts.of(update, self.previous) for update in self._held]
         if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
             one = PER_CLIENT[self.weighting]
             try:
-                return Admitted(clients, tuple(one(fact) for fact in facts), **known)
+                return Admitted(held, tuple(one(fact) for fact in facts), **known)
             except FusionError as error:
-                return Admitted(clients, error=error)
+                return Admitted(held, error=error)
         if self.collective.size > 1:
             before = self.previous.to("cpu")
             facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
-        return Admitted(clients, facts=tuple(facts), **known)
+        return Admitted(held, facts=tuple(facts), **known)
 
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
         """Fuse the clients of all processes; the result is the same in each.
@@ -336,7 +327,9 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
-        state, shares = self.state, shares_of(weights, {})
+        of_all = sum(weights.values())
+        shares = {client: weight / of_all for client, weight in weights.items()}
+        state = self.state
         if isinstance(self.rule, SumRule) and not several:
             fused = self._accumulator.result(state, weights)
             apart, buffers = self._merge(shares)
@@ -347,16 +340,19 @@ class Aggregation:
         else:
             cohort = self._accumulator.cohort(total)
             fused = fuse_distributed(self.rule, cohort, self._accumulator.like, state, self.collective)
-            shares = shares_of(weights, fused.reliability)
+            if fused.reliability:
+                shares = {client: fused.reliability.get(client, 0.0) for client in weights}
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
-        refused = {client: why for each in everyone for client, why in each.refused.items()}
+        refused: dict[int, str] = {}
+        for each in everyone:
+            refused.update(each.refused)
         counted = [] if self.guard is None else [self.guard.counted]
         counted = self.collective.all_gather(counted[0]) if counted and self._adds else counted
         apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
         return Aggregate(
             fused.posterior,
-            buffers=self._buffers.averages(buffers, sum(weights.values()) if self._streams else 1.0),
+            buffers=self._buffers.averages(buffers, of_all if self._streams else 1.0),
             weights=shares,
             metrics={
                 "effective_clients": effective_clients(list(shares.values())),
@@ -376,36 +372,35 @@ class Aggregation:
     def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
 
-        Returns: the clients of all processes that stand out; ``weights`` has what they weigh then.
+        Returns: the clients of all processes that stand out; their entries of ``weights`` are lowered.
         """
-        outlying: tuple[int, ...] = ()
         bounds: dict[int, Tensor] = {}
-        measured = [each.sizes for each in everyone if each.sizes is not None]
+        clients, held, measured = [], set[int](), []
+        for each in everyone:
+            clients += each.clients
+            held |= each.held
+            if each.sizes is not None:
+                measured.append(each.sizes)
         if self._clips and measured:
             assert self.guard is not None
-            sizes = torch.cat(measured)
-            clients = [client for each in everyone for client in each.clients]
-            ordered = [weights[client] for client in clients]
+            sizes, ordered = torch.cat(measured), [weights[client] for client in clients]
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered, clients)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
-                held = frozenset[int]().union(*(each.held for each in everyone))
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
-                rows = [row for row, client in enumerate(clients) if beyond[row] and client in held]
-                bounds = {clients[row]: limits[row] for row in rows}
-                outlying = tuple(sorted(bounds))
-                for row in rows:
-                    weights[clients[row]] *= self.guard.part_of(limits[row], sizes[row])
+                for row, client in enumerate(clients):
+                    if beyond[row] and client in held:
+                        bounds[client] = limits[row]
+                        weights[client] *= self.guard.part_of(limits[row], sizes[row])
             self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
         ready = []
         for update in self._held:
             weight, suspect, posterior = weights[update.client], update.client in bounds, update.posterior
             if suspect:
                 assert self.guard is not None
-                sizes = self._sizes[self._rows[update.client]]
-                update = self.guard.clipped(update, bounds[update.client], sizes)
+                update = self.guard.clipped(update, bounds[update.client], self._sizes()[self._rows[update.client]])
                 posterior = update.posterior  # the vectors are enough for sums
                 posterior = posterior if isinstance(self.rule, SumRule) else posterior.owned()
             ready.append((update, posterior, weight))
@@ -413,14 +408,14 @@ class Aggregation:
                 self._fuse(ready)
                 ready = []
         self._fuse(ready)
-        return outlying
+        return tuple(sorted(bounds))
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
         for update in () if self._streams else self._held:
             self._buffers.add(update.buffers, shares[update.client])
-        own = self._disagreement.statistics(self.collective.size > 1)
-        apart = Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
+        within = self._disagreement.statistics(self.collective.size > 1)
+        apart = Reduction(within, self.previous.num_parameters, merge_disagreement, totals_only=True)
         merged = merge_statistics([apart, self._buffers.reduction(), *others], self.collective)
         if self.collective.size > 1:
             device = self.previous.flatten()[0].device
@@ -429,13 +424,15 @@ class Aggregation:
 
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
         """Return the weights of all clients; normalised where updates were held back until all were known."""
+        clients, values, facts = [], [], []
         for each in everyone:
             if each.error is not None:
                 raise each.error
-        clients = [client for each in everyone for client in each.clients]
-        values = [weight for each in everyone for weight in each.weights]
-        facts = sorted((fact for each in everyone for fact in each.facts), key=lambda fact: fact.client)
+            clients += each.clients
+            values += each.weights
+            facts += each.facts
         if facts:
+            facts.sort(key=lambda fact: fact.client)
             return dict(zip([fact.client for fact in facts], client_weights(self.weighting, facts), strict=True))
         if values and not self._streams and self.rule.uses_weights:
             values = normalised(values, self.weighting, len(clients))
@@ -446,15 +443,14 @@ class Aggregation:
 
         A large network with variances is summed up client by client, so that one flat vector is held at a time.
         """
-        if not self._by_pieces and not self._is_small and len(clients) > 1:  # one flat vector at a time
+        if not self._by_pieces and not self._is_small and len(clients) > 1:
             for each in clients:
                 self._fuse([each])
             return
-        if not self._by_pieces:
-            clients = [(update, posterior.flattened(), weight) for update, posterior, weight in clients]
-        self._accumulator.add_checked(
-            [(update.client, posterior, weight) for update, posterior, weight in clients], self._disagreement.add
-        )
+        added = []
+        for update, posterior, weight in clients:
+            added.append((update.client, posterior if self._by_pieces else posterior.flattened(), weight))
+        self._accumulator.add_checked(added, self._disagreement.add)
         for update, _, weight in clients:
             self._weights[update.client] = weight
             if self._streams:
@@ -462,14 +458,6 @@ class Aggregation:
 
 
 def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:
-    """Return the mean variance of the Gaussian parameters as it is logged; nothing of a point mass."""
-    variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
-    return {"posterior_variance": float(torch.cat([each.double() for each in variances]).mean())} if variances else {}
-
-
-def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:
-    """Return each client's share of the fusion: its normalised weight, or its reliability if the rule infers one."""
-    if reliability:
-        return {client: reliability.get(client, 0.0) for client in weights}
-    total = sum(weights.values())
-    return {client: weight / total for client, weight in weights.items()}
+    """Return the mean variance of the Gaussian parameters as it is logged; an empty dict for a point mass."""
+    variances = [value.detach().double().flatten() for value in posterior.variance.values() if not is_zero(value)]
+    return {"posterior_variance": float(torch.cat(variances).mean())} if variances else {}

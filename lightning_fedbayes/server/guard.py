@@ -1,14 +1,13 @@
 r"""Guard of a round: no single client moves the global posterior much further than the others do.
 
-Sizes of a client's update against the global posterior :math:`N(\mu_o, \sigma_o^2)` of the round, one per tensor:
+The sizes of a client's update against the round's global posterior :math:`N(\mu_o, \sigma_o^2)` are, for each tensor:
 
 * shift :math:`\|\mu - \mu_o\|`, by which averages move;
 * pull :math:`\|(\mu - \mu_o)\,\sigma_o^2 / \sigma^2\|`, by which products of densities move;
 * sureness :math:`\max \sigma_o^2 / \sigma^2` and vagueness :math:`\max \sigma^2 / \sigma_o^2` over the entries.
 
-A size is too large if it exceeds a multiple of the clients' weighted median; where a round has few clients, no tensor
-may be longer than a multiple of what whole updates have been in the rounds before, or of the second longest. Sizes are
-numbers, so the guard streams.
+A size is too large if it exceeds a multiple of the clients' weighted median. Where a round has few clients, no tensor
+may be longer than a multiple of the second longest whole update, in this round or in those before. The guard streams.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Safeguards:
     """Bounds of a server: when a round counts, and how much one client may do in it.
 
     Args:
-        min_clients: quorum: fewer valid updates than this leave the global posterior as it was, and so do updates that
-            the rule cannot fuse.
-        max_failed_rounds: after this many such rounds in a row the run stops with an error.
+        min_clients: quorum: a round with fewer valid updates fails and leaves the global posterior as it was. A round
+            that the rule cannot fuse fails, too.
+        max_failed_rounds: after this many failed rounds in a row the run stops with an error.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
-            its length and in how sure or vague it is; what is beyond is clipped, and impossible variances are refused.
-            Of sites it is the whole site, and its change. None: nothing of it. See "Clients that cannot be trusted" in
+            its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
+            Of sites it bounds the whole site, and its change. None: no guard. See "Clients that cannot be trusted" in
             the documentation.
 
     Raises:
@@ -59,26 +58,24 @@ class Safeguards:
 
 
 USUAL = Safeguards()
-"""Safeguards of a federation that says nothing."""
+"""Default safeguards."""
 
 
 MOST_CHANGE = 1e12
-"""Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
-2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
+"""Factor by which a variance may change in one round, for σ a million. Honest clients have reached 2.6e8 (initial σ
+1e-4, Adam at rate 0.1, 20 local epochs)."""
 FEWEST = 7
-"""Least number of clients whose median says what is usual: three bad ones are a minority among them, while fewer honest
-clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
-added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured
-together, which takes a fraction of the time."""
+"""Least number of clients for a median: three bad ones are a minority among them, and fewer honest clients, of few
+batches each, may differ by more than ``max_influence``. So many wait for one another before any is added to sums. Of
+small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured together."""
 FEW = 2.0
-"""Factor by which the bound is wider where there are fewer."""
+"""Factor by which the bound is wider with fewer clients."""
 RANKED = 3
-"""Least number of clients whose second largest says something of the largest."""
+"""Least number of clients for which the second largest size bounds the largest."""
 DECAY = 0.9
-"""Factor by which sizes of earlier rounds count less in every round, where there are few clients."""
+"""Factor by which sizes of earlier rounds fade in every round, where there are few clients."""
 MOST_MOVE = 1e15
-"""Multiple of one plus the largest global mean by which the means of a tensor may move in a round, as their root mean
-square."""
+"""Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
 
@@ -93,7 +90,7 @@ class Limits:
     """The largest sizes of an update that are allowed.
 
     Args:
-        sizes: those of a client of mean weight, shape (4, tensors).
+        sizes: of a client of mean weight, shape (4, tensors).
         weight: the mean weight.
     """
 
@@ -117,14 +114,15 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
-        memory: what :attr:`memory` was after the round before; empty before the first.
-        is_alone: the federation has one client, which nobody need be protected from.
-        part: of all clients that a fusion hears, in a federation without rounds; otherwise 1.
+        memory: :attr:`memory` after the round before; empty before the first.
+        is_alone: the federation has a single client, so there are no others to protect.
+        part: share of all clients in a fusion, in a federation without rounds; otherwise 1.
 
     Attributes:
-        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,), the earlier the
-            less.
-        counted: client → what the server counts of it in place of what it sent, where clients have to keep the same.
+        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,); earlier rounds
+            fade.
+        counted: client → what the server counts in place of what it sent, where clients have to keep the same.
+        is_deterministic: True if the network has no variances, so that sizes follow from the means.
     """
 
     num_lengths: ClassVar[int] = 2
@@ -150,15 +148,15 @@ class Guard:
         past = memory.get("sizes")
         self.memory = dict(memory) if past is None or len(past) == self.num_lengths else {}  # of the same guard
         self.is_alone = is_alone
-        self._is_point_mass = previous.is_point_mass
-        if self._is_point_mass:
+        self.is_deterministic = previous.is_point_mass
+        if self.is_deterministic:
             return
         self._mean, variance = previous.flatten()
         known = variance > 0
         if self._deterministic:
             random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
             known &= torch.cat(random).to(variance.device)
-        self._is_point_mass = not bool(known.any())
+        self.is_deterministic = not bool(known.any())
         self._unknown = None if bool(known.all()) else ~known
         self._variance = torch.where(known, variance, 1.0)
 
@@ -167,21 +165,11 @@ class Guard:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
 
-    @property
-    def is_deterministic(self) -> bool:
-        """True if the network has no variances, so that sizes follow from the means alone."""
-        return self._is_point_mass
-
     def check(self, posterior: GaussianPosterior, who: str) -> None:
-        """Refuse variances that no training gives.
+        """Raise FusionError for variances that cannot come from training.
 
-        Args:
-            posterior: the client's, all values finite, its parameters in the order of the global one's.
-            who: the client, for the message.
-
-        Raises:
-            FusionError: a variance where the network has none; none where it has one; or a variance that is
-                :data:`MOST_CHANGE` times larger or smaller than the global one.
+        Such are a variance where the network has none, a zero where it has one, and a change by more than a factor of
+        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior; ``who`` names the client.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
@@ -190,7 +178,7 @@ class Guard:
                     f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
                     "the global model; all clients must train the same network"
                 )
-        if self._is_point_mass:
+        if self.is_deterministic:
             return
         _, variance = posterior.flatten()
         ratio = self._ratio(variance)
@@ -208,49 +196,48 @@ class Guard:
                 )
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """Return :meth:`sizes` of updates whose parameters are in the order of the global ones.
-
-        Args:
-            updates: of the clients.
-            by_pieces: make no copy of a client, of a deterministic network.
-        """
-        posteriors = [update.posterior for update in updates]
-        return self.shifts(posteriors) if by_pieces else self.sizes([each.flatten() for each in posteriors])
+        """Return :meth:`sizes` of ``updates``; ``by_pieces`` without copying any client of a deterministic network."""
+        if by_pieces:
+            return self.shifts([update.posterior for update in updates])
+        return self.sizes([update.posterior.flatten() for update in updates])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
-        """Return which of the ``updates``, of these ``sizes``, no training can have sent, shape (clients,)."""
+        """Return which of the ``updates``, of these ``sizes``, cannot come from training, shape (clients,)."""
         return (sizes[:, 0] > MOST_MOVE * (1 + self._largest) * self._numels.sqrt()).any(1)
 
     @cached_property
     def _largest(self) -> float:
         """The largest of the global means."""
-        return max((float(value.abs().max()) for value in self.previous.mean.values() if value.numel()), default=0.0)
+        largest = 0.0
+        for value in self.previous.mean.values():
+            if value.numel():
+                largest = max(largest, float(value.abs().max()))
+        return largest
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
 
-        Args:
-            clients: mean and variance of each, shape (P,), float64.
+        Each client is a mean and a variance in the order of the global posterior, shape (P,), float64.
         """
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
-        groups = (clients[start : start + at_once] for start in range(0, len(clients), at_once))
-        return torch.cat([self._sizes(*map(list, zip(*group))) for group in groups]).cpu()
-
-    def _sizes(self, means: list[Tensor], variances: list[Tensor]) -> Tensor:
-        """Return the sizes of a group of clients from their means and variances, shape (P,) each."""
-        if self._is_point_mass:  # tensor by tensor: a vector of all differences would not stay in the cache
-            pairs = zip(self._parts(_rows(means)), self._parts(self._mean[None]))
-            shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
-            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
-        difference = _rows(means) - self._mean
-        shift = self._norms(difference)
-        ratio = self._ratio(_rows(variances))
-        parts = self._parts(ratio)
-        least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
-        return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1)
+        found = []
+        for start in range(0, len(clients), at_once):
+            means, variances = zip(*clients[start : start + at_once])
+            if self.is_deterministic:  # tensor by tensor: a vector of all differences would not stay in the cache
+                pairs = zip(self._parts(_rows(means)), self._parts(self._mean[None]))
+                shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
+                found.append(torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1))
+                continue
+            difference = _rows(means) - self._mean
+            shift = self._norms(difference)
+            ratio = self._ratio(_rows(variances))
+            parts = self._parts(ratio)
+            least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
+            found.append(torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1))
+        return torch.cat(found).cpu()
 
     def shifts(self, clients: Sequence[GaussianPosterior]) -> Tensor:
-        """Return :meth:`sizes` of clients of a deterministic network, block by block: of no client a copy is made."""
+        """Return :meth:`sizes` of clients of a deterministic network, block by block, without copying any client."""
         lengths = []
         for name, value in self.previous.mean.items():
             parts = [each.mean[name].detach().reshape(-1).split(PIECE) for each in (self.previous, *clients)]
@@ -267,17 +254,17 @@ class Guard:
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         r"""Return the largest sizes that are allowed.
 
-        They are ``max_influence`` times the weighted medians over the clients. Lengths may be
-        :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
-        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded if
-        the median client has not moved. Of fewer than :data:`FEWEST` clients lengths alone are bounded, those of each
-        tensor by :data:`FEW` times ``max_influence`` times the second longest whole update of at least three, or what
-        was usual in the rounds before, if that is more.
+        They are ``max_influence`` times the weighted medians over the clients. Lengths of a tensor of n entries may be
+        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not
+        move may move as far per entry as the whole network does. There is no bound if the median client has not
+        moved. Of fewer than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times
+        ``max_influence`` times the second longest whole update of at least three, or what was usual in the rounds
+        before, if that is more.
 
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
-            weights: of the clients, none negative.
-            clients: their numbers, where they are not many.
+            weights: of the clients, at least 0.
+            clients: their numbers; needed where they are few.
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
@@ -299,7 +286,7 @@ class Guard:
         return Limits(self.max_influence * medians, weight)
 
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
-        """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
+        """Remember the sizes of a round's clients, as they count, as usual for later rounds of few clients."""
         usual = self._usual(sizes)
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
 
@@ -317,15 +304,10 @@ class Guard:
         return changed(update, posterior=update.posterior.with_flat(*self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance with every size within its limit; entries that are within stay as they are.
+        """Return mean and variance, shape (P,), float64, with every size within its limit; the rest does not change.
 
-        Variances are brought to the nearest allowed value, entry by entry; then each tensor's update is shortened.
-
-        Args:
-            update: of the client; it is not changed.
-            limits, sizes: of this client, shape (4, tensors).
-
-        Returns: flat vectors, shape (P,), float64.
+        Each variance is set to the nearest allowed value; then each tensor's update is shortened. ``limits`` and
+        ``sizes`` are of this client, shape (4, tensors).
         """
         mean, variance = update.posterior.flatten()
         limits, sizes = limits.to(mean.device), sizes.to(mean.device)
@@ -355,15 +337,15 @@ class Guard:
 
 
 def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:
-    """Return a checked update with other parts of the same structure; it is not checked again."""
+    """Return a checked update with other parts of the same structure, without checking it again."""
     copy = object.__new__(ClientUpdate)
     vars(copy).update(vars(update), **parts)
     return copy
 
 
-def _rows(vectors: list[Tensor]) -> Tensor:
-    """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
-    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
+def _rows(vectors: Sequence[Tensor]) -> Tensor:
+    """Return vectors of equal length as the rows of a matrix; a single one is not copied."""
+    return torch.stack(tuple(vectors)) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:

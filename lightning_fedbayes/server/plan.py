@@ -1,4 +1,4 @@
-"""Plan of a round: which clients train, and on which batches, from (seed, round, client) alone."""
+"""Plan of a round: which clients train, and on which batches. It follows from (seed, round, client)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.server.schedule import ENDED, Timeline, Turn
+from lightning_fedbayes.server.schedule import Timeline, Turn
 
 STRIDE = 2**31
 """Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
@@ -36,13 +36,13 @@ class Batching:
 
     Args:
         batch_size: examples per batch.
-        shuffle: a new order in every local epoch; otherwise the data set's own.
+        shuffle: a new order in every local epoch; otherwise the order of the data set.
         drop_last: leave out a last batch that is not full.
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
-        seed: where all orders and cohorts come from.
+        seed: of all orders and cohorts.
         limit: most batches of each client in a local epoch: a number (int), or a share of them (float), rounded down.
-        problems: that each client solves in a round, one after the other, each as a client of its own.
+        problems: number of problems that each client solves in a round, one after the other, each as another client.
     """
 
     batch_size: int
@@ -63,13 +63,13 @@ class RoundPlan:
         round: the round's number, from 0.
         cohort: the clients, ascending.
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
-            leaves training to others needs none.
+            does not train needs none.
         local_epochs: passes of each client over its batches.
-        clients: number of clients in the federation; 0: that of the cohort.
-        turn: of a federation without rounds, whose messages arrive when; the cohort are those that start then.
+        clients: number of clients in the federation; 0: as many as in the cohort.
+        turn: in a federation without rounds, which messages arrive when; the cohort are the clients that start then.
 
     Raises:
-        FederationError: a number of another kind.
+        FederationError: a number has the wrong type.
     """
 
     round: int
@@ -93,21 +93,17 @@ class RoundPlan:
 
     @property
     def senders(self) -> RoundPlan:
-        """The plan of those that send something: of each client's problems the first."""
-        own = tuple(client for client in self.cohort if client < STRIDE)
-        return self if own == self.cohort else replace(self, cohort=own, starts=(0,))
+        """The plan of the clients that send something: of each client's problems the first."""
+        if not self.cohort or max(self.cohort) < STRIDE:
+            return self
+        return replace(self, cohort=tuple(client for client in self.cohort if client < STRIDE), starts=(0,))
 
     @property
     def heard(self) -> RoundPlan:
-        """The plan of those whose messages are to be fused: the :attr:`senders`, or those that arrive."""
+        """The plan of the clients with messages to be fused: the :attr:`senders`, or the clients that arrive."""
         if self.turn is None:
             return self.senders
         return replace(self, cohort=tuple(sorted(arrival.client for arrival in self.turn.arrivals)), starts=(0,))
-
-    @property
-    def is_beyond(self) -> bool:
-        """True after the end of a log by which a federation is repeated: no such round can begin."""
-        return self.turn is ENDED
 
     @property
     def num_batches(self) -> int:
@@ -126,7 +122,7 @@ class RoundPlan:
 
 
 class OfClients(Sequence[Any]):
-    """One value for each client, by its number or that of any of its problems."""
+    """One value for each client, by its number or the number of any of its problems."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
@@ -139,22 +135,23 @@ class OfClients(Sequence[Any]):
 
 
 def plan_round(round: int, sizes: Sequence[int], batching: Batching, timeline: Timeline | None = None) -> RoundPlan:
-    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples), or of a turn of the ``timeline``."""
+    """Return the plan of ``round`` for clients of these ``sizes`` (examples), or of a turn of the ``timeline``."""
     turn = None if timeline is None else timeline.turn(round)
-    cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed) if turn is None else turn.starts
-    starts = [0]
-    cohort = tuple(client + problem * STRIDE for problem in range(batching.problems) for client in cohort)
-    for client in cohort:
-        starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client % STRIDE], batching))
+    chosen = choose_cohort(round, len(sizes), batching.fraction, batching.seed) if turn is None else turn.starts
+    cohort, starts = [], [0]
+    for problem in range(batching.problems):
+        for client in chosen:
+            cohort.append(client + problem * STRIDE)
+            starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
     clients = len(sizes) if turn is None else turn.clients or len(sizes)
-    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, clients, turn)
+    return RoundPlan(round, tuple(cohort), tuple(starts), batching.local_epochs, clients, turn)
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
-    """The clients of ``plan`` that process ``rank`` of ``count`` trains; there may be none.
+    """Return the clients of ``plan`` that process ``rank`` of ``count`` trains, which may be none.
 
-    The longest client goes to the process with the least to do, then the next longest: no process has more than 4/3 of
-    what the best split would give the busiest (Graham 1969).
+    The longest client goes to the process with the least work, then the next longest. No process has more than 4/3 of
+    the work that the best split gives the busiest one (Graham 1969).
 
     >>> plan = RoundPlan(0, cohort=(0, 1, 2), starts=(0, 5, 7, 10))
     >>> share_of(plan, 0, 2).cohort, share_of(plan, 1, 2).cohort
@@ -162,20 +159,19 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
     """
     if count == 1:
         return plan
-    lengths, work = plan.lengths, [0] * count
-    own = []
+    lengths, work, own = plan.lengths, [0] * count, []
     for client in sorted(plan.cohort, key=lambda client: (-lengths[client], client)):
         process = work.index(min(work))
         work[process] += lengths[client]
         if process == rank:
             own.append(client)
-    cohort = tuple(sorted(own))
-    starts = (0, *itertools.accumulate(lengths[client] for client in cohort))
-    return replace(plan, cohort=cohort, starts=starts)
+    own.sort()
+    starts = (0, *itertools.accumulate(lengths[client] for client in own))
+    return replace(plan, cohort=tuple(own), starts=starts)
 
 
 def cohort_size(clients: int, fraction: Fraction) -> int:
-    """Number of clients in a round, max(⌊C·K + ½⌋, 1); 1 where they take turns."""
+    """Return the number of clients in a round, max(⌊C·K + ½⌋, 1); 1 where they take turns."""
     return 1 if isinstance(fraction, str) else max(int(fraction * clients + 0.5), 1)
 
 
@@ -187,7 +183,7 @@ def check_fraction(fraction: Fraction) -> None:
 
 
 def choose_cohort(round: int, clients: int, fraction: Fraction, seed: int) -> tuple[int, ...]:
-    """:func:`cohort_size` of K clients, drawn without replacement, ascending; "turns": number ``round`` modulo K.
+    """Draw :func:`cohort_size` of K clients without replacement, ascending; "turns": client ``round`` modulo K.
 
     >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
     (0, 1, 2, 3)
@@ -208,7 +204,7 @@ def choose_cohort(round: int, clients: int, fraction: Fraction, seed: int) -> tu
 
 
 def batches_per_epoch(size: int, batching: Batching) -> int:
-    """Batches in one pass over ``size`` examples.
+    """Return the number of batches in one pass over ``size`` examples.
 
     >>> [batches_per_epoch(10, Batching(batch_size=4, limit=limit)) for limit in (1.0, 0.8, 1)]
     [3, 2, 1]
@@ -218,7 +214,7 @@ def batches_per_epoch(size: int, batching: Batching) -> int:
 
 
 def client_order(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
-    """The order of a client's examples in each local epoch: E permutations of shape (n_k,)."""
+    """Return the order of a client's examples in each local epoch: E permutations of shape (n_k,)."""
     if not batching.shuffle:
         return [torch.arange(size)] * batching.local_epochs
     draws = generator(batching.seed, "order", round, client)
@@ -226,10 +222,11 @@ def client_order(round: int, client: int, size: int, batching: Batching) -> list
 
 
 def client_batches(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
-    """The example numbers of each of a client's batches in a round, all local epochs in a row."""
-    count = batches_per_epoch(size, batching)
-    orders = client_order(round, client, size, batching)
-    return [indices for order in orders for indices in order.split(batching.batch_size)[:count]]
+    """Return the example numbers of each of a client's batches in a round, all local epochs in a row."""
+    count, batches = batches_per_epoch(size, batching), []
+    for order in client_order(round, client, size, batching):
+        batches += order.split(batching.batch_size)[:count]
+    return batches
 
 
 def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching) -> None:

@@ -1,4 +1,4 @@
-"""Federations without rounds: which clients start when, and whose messages arrive, in virtual time from the seed."""
+"""Federations without rounds: when clients start and messages arrive, in virtual time from the seed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from lightning_fedbayes.methods.late import FedBuff, Late
 
 
 class Fusion(NamedTuple):
-    """Fusion as the log tells it, in one line of JSON.
+    """Fusion in the log, one line of JSON.
 
     Args:
-        clients: number of clients that were connected, of whom each has the share 1 / clients.
+        clients: number of connected clients; each has the share 1 / clients.
         began: clients that began from the global posterior before it.
         arrived: (client, version) of the messages that were admitted, in their order; version v is the global posterior
             after v fusions.
-        refused: clients that failed, or whose messages came too late or could not be used.
+        refused: clients that failed, or sent a message that was too late or could not be used.
     """
 
     clients: int
@@ -50,37 +50,29 @@ class Fusion(NamedTuple):
 
 
 def read_arrivals(path: Path) -> list[Fusion]:
-    """Return the fusions of a log; a last line that was cut off is left out.
-
-    Raises:
-        FederationError: there is no such file, or it is no such log.
-    """
+    """Return the fusions of a log, without a last line that was cut off; raise FederationError for another file."""
     try:
         *lines, _ = path.read_text().split("\n")  # what follows the last line's end was cut off
-        fusions = [_fusion(json.loads(line), number) for number, line in enumerate(lines, 1)]
-        heard: dict[int, int] = {}
-        for number, fusion in enumerate(fusions, 1):
-            for client, version in fusion.arrived:
+        fusions, heard = [], dict[int, int]()
+        for number, text in enumerate(lines, 1):
+            line = json.loads(text)
+            arrived = tuple((client, version) for client, version in line["arrived"])
+            began, refused = tuple(line["began"]), tuple(line["refused"])
+            numbers = (line["clients"], *began, *refused, *(each for pair in arrived for each in pair))
+            late = all(version < number for _, version in arrived)
+            if line["fusion"] != number or not late or not all(is_whole(each) and each >= 0 for each in numbers):
+                raise ValueError(f"line {number} is no fusion {number}")
+            for client, version in arrived:
                 if version < heard.get(client, 0):
                     raise ValueError(f"in line {number} client {client} has begun before it was heard")
                 heard[client] = number
+            fusions.append(Fusion(line["clients"], began, arrived, refused))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FederationError(
             f"{path} is no log of arrivals: {type(error).__name__}: {error}; give the file beside the checkpoint of a "
             "FusionStrategy(schedule=...)"
         ) from error
     return fusions
-
-
-def _fusion(line: dict[str, Any], number: int) -> Fusion:
-    """Return the fusion of a line; raise ValueError for what it cannot be."""
-    arrived = tuple((client, version) for client, version in line["arrived"])
-    began, refused = tuple(line["began"]), tuple(line["refused"])
-    numbers = (line["clients"], *began, *refused, *(each for pair in arrived for each in pair))
-    late = all(version < number for _, version in arrived)
-    if line["fusion"] != number or not late or not all(is_whole(each) and each >= 0 for each in numbers):
-        raise ValueError(f"line {number} is no fusion {number}")
-    return Fusion(line["clients"], began, arrived, refused)
 
 
 @dataclass(frozen=True)
@@ -93,12 +85,12 @@ class Delays:
         typical: t > 0, the median time of a client that is not slow.
         spread: s ≥ 0, standard deviation of the logarithm; 0: all jobs take as long.
         slow: client → its factor :math:`f_k` > 0.
-        by_size: the time is in proportion to a client's number of examples, t for the mean one.
-        network: median time > 0 that a message is under way in addition, with the same spread; 0 for none.
+        by_size: the time is proportional to a client's number of examples, t for the mean one.
+        network: additional median time of a message on its way, with the same spread; 0 for none.
         away: (client, from, until): in that time it can neither start nor send. What it has finished arrives when it is
             back; ``inf``: never.
-        trace: client → the times of its jobs, one after the other, from the first again after the last; in place of
-            everything above for these clients. See :meth:`from_file`.
+        trace: client → the times of its jobs in order, repeated after the last; it replaces everything above for these
+            clients. See :meth:`from_file`.
 
     Raises:
         FederationError: an argument is out of range.
@@ -142,7 +134,7 @@ class Delays:
             options: other arguments.
 
         Raises:
-            FederationError: there is no such file, or no such columns.
+            FederationError: the file or a column is missing.
         """
         file, trace = check_path("path", path), dict[int, list[float]]()
         try:
@@ -156,12 +148,7 @@ class Delays:
         return cls(trace=trace, **options)
 
     def duration(self, client: int, job: int, size: float, seed: int) -> float:
-        """Return the time of a client's job number ``job``, from 0, without absences.
-
-        Args:
-            client, job, seed: of what is drawn.
-            size: its number of examples over the mean one.
-        """
+        """Return the time of job ``job``, from 0, of a client with ``size`` times the mean number of examples."""
         if client in self.trace:
             return float(self.trace[client][job % len(self.trace[client])])
         draws = torch.randn(2, generator=generator(seed, "delay", job, client), dtype=torch.float64)
@@ -170,7 +157,7 @@ class Delays:
         return own * work + self.network * network
 
     def back(self, client: int, time: float) -> float:
-        """Return ``time`` if the client is there then, and otherwise when it is back."""
+        """Return ``time`` if the client is there then, otherwise the time when it is back."""
         for _ in self.away:  # one absence may end inside another
             for number, start, until in self.away:
                 if number == client and start <= time < until:
@@ -182,34 +169,32 @@ class Delays:
 class Asynchronous:
     r"""A federation without rounds: clients start and send whenever they are ready, in virtual time.
 
-    ``concurrency`` clients train at once. As soon as ``buffer`` messages have arrived the server fuses them, and the
-    clients that are free start from the new global posterior; nobody waits for the slow. An epoch of the Trainer is one
-    such fusion. The first one waits for seven messages, if as many train at once: of fewer clients the server cannot
-    tell one that lies (``Safeguards(max_influence=None)`` does not wait). What is late counts as the method takes it: a
-    site replaces its old self exactly; a message to an average counts by its staleness (``late=``); other methods are
-    refused.
-
-    With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
+    ``concurrency`` clients train at once. As soon as ``buffer`` messages have arrived the server fuses them, and free
+    clients start from the new global posterior without waiting for slow ones. An epoch of the Trainer is one such
+    fusion. The first fusion waits for seven messages if as many clients train at once, since among fewer the server
+    cannot find one that lies (``Safeguards(max_influence=None)`` does not wait). The method decides how a late message
+    counts: a site replaces its old values exactly, and an average weighs by staleness (``late=``). Other methods are
+    refused. With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
 
     Args:
-        concurrency: clients that train at once; None: all. Others are drawn from those that are free.
+        concurrency: clients that train at once, drawn from those that are free; None: all.
         buffer: messages that are fused at once; None: half as many as train at once, at least one.
         delays: how long clients take: a :class:`Delays`.
         late: how averages take late messages: :class:`~lightning_fedbayes.methods.FedBuff` or
             :class:`~lightning_fedbayes.methods.FedAsync`.
-        max_staleness: a message whose client began more versions of the global posterior ago than this is refused when
-            it comes, and nobody waits for it any longer. None: every message counts, however late.
-        replay: the log that a federation over Flower has written; clients start and messages arrive as it says, and the
-            posterior is the same, bit for bit. ``late`` must be that of the federation; the rest is in the log.
+        max_staleness: a message is refused if its client began more than this many versions of the global posterior
+            ago, and the server stops waiting for it. None: every message counts.
+        replay: log of a federation over Flower; clients start and messages arrive as it says, and the posterior is the
+            same, bit for bit. Give its ``late``; the rest is in the log.
 
-    When to use it: to see what stragglers, absences and staleness do to a federation before it is run over a network;
-    and in :class:`~lightning_fedbayes.flower.FusionStrategy`, so that nobody waits for the slow. There ``delays`` are
-    real ones, and None of ``concurrency`` is all that are connected.
+    When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network; and
+    in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
+    ``concurrency=None`` means all connected clients.
 
     Raises:
         FederationError: an argument is out of range.
 
-    Source: Nguyen et al. 2022 (FedBuff), whose concurrency and buffer these are.
+    Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
     """
 
     concurrency: int | None = None
@@ -249,7 +234,7 @@ class Asynchronous:
 
 
 class Arrival(NamedTuple):
-    """Message that arrives: when, whose, and of which version of the global posterior, the round that it began in."""
+    """Message that arrives: its time and client, and the round (version of the global posterior) that it began in."""
 
     time: float
     client: int
@@ -261,11 +246,11 @@ class Turn(NamedTuple):
 
     Args:
         starts: clients that begin from the present global posterior, ascending, without those that never answer.
-        arrivals: messages that arrive until the next fusion, in their order; those that are too late among them.
-        refused: clients of them whose messages are too late.
-        waiting: messages that are under way at its end, the next one first.
-        time: virtual time at its end.
-        clients: number of clients in the federation then; 0: all that there are.
+        arrivals: messages that arrive until the next fusion, in their order, with those that are too late.
+        refused: clients of the messages that are too late.
+        waiting: messages under way at the end, the next one first.
+        time: virtual time at the end.
+        clients: number of clients in the federation then; 0: all.
     """
 
     starts: tuple[int, ...]
@@ -288,15 +273,11 @@ class Turn(NamedTuple):
 
 
 ENDED = Turn((), (), frozenset(), (), math.inf)
-"""Turn after the last one of a log; no round can begin with it."""
+"""Turn after the last one of a log, with which no round can begin."""
 
 
 def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn]:
-    """Return the turns of a log; who begins, and is never heard, does not.
-
-    Raises:
-        FederationError: the log is of more clients than ``clients``.
-    """
+    """Return the turns of a log of at most so many ``clients``, without clients that begin and are never heard."""
     starts = [set[int]() for _ in fusions]
     for fusion in fusions:
         for client, version in fusion.arrived:
@@ -318,16 +299,16 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 
 
 class Timeline:
-    """Course of a federation without rounds, which follows from its schedule, the clients' sizes and the seed alone.
+    """Course of a federation without rounds; it follows from its schedule, the clients' sizes and the seed.
 
     Args:
-        schedule, sizes, seed: of the federation, and the clients' numbers of examples.
-        min_clients: messages without which a fusion counts for nothing.
+        schedule, sizes, seed: of the federation; sizes are the clients' numbers of examples.
+        min_clients: least number of messages of a fusion that counts.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run; None: as the schedule says.
 
     Raises:
-        FederationError: the schedule is not of that many clients.
+        FederationError: the schedule does not suit that many clients.
     """
 
     def __init__(
@@ -371,10 +352,9 @@ class Timeline:
         self._jobs = [0] * len(self._sizes)
 
     def turn(self, round: int) -> Turn:
-        """Return the turn number ``round``, from 0; an earlier one than the last is worked out from the beginning.
+        """Return the turn number ``round``, from 0; for one before the last it starts from the beginning.
 
-        Raises:
-            FederationError: no message is under way, and nobody can start.
+        Raise FederationError if no message is under way, and no client can start.
         """
         if self._recorded is not None:
             return self._recorded[round] if round < len(self._recorded) else ENDED
@@ -412,9 +392,9 @@ class Timeline:
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time)
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
-        """Let free clients start until enough train at once, without those ``heard``; return who starts.
+        """Let free clients start until enough train at once; return those that start, drawn as a cohort is.
 
-        They are drawn as a cohort is; who has been heard since the last fusion has nothing new to begin with.
+        Clients ``heard`` since the last fusion would start from the same global posterior again, so they wait.
         """
         waited_for = sum(not self.schedule.is_too_late(started, round) for started in self._busy.values())
         free = self.concurrency - waited_for

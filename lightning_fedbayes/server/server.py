@@ -1,4 +1,4 @@
-"""The server of a federation: it begins a round, admits the clients' updates, and finishes the round by fusing them."""
+"""The server of a federation: it begins a round, admits the clients' updates, and fuses them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RoundResult:
 
     Args:
         round: its number, from 0.
-        posterior: the global posterior after it: the fused one, or the old one if the round came to nothing.
+        posterior: the global posterior after it: the fused one, or the old one if the round failed.
         buffers: the global buffers after it.
-        aggregate: everything that the fusion gave; None if the round came to nothing.
+        aggregate: everything that the fusion gave; None if the round failed.
         refusal: the reason why the rule could not fuse the updates; None if it could, or if there were too few.
-        outcomes: one per client of the cohort that was heard of.
-        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, whose
+        outcomes: one per client that sent an update or a failure.
+        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, in which
             "round" counts from 1.
         notes: the note of each process (see :meth:`Server.finish`).
     """
@@ -65,7 +65,7 @@ class RoundResult:
 
     @property
     def weights(self) -> dict[int, float]:
-        """Client → its share of the fusion: its weight, or the reliability that the rule infers; empty without one."""
+        """Client → its share of the fusion: its weight, or the reliability that the rule infers."""
         return {} if self.aggregate is None else self.aggregate.weights
 
     @property
@@ -80,7 +80,6 @@ class ProcessReport:
 
     outcomes: Sequence[ClientOutcome]
     admitted: Mapping[str, Admitted]
-    count: int
     note: Any
 
 
@@ -96,12 +95,12 @@ class Server:
                 server.admit(ClientUpdate(client, num_examples, posterior_of(client)))
             result = server.finish()
 
-    Several threads may call :meth:`admit`, as where each connection of a transport has its own: one update is taken in
-    at a time. Sums are then added up in the order of arrival, on which their last digits depend.
+    Several threads may call :meth:`admit`; it takes in one update at a time. Sums are added up in the order of arrival,
+    on which their last digits depend.
 
-    It knows neither Lightning nor any other way to train: whoever drives it trains the clients of the cohort from
-    ``server.posterior`` and brings their updates. The callback and Flower's strategy drive the same one. A rule that
-    draws random numbers draws from torch's global generator: seed it before :meth:`finish`.
+    The server does not train. Its caller trains the clients of the cohort from ``server.posterior`` and brings their
+    updates; the callback and Flower's strategy both do so. A rule that draws random numbers draws from torch's global
+    generator: seed it before :meth:`finish`.
 
     Args:
         posterior: the global posterior to start from.
@@ -111,23 +110,22 @@ class Server:
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
         safeguards: quorum, rounds that may fail in a row before :meth:`finish` raises, and the bound on one client.
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
-        counted_of: where the caller keeps what has been counted of each client's site, it returns that; empty for none.
-            None: the server keeps them itself.
+        counted_of: returns what has been counted of a client's site, where the caller keeps it; empty if there is
+            none. None: the server keeps all of them.
         late: how averages take messages about an older global model; None: all are about the present one.
 
     Attributes:
-        posterior, buffers: the global model after the last round; the buffers hold the method's own tensors, too, under
+        posterior, buffers: the global model after the last round; the buffers hold the method's tensors, too, under
             names that begin with "method/".
-        method: the federated method, whose hooks for clients take what :meth:`shared` returns.
+        method: the federated method; its hooks for clients take what :meth:`begin` returns.
         rounds: number of the round after the last finished one.
-        failed_rounds: number of rounds in a row, up to the last, that came to nothing.
+        failed_rounds: number of failed rounds in a row, up to the last.
         history: one dict of figures per finished round, in order; its "round" counts from 1.
-        accepted: client → the round, from 1, in which it trained what has counted of it last; missing if nothing has.
-        sites: client → what has been counted of its site, under the names that the client's own has; empty without
+        accepted: client → the round, from 1, in which it trained its last update that counted; missing before.
+        sites: client → what has been counted of its site, under the names that the client's site has; empty without
             sites, without a ``max_influence``, and where the caller keeps them.
-        untold: clients of whom something else has been counted than they have sent, to the last digit where they have
-            been late, or who have lost their sites: what :attr:`sites` holds is what they have to keep. A client is
-            taken out when its next update counts in full.
+        untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
+            or they were late, or have lost their sites. A client leaves when its next update counts in full.
         versions: brings late messages to the present global model; None without ``late``.
 
     Raises:
@@ -199,25 +197,34 @@ class Server:
     def begin(self, plan: RoundPlan) -> Shared:
         """Begin the round of ``plan``; an unfinished one is forgotten.
 
-        Returns: what its clients are to know, for the hooks of :attr:`method`.
+        Returns: what its clients have to know, for the hooks of :attr:`method`.
         """
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
-        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.share, self.is_new)
+        own, tensors = split(self.buffers)
+        share, is_new, method = plan.share, self.is_new, self.method
+        self._shared = Shared(self.posterior, tensors, share, is_new)
         if self.versions is not None:
             self.versions.begun[plan.round] = self._shared
         self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
-        previous, bound = self.posterior, self.safeguards.max_influence
-        if self.method.sends_means:
+        previous, bound, guard = self.posterior, self.safeguards.max_influence, None
+        if method.sends_means:
             previous = GaussianPosterior.point_mass(previous.mean)
-        if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
+        if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
             previous = previous.flattened()
-        guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan)
-        own, tensors = split(self.buffers)
-        own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # no client's to change
-        sent = {name: tensors[name] for name in self.method.sent or tensors} if self.method.sends else {}
-        expected = joined(own, sent)
+        if bound is not None and method.bounded:
+            if is_new:
+                self.sites, self.untold = {}, set()
+            part = 1.0 if self.versions is None else len(plan.cohort) * share
+            if method.adds:
+                counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
+                slope = method.slope(self._shared)
+                guard = SiteGuard(self.posterior, slope, bound, counted_of, self._memory, share == 1, part)
+            else:
+                guard = Guard(previous, self._probabilistic, bound, self._memory, share == 1, part)
+        own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
+        expected = joined(own, {name: tensors[name] for name in method.sent or tensors} if method.sends else {})
         self._aggregations = {
             name: Aggregation(
                 rule,
@@ -227,22 +234,11 @@ class Server:
                 self._rule_states[name],
                 self.collective,
                 guard,
-                self.method.adds,
+                method.adds,
             )
             for name, rule in self.rules.items()
         }
         return self._shared
-
-    def _guard(self, previous: GaussianPosterior, bound: float, plan: RoundPlan) -> Guard:
-        """Return what bounds the round's clients."""
-        if self.is_new:
-            self.sites, self.untold = {}, set()
-        part = 1.0 if self.versions is None else len(plan.cohort) * plan.share
-        if self.method.adds:
-            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            slope = self.method.slope(self._shared)
-            return SiteGuard(self.posterior, slope, bound, counted_of, self._memory, plan.share == 1, part)
-        return Guard(previous, self._probabilistic, bound, self._memory, plan.share == 1, part)
 
     @property
     def is_new(self) -> bool:
@@ -250,10 +246,10 @@ class Server:
         return not self.accepted
 
     def admit(self, update: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
-        """Take in what came of a client; an update that cannot be used is left out of the round.
+        """Take in a client's update; one that cannot be used is left out of the round.
 
-        It cannot be used if its names, shapes or buffers are not those of the global model, if a value is not finite,
-        or if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
+        It cannot be used if its names, shapes or buffers differ from the global model's, if a value is not finite, or
+        if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
         here: they may be overwritten afterwards.
 
         Args:
@@ -263,45 +259,41 @@ class Server:
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
         check_at_least("started", started or 0, 0)
         with self._lock:
-            return self._admit(update, started)
-
-    def _admit(self, update: ClientUpdate | ClientFailure, started: int | None) -> ClientOutcome:
-        """See :meth:`admit`; one thread at a time."""
-        if self._plan is None:
-            raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
-        error = update.error if isinstance(update, ClientFailure) else None
-        if update.client not in self._plan.members or update.client in self._outcomes:
-            known = "has been heard in this round" if update.client in self._outcomes else "is not in the cohort"
-            refusal = FusionError(f"client {update.client} {known}; a client of the cohort sends one update in a round")
-            return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
-        size = 0
-        if isinstance(update, ClientUpdate):
-            sent = update
-            try:
-                if self.versions is not None and started is not None:
-                    update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
-                    self._started[update.client] = started
-                for aggregation in self._aggregations.values():
-                    aggregation.add(update)
-                size = sent.num_bytes
-            except FusionError as refusal:
-                error = refusal
-        metrics = update.metrics if isinstance(update, ClientUpdate) else {}
-        outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
-        self._outcomes[update.client] = outcome
-        return outcome
+            if self._plan is None:
+                raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
+            client, size, error = update.client, 0, None
+            if client not in self._plan.members or client in self._outcomes:
+                known = "has been heard in this round" if client in self._outcomes else "is not in the cohort"
+                refusal = FusionError(f"client {client} {known}; a client of the cohort sends one update in a round")
+                return ClientOutcome(client, refusal, update.seconds, update.num_examples)
+            if isinstance(update, ClientFailure):
+                outcome = ClientOutcome(client, update.error, update.seconds, update.num_examples)
+            else:
+                sent = update
+                try:
+                    if self.versions is not None and started is not None:
+                        update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
+                        self._started[client] = started
+                    for aggregation in self._aggregations.values():
+                        aggregation.add(update)
+                    size = sent.num_bytes
+                except FusionError as refusal:
+                    error = refusal
+                outcome = ClientOutcome(client, error, update.seconds, update.num_examples, size, update.metrics)
+            self._outcomes[client] = outcome
+            return outcome
 
     def finish(self, score: Scorer | None = None, note: Any = None) -> RoundResult:
         """Fuse the round's updates; keep the old posterior if there are too few or the rule cannot fuse them.
 
-        Processes that share the clients exchange here: once the outcomes of their clients, then what the fusion needs.
+        Processes that share the clients exchange the outcomes of their clients here, then what the fusion needs.
 
         Args:
             score: loss of a candidate on held-out data; needed where the rule is an ``AutoFusion``.
             note: anything that this process has to tell the others; see :attr:`RoundResult.notes`.
 
         Raises:
-            FederationError: as many rounds in a row as ``safeguards`` allow came to nothing. The state is that after
+            FederationError: as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
                 the round.
         """
         if self._plan is None:
@@ -310,24 +302,23 @@ class Server:
         if self.collective.size > 1:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
-        count = len(next(iter(self._aggregations.values())))
-        reports = self.collective.all_gather(ProcessReport(own, admitted, count, note))
-        outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
+        outcomes, everyone, notes, refused, count = [], [], [], {}, 0
+        for report in self.collective.all_gather(ProcessReport(own, admitted, note)):
+            outcomes += report.outcomes
+            everyone.append(report.admitted)
+            notes.append(report.note)
+            count += len(next(iter(report.admitted.values())).clients)
+            for each in report.admitted.values():
+                refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
-            outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
-        refused = {  # whose updates have turned out not to count, when all were known
-            client: FusionError(why)
-            for report in reports
-            for each in report.admitted.values()
-            for client, why in each.refused.items()
-        }
+            outcomes.sort(key=lambda outcome: outcome.client)
         if refused:
-            outcomes = tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
-        notes = tuple(report.note for report in reports)
+            errors = {client: FusionError(why) for client, why in refused.items()}
+            outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         aggregate, refusal, losses = None, None, {}
-        if sum(report.count for report in reports) >= self.safeguards.min_clients:
+        if count >= self.safeguards.min_clients:
             try:
-                fused, losses = self._aggregate([report.admitted for report in reports], score, notes)
+                fused, losses = self._aggregate(everyone, score, notes)
                 aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
@@ -357,14 +348,16 @@ class Server:
         round, self._plan, self._aggregations = self._plan.round, None, {}
         if self.failed_rounds >= self.safeguards.max_failed_rounds:
             raise self.failure(refusal, outcomes)
-        return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
+        return RoundResult(
+            round, self.posterior, self.buffers, aggregate, refusal, tuple(outcomes), figures, tuple(notes)
+        )
 
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
     ) -> tuple[Aggregate, dict[str, float]]:
-        """Fuse by the rule; of several candidates, by the one whose result has the least loss on held-out data.
+        """Fuse by the rule; of several candidates, take the one with the least loss on held-out data.
 
-        Returns: the result, and every candidate's loss; none where there is one rule.
+        Returns: the result, and every candidate's loss; empty where there is one rule.
 
         Raises:
             FusionError: the rule, or every candidate, failed; or no candidate has a finite loss.
@@ -396,12 +389,15 @@ class Server:
         return results[best], losses
 
     def _moved(self, aggregate: Aggregate) -> Aggregate:
-        """Return the round's result as the method makes it of the rule's, and of what clients have sent beside."""
+        """Return the round's result as the method makes it of the rule's and of the tensors that clients sent."""
         buffers, averages = split(aggregate.buffers)
         heard = self._shared.share * sum(weight > 0 for weight in aggregate.weights.values())
         posterior, tensors = fused_by(self.method, self._shared, aggregate.posterior, averages, heard)
-        own = self.method.figures(self._shared, posterior, tensors)
-        figures = {**aggregate.metrics, **mean_variance(posterior), **own}
+        figures = {
+            **aggregate.metrics,
+            **mean_variance(posterior),
+            **self.method.figures(self._shared, posterior, tensors),
+        }
         return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors), metrics=figures)
 
     def _figures(
@@ -409,6 +405,15 @@ class Server:
     ) -> dict[str, float]:
         """Return counts, time and traffic of the round."""
         told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
+        total, examples, megabytes, spent = 0.0, 0, 0.0, []
+        for outcome in valid:
+            megabytes += outcome.num_bytes
+            if "train_loss" in outcome.metrics:
+                total += outcome.metrics["train_loss"] * outcome.num_examples
+                examples += outcome.num_examples
+        for outcome in outcomes:
+            if "privacy/epsilon" in outcome.metrics:  # over Flower, where each client keeps its account
+                spent.append(outcome.metrics["privacy/epsilon"])
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(outcomes) - len(valid)),
@@ -416,24 +421,20 @@ class Server:
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
             "megabytes_down": (self.posterior.num_bytes + bytes_of(told)) * len(outcomes) / 1e6,
-            "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
+            "megabytes_up": megabytes / 1e6,
         }
         if self.collective.size > 1:
             figures["megabytes_between_processes"] = (self.collective.bytes_sent - self._bytes_before) / 1e6
-        measured = [outcome for outcome in valid if "train_loss" in outcome.metrics]
-        examples = sum(outcome.num_examples for outcome in measured)
         if examples:
-            total = sum(outcome.metrics["train_loss"] * outcome.num_examples for outcome in measured)
             figures["train_loss"] = total / examples
-        spent = [outcome.metrics["privacy/epsilon"] for outcome in outcomes if "privacy/epsilon" in outcome.metrics]
-        if spent:  # over Flower, where each client keeps its own account
+        if spent:
             figures["privacy/epsilon"] = max(spent)
         return figures
 
     def failure(self, refusal: FusionError | None, outcomes: Sequence[ClientOutcome]) -> FederationError:
-        """Return the error that ends a run whose rounds come to nothing, with the reason of the last one."""
+        """Return the error that ends a run after failed rounds, with the reason of the last one."""
         failed = [outcome.error for outcome in outcomes if outcome.error is not None]
-        cause = refusal or (failed[0] if failed else FusionError("no client was heard of"))
+        cause = refusal or (failed[0] if failed else FusionError("no client has sent an update"))
         too_few = f"had fewer than min_clients={self.safeguards.min_clients} valid updates"
         rounds = f"{self.failed_rounds} round{'s' if self.failed_rounds > 1 else ''} in a row"
         error = FederationError(
@@ -463,11 +464,10 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts anew.
+        """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts new.
 
         Raises:
-            FederationError, FusionError, PosteriorError: it is no such state, or that of another network; the message
-                says which part is wrong.
+            FederationError, FusionError, PosteriorError: a part of the state is wrong, or it is of another network.
         """
         check_state(state)
         device = next(iter(self.posterior.mean.values())).device

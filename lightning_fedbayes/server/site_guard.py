@@ -7,26 +7,25 @@ together,
 * gradient :math:`\|g_k \Lambda^{-1/2}\|` and precision :math:`\|\Lambda_k / \Lambda\|_1` of its whole site.
 
 A size is bounded by b, ``max_influence``, times the median of the round's clients, or, where they are few, of earlier
-rounds', which fade. The median is of sizes over the root of the client's examples: what is usual is noise, and that of
-few examples is small. The size of one tensor, whose entries are few, may be :data:`FEW` times as large, and so may
-precisions, which honest unlike clients have. A client of more examples than the median one may be as much larger as
-they are more, since what is unlike others adds up. Of a move or a gradient that is s times as large as its bound,
-:math:`1 / s^3` counts: an honest client that is somewhat beyond arrives some rounds later, while one that pushes on
-against the others, whose gradients grow by what it does, is hardly heard. A precision beyond its bound is scaled back
-to it, and is at least 0. Of deterministic parameters the width is 1.
+rounds, which fade. The median is of sizes over the root of the client's examples, since usual sizes are noise. The size
+of one tensor may be :data:`FEW` times as large, and so may precisions, which honest unlike clients have. The bound of a
+client with more examples than the median one grows with their number, since what is unlike others adds up. Of a move or
+a gradient that is s times as large as its bound, :math:`1 / s^3` counts: an honest client that is somewhat beyond
+arrives some rounds later, and one that pushes on against the others, so that their gradients grow, hardly counts. A
+precision beyond its bound is scaled back to it, and is at least 0. Deterministic parameters have width 1.
 
-No size betrays a client that sends the opposite of what it has found. Its direction does: control variates correct
-local training, so that every honest client moves down the gradient c of all data, however unlike its own data are. In
-round r let :math:`a_k` be the cosine of a client's move and :math:`-c / \Lambda`, in standard deviations, m the median
-over K clients, d the way that the median client goes down, m times its move, and s how far from m the furthest of K is
-by chance: of K normal numbers of which half are as near as half of the :math:`a_k`. From its third message on a
-client is left out, with half of its site in every round, as long as
+A client that sends the opposite of its result is found by its direction, not its size: control variates correct local
+training, so that every honest client moves down the gradient c of all data, whatever its data are. In round r let
+:math:`a_k` be the cosine of a client's move and :math:`-c / \Lambda`, in standard deviations, m the median over K
+clients, d the way that the median client goes down, m times its move, and s how far from m the furthest of K is by
+chance: of K normal numbers of which half are as near as half of the :math:`a_k`. From its third message on a client is
+left out, and half of its site is dropped in every round, as long as
 
 .. math:: \sum_r d_r a_{kr} < \frac{\sum_r d_r m_r}{2 b} \quad\text{and}\quad
           \sum_r d_r (m_r - a_{kr}) > b \sum_r |d_r| s_r
 
-that is, it goes less than a part of the others' way, and is further behind than chance puts any.
-Where moves are noise d is small, and the sums stay as they are.
+that is, it goes less than a part of the others' way, and is further behind than by chance. Where moves are noise d is
+small, and the sums do not change.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Tensors = Mapping[str, Tensor]
 BEYOND = 3
 """Power of bound over size by which a move or a gradient counts that is beyond."""
 SETTLED = 2
-"""Messages of a client that do not tell where it goes: it has trained without a control variate, and with its first."""
+"""First messages of a client that are not compared: it trains without a control variate, then with its first."""
 AGAINST = 4
 """Row of the sizes that has the cosine of a client's move and the gradient of all data."""
 
@@ -78,16 +77,16 @@ class SiteLimits(Limits):
 
 
 class SiteGuard(Guard):
-    """Measures what the server would have counted of each client after the round, and holds back what is too large.
+    """Measures what the server would count of each client after the round, and bounds it.
 
-    Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is believed, and the
-    cosine of the move and the gradient of all data.
+    Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is not checked, and
+    the cosine of the move and the gradient of all data.
 
     Args:
         posterior: the global one that the clients started from.
-        slope: c, the gradient of all data and the prior there, shape (P,); zeros where none is known.
+        slope: c, the gradient of all data and the prior there, shape (P,); zeros before it is known.
         max_influence, memory, is_alone, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
-        counted_of: returns what has been counted of a client in the rounds before; empty for none.
+        counted_of: returns what has been counted of a client in the rounds before; empty in its first.
     """
 
     num_lengths: ClassVar[int] = 3
@@ -152,7 +151,7 @@ class SiteGuard(Guard):
         return [part for part in vector.split(self._lengths) if len(part)]
 
     def _site(self, update: ClientUpdate) -> dict[str, Tensor]:
-        """Return what would be counted of a client if it were not too large."""
+        """Return what is counted of a client within its limits."""
         if update.client not in self.counted:
             old, sent = self._counted_of(update.client), split(update.buffers)[1]
             self.counted[update.client] = {
@@ -164,8 +163,8 @@ class SiteGuard(Guard):
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples.
 
-        Fewer than :data:`FEWEST` clients are compared with the last sizes of others, where there are no rounds;
-        otherwise with rounds of more alone, and with nothing where there was none.
+        Fewer than :data:`FEWEST` clients are compared with the last sizes of others, where there are no rounds, and
+        otherwise with earlier rounds of more clients; before the first there is no bound.
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
@@ -190,7 +189,7 @@ class SiteGuard(Guard):
         )
 
     def _opposes(self, client: int, usual: Sequence[float]) -> bool:
-        """Return whether a client goes another way than the others, in this round and those before."""
+        """Return whether a client has gone another way than the others, in the rounds so far."""
         agreed, expected, spread, _ = self._sums(client, usual)
         return FEW * self.max_influence * agreed < expected and expected - agreed > self.max_influence * spread
 
@@ -202,7 +201,7 @@ class SiteGuard(Guard):
         return [*(old + new * (messages >= SETTLED) for old, new in zip(before, terms)), messages + 1]
 
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
-        """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
+        """See :meth:`Guard.remember`."""
         compared, before = self._with_others(sizes, clients), self.memory.get("sizes")
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
         usual = _agreement(sizes[:, 0, -1], -cosines)
@@ -224,21 +223,16 @@ class SiteGuard(Guard):
         return torch.cat([sizes, self.memory["known"][others]])
 
     def _kept(self, limits: Tensor, sizes: Tensor) -> Tensor:
-        """Return bound over size where a size is beyond, else 1; 0 of a client that is against the others."""
+        """Return bound over size where a size is beyond, else 1; 0 for a client that is against the others."""
         kept = torch.where(sizes > limits, limits / sizes, 1.0) * (sizes <= limits)[AGAINST]
         return kept.minimum(kept[:, -1:])
 
     def part_of(self, limits: Tensor, sizes: Tensor) -> float:
-        """See :meth:`Guard.part_of`: of a client whose move counts in part, its weight does."""
+        """See :meth:`Guard.part_of`: the weight counts as the move does."""
         return float(self._kept(limits, sizes)[0, -1]) ** BEYOND
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
-        """Return what a client would have sent for what is counted of it, and note the latter.
-
-        Args:
-            update: of the client.
-            limits, sizes: of this client, shape (5, tensors + 1).
-        """
+        """See :meth:`Guard.clipped`; note what is counted of the client, which has to keep the same."""
         site, old = self._site(update), self._counted_of(update.client)
         kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
         kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])

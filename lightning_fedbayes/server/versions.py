@@ -1,4 +1,4 @@
-"""Memory of a server: versions of the global model that clients are at work on; and checks of what was stored."""
+"""Versions of the global model that clients work on, and checks of a server's stored state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, check_kind, listed
@@ -18,10 +19,10 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 
 
 class Versions:
-    """Record of what clients have started from in each round, as long as messages about it may come.
+    """Record of what clients started from in each round, as long as messages about it may come.
 
     Attributes:
-        begun: round → what its clients have started from.
+        begun: round → what its clients started from.
 
     Raises:
         FederationError: the method takes no late messages.
@@ -38,11 +39,8 @@ class Versions:
     ) -> ClientUpdate:
         """Return the update that a client would have sent if it had started from the present global model.
 
-        ``now`` is what clients start from that begin now, and ``buffers`` are the global ones.
-
-        Raises:
-            FusionError: what the client started from is not known any more, or what it sent is of another network, not
-                finite, or cannot be taken so late.
+        Clients that begin at present start from ``now``, with the global ``buffers``. Raise FusionError if the client's
+        version is forgotten; or its message is of another network, not finite, or too late for the method.
         """
         before, who, present = self.begun.get(started), f"client {update.client}", now.posterior
         if before is None:
@@ -76,33 +74,25 @@ class Versions:
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.begun = {
-            round: Shared(
-                GaussianPosterior.from_state_dict(each["posterior"]).to(device),
-                moved(dict(each["tensors"]), device),
-                each["share"],
-                each["is_new"],
-            )
-            for round, each in state.items()
-        }
+        self.begun = {}
+        for round, each in state.items():
+            posterior = GaussianPosterior.from_state_dict(each["posterior"]).to(device)
+            self.begun[round] = Shared(posterior, moved(dict(each["tensors"]), device), each["share"], each["is_new"])
 
 
 def moved(state: Any, device: torch.device) -> Any:
     """Return dicts, lists and tuples with their tensors on ``device``: a checkpoint may be read onto the CPU."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, Mapping):
-        return {name: moved(value, device) for name, value in state.items()}
-    return type(state)(moved(value, device) for value in state) if isinstance(state, list | tuple) else state
+    return apply_to_collection(state, Tensor, lambda tensor: tensor.to(device))
 
 
 def check_state(state: Any) -> None:
     """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
-    check_kind("state", state, Mapping, "give what Server.state_dict() returned")
-    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "guard", "begun")
-    kinds: dict[str, type] = {"history": list, "untold": list, **dict.fromkeys(maps, Mapping)}
-    for name, kind in kinds.items():
-        check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
+    remedy = "give what Server.state_dict() returned"
+    check_kind("state", state, Mapping, remedy)
+    for name in ("history", "untold"):
+        check_kind(f"state['{name}']", state.get(name), list, remedy)
+    for name in ("posterior", "buffers", "accepted", "rule_states", "sites", "guard", "begun"):
+        check_kind(f"state['{name}']", state.get(name), Mapping, remedy)
     for name in ("rounds", "failed_rounds"):
         check_at_least(f"state['{name}']", state.get(name), 0)
     check_mapping("state['buffers']", state["buffers"], Tensor)
@@ -116,12 +106,12 @@ def check_state(state: Any) -> None:
 
 
 def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
-    """Raise PosteriorError unless a stored posterior has parameters of this network, which may have more by now."""
+    """Raise PosteriorError unless a stored posterior has parameters of this network, which may have gained others."""
     before, now = ({name: tuple(value.shape) for name, value in each.mean.items()} for each in (stored, own))
     others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
     if others or before.keys().isdisjoint(now):
         then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
         raise PosteriorError(
             f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
-            "was, or start anew"
+            "was, or start a new federation"
         )

@@ -1,17 +1,19 @@
-"""Client weights: facts about the clients in, one weight per client out."""
+"""Client weights: facts about the clients in, one weight per client out; and averages of buffers by these weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_choice, check_kind, shown
+from lightning_fedbayes.core.errors import FusionError, check_choice, check_kind, listed, shown
+from lightning_fedbayes.core.exchange import Reduction, Statistics
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior, gaussian_kl
 from lightning_fedbayes.fusion.accumulator import as_weights
+from lightning_fedbayes.fusion.rule import add
 
 SMALLEST_DISTANCE = 1e-8
 """Distances (KL in nats, or squared L2) below this count as this: the bound that keeps 1/distance finite."""
@@ -24,8 +26,7 @@ class ClientFacts:
     Args:
         client: the client's number.
         num_examples: its number of training examples.
-        posterior: the posterior that it sent.
-        previous: the global posterior that it started from.
+        posterior, previous: the posterior that it sent, and the global one that it started from.
         metrics: figures of its training, name → value.
     """
 
@@ -46,15 +47,15 @@ CohortWeights = Callable[[Sequence[ClientFacts]], "Sequence[float] | Tensor"]
 
 
 def equal(facts: ClientFacts) -> float:
-    r"""The same weight for every client, :math:`\gamma_k = 1`.
+    r"""Return the same weight for every client, :math:`\gamma_k = 1`.
 
-    When to use it: client sizes are unknown, or not to be trusted. Source: [FBDL] eq. (18).
+    When to use it: client sizes are unknown or cannot be trusted. Source: [FBDL] eq. (18).
     """
     return 1.0
 
 
 def train_size(facts: ClientFacts) -> float:
-    r"""The number of training examples, :math:`\gamma_k = n_k`.
+    r"""Return the number of training examples, :math:`\gamma_k = n_k`.
 
     When to use it: the default of federated averaging. Source: [FBDL] eq. (19).
     """
@@ -62,10 +63,10 @@ def train_size(facts: ClientFacts) -> float:
 
 
 def distance(facts: ClientFacts) -> float:
-    r"""Closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
+    r"""Return the closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
 
-    Summed over the probabilistic parameters. A KL below :data:`SMALLEST_DISTANCE` counts as that.
-    When to use it: clients that drift far shall count less. Source: [FBDL] eq. (21).
+    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`.
+    When to use it: clients that drift far should count less. Source: [FBDL] eq. (21).
 
     Raises:
         FusionError: the network has no probabilistic parameter.
@@ -79,7 +80,7 @@ def distance(facts: ClientFacts) -> float:
 
 
 def distance_l2(facts: ClientFacts) -> float:
-    r"""As :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
+    r"""Return :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
 
     Source: [FBDL] §2.6.4, which names the L2 norm for deterministic models.
     """
@@ -91,15 +92,14 @@ def distance_l2(facts: ClientFacts) -> float:
 def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
     r"""Closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`.
 
-    Summed over the probabilistic parameters. A KL below :data:`SMALLEST_DISTANCE` counts as that. One client alone
-    gets weight 1. When to use it: outliers shall count less. Source: [FBDL] eq. (20).
+    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. A single client gets
+    weight 1. When to use it: outliers should count less. Source: [FBDL] eq. (20).
 
     Raises:
         FusionError: the network has no probabilistic parameter.
     """
     check_probabilistic("max_discrepancy", facts[0].posterior)
-    flat = [each.posterior.flatten() for each in facts]
-    return _closeness(flat, lambda q, p: gaussian_kl(*q, *p))
+    return _closeness(facts, lambda q, p: gaussian_kl(*q, *p))
 
 
 def max_discrepancy_l2(facts: Sequence[ClientFacts]) -> Tensor:
@@ -107,11 +107,12 @@ def max_discrepancy_l2(facts: Sequence[ClientFacts]) -> Tensor:
 
     Source: [FBDL] §2.6.3, which names the L2 norm for deterministic models.
     """
-    return _closeness([each.posterior.flatten() for each in facts], lambda q, p: (q[0] - p[0]).square().sum())
+    return _closeness(facts, lambda q, p: (q[0] - p[0]).square().sum())
 
 
-def _closeness(flat: Sequence[tuple[Tensor, Tensor]], divergence: Callable[..., Tensor]) -> Tensor:
-    """1 / distance to the nearest other client, shape (clients,)."""
+def _closeness(facts: Sequence[ClientFacts], divergence: Callable[..., Tensor]) -> Tensor:
+    """Return 1 / distance to the nearest other client, shape (clients,)."""
+    flat = [each.posterior.flatten() for each in facts]
     if len(flat) == 1:
         return torch.ones(1, dtype=torch.float64)
     nearest_other = [min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)]
@@ -127,19 +128,18 @@ class KnownOverlap:
 
         FederatedBayes(fusion="weighted_average", weighting=fb.server.KnownOverlap([[250, 125], [125, 250]]))
 
-    Φ is the covariance of the clients' means, up to a factor: examples that several clients hold do not count several
-    times. Without common examples the weights are those of ``"train_size"``. Clients with the same data share the
-    weight of one.
+    Φ is the covariance of the clients' means, up to a factor, so an example that several clients hold counts once.
+    Without common examples the weights equal ``"train_size"``. Clients with the same data share the weight of one.
 
-    When to use it: it is known how many examples every two clients have in common, and the clients are honest. Else
+    When to use it: you know how many examples every two clients have in common, and the clients are honest. Otherwise
     :class:`~lightning_fedbayes.fusion.InverseCovarianceVB` infers Φ from the updates.
 
     Args:
         shared: how many examples clients j and k both hold, shape (clients, clients); the sizes on the diagonal.
 
     Raises:
-        FusionError: ``shared`` is no such matrix, or, in a round, a client is not in it, or its weight is negative.
-            That is a client whose examples nearly all are the others', too, and that Φ would have subtracted.
+        FusionError: ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative weight
+            because other clients hold nearly all of its examples, too.
 
     Source: [Untrusted] eq. (3) with (5).
     """
@@ -198,7 +198,7 @@ OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
 
 
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
-    """The weights of a round's clients, normalised to sum to 1.
+    """Return the weights of a round's clients, normalised to sum to 1.
 
     Args:
         weighting: a name of :data:`PER_CLIENT` or :data:`PER_COHORT`, or a function of all clients' facts.
@@ -239,11 +239,11 @@ def check_weighting(weighting: str | CohortWeights) -> None:
 
 
 def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
-    """Raise FusionError if ``weighting`` compares distributions and all parameters are deterministic.
+    """Raise FusionError if ``weighting`` compares distributions, and all parameters are deterministic.
 
     Args:
-        weighting: a name, or a function, which may do as it likes.
-        posterior: of the network, parameters of any shape; those with variance 0 are deterministic.
+        weighting: a name, or a function, which is not checked.
+        posterior: of the network; parameters with variance 0 are deterministic.
 
     Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
     """
@@ -263,3 +263,93 @@ def effective_clients(weights: Sequence[float]) -> float:
     """
     values = as_weights(weights)
     return float(values.sum() ** 2 / values.square().sum())
+
+
+class BufferAverage:
+    """Running weighted sums of the clients' buffers, and of a method's tensors, in one round.
+
+    Args:
+        before: the global buffers that the clients started from; None: the first client's are the model of all.
+        several: True if other processes have clients, too.
+        added: prefix of the names of tensors that are added up, not averaged; None: all are averaged.
+    """
+
+    def __init__(self, before: Mapping[str, Tensor] | None, several: bool, added: str | None = None) -> None:
+        self.before = before
+        self._added = added
+        self._several = several
+        self._sums: dict[str, Tensor] = {}
+
+    def check(self, buffers: Mapping[str, Tensor], who: str) -> None:
+        """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
+
+        Infinite entries are allowed where the global buffer has them: a mask of minus infinities is a buffer, too.
+        """
+        like, wrong = buffers if self.before is None else self.before, []
+        for name in sorted(like.keys() | buffers.keys()):
+            old, new = like.get(name), buffers.get(name)
+            if old is not None and new is not None and not new.is_meta and new.layout == torch.strided:
+                fits = old.dtype == new.dtype or (self._adds(name) and new.is_floating_point())
+                if fits and old.shape == new.shape:
+                    continue
+            wrong.append(name)
+        if wrong:
+            raise FusionError(
+                f"{who}: buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes "
+                "differ); all clients must train the same network"
+            )
+        for name, value in buffers.items():
+            known = torch.isfinite(like[name]) if self.before is not None else torch.tensor(True)
+            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
+                raise FusionError(f"{who}: buffer '{name}' is not finite")
+
+    def add(self, buffers: Mapping[str, Tensor], weight: float) -> None:
+        """Add a client's buffers to the running sums."""
+        for name, value in buffers.items():
+            factor = 1.0 if self._adds(name) else weight
+            if factor == 0:
+                continue
+            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * factor
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def reduction(self) -> Reduction:
+        """Return the weighted sums of all buffers as one flat vector on the CPU; in one process, as they are."""
+        if not self._several:
+            return Reduction(self._sums, 0, _add_all)
+        flat = []
+        for name, value in (self.before or {}).items():
+            summed = self._sums.get(name, torch.zeros_like(value))
+            summed = summed.to("cpu", torch.complex128 if summed.is_complex() else torch.float64)
+            flat.append((torch.view_as_real(summed) if summed.is_complex() else summed).flatten())
+        sums = {"buffers": torch.cat(flat)} if flat else {}
+        return Reduction(sums, len(sums.get("buffers", ())), _add_all)
+
+    def averages(self, sums: Statistics, total: float) -> dict[str, Tensor]:
+        """Return the averages, in the dtypes of the global buffers, from :meth:`reduction` and the sum of weights."""
+        averaged, start = {}, 0
+        before = self.before or {}
+        for name in before if self._several else sums:
+            like, summed = before[name], sums.get(name)
+            if self._several:
+                stop = start + like.numel() * (2 if like.is_complex() else 1)
+                summed = sums["buffers"][start:stop] if "buffers" in sums else torch.zeros(stop - start)
+                summed = (torch.view_as_complex(summed.view(-1, 2)) if like.is_complex() else summed).view(like.shape)
+                start = stop
+            assert summed is not None
+            average = summed if self._adds(name) else summed / total
+            if not like.dtype.is_floating_point and not like.dtype.is_complex:
+                average = average.round()
+            averaged[name] = average.to(like.dtype)
+            if self._several:
+                averaged[name] = averaged[name].to(like.device)
+        return averaged
+
+    def _adds(self, name: str) -> bool:
+        """Return True if a tensor is added up."""
+        return self._added is not None and name.startswith(self._added)
+
+
+def _add_all(statistics: Statistics, other: Statistics) -> None:
+    """Add every sum of ``other`` to ``statistics``, in place."""
+    for name, value in other.items():
+        add(statistics, name, value)

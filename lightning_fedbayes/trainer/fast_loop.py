@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import Step, loss_and_rest, takes_index
-from lightning_fedbayes.clients.optimizers import drop_gradients
+from lightning_fedbayes.clients.states import drop_gradients
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 
 TESTED = ("2.6",)

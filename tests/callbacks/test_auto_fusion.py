@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.scoring import predictive_nll
+from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import AutoFusion
 from lightning_fedbayes.fusion.auto import CANDIDATES

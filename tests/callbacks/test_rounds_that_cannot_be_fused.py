@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate, UpdateAttack
-from lightning_fedbayes.clients.scoring import predictive_nll
+from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, Reliability, TrimmedMean
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, network, parameters, rule_state

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients import default
+from lightning_fedbayes.clients import problems
 from lightning_fedbayes.layers import LinearReparameterization
 from lightning_fedbayes.layers.priors import ScaleMixturePrior
 from lightning_fedbayes.methods import Averaging, averaging
@@ -54,7 +54,7 @@ def test_a_callback_that_takes_single_gradients_has_an_average():
 
 
 def test_more_than_the_memory_is_averaged(monkeypatch):
-    monkeypatch.setattr(default, "MOST_KEPT", 1000)
+    monkeypatch.setattr(problems, "MOST_KEPT", 1000)
     made = fb.FederatedBayes(fb.IIDPartition(3))
     federate(bayesian(), made, 1)
     assert made.described()["fusion"] == "reverse_kl_barycenter"

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.optimizers import after_absence, with_counts
-from lightning_fedbayes.clients.states import ClientState, States
+from lightning_fedbayes.clients.states import ClientState, States, after_absence, with_counts
 from lightning_fedbayes.server.plan import STRIDE
 from tests.federations import Plain, federate
 

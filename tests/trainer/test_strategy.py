@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.log import TrainingLog
+from lightning_fedbayes.clients.context import TrainingLog
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion.auto import CANDIDATES

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_fedbayes.clients.context import TrainingContext
-from lightning_fedbayes.clients.log import SIGNATURE, TrainingLog, is_epoch_mean
+from lightning_fedbayes.clients.context import SIGNATURE, TrainingContext, TrainingLog, is_epoch_mean
 from lightning_fedbayes.clients.snapshot import Snapshot
 from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows
 from lightning_fedbayes.clients.vectorized.swap import Swap, swapped, with_attributes

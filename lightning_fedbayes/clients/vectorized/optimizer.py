@@ -14,8 +14,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.learned import MOMENTS
-from lightning_fedbayes.clients.optimizers import OptimizerState, copied, has_own_state, with_counts
-from lightning_fedbayes.clients.states import options_of, parameters_of
+from lightning_fedbayes.clients.states import (
+    OptimizerState,
+    copied,
+    has_own_state,
+    options_of,
+    parameters_of,
+    with_counts,
+)
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.sources.ivon import IVON

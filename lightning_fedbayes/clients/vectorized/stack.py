@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.optimizers import OptimizerState
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, price_weight
 from lightning_fedbayes.clients.snapshot import Snapshot, write
-from lightning_fedbayes.clients.states import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, parameters_of
 from lightning_fedbayes.clients.vectorized.gaussians import StackedPriors
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, take_rows

@@ -1,4 +1,4 @@
-"""Base classes of partitions, and the split that a partition returns."""
+"""Base classes of partitions, the split that a partition returns, and partitions that ignore labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from lightning_fedbayes.core import plots
-from lightning_fedbayes.core.errors import LARGEST, PartitionError, check_at_least, check_kind, shown
+from lightning_fedbayes.core.errors import (
+    LARGEST,
+    PartitionError,
+    check_at_least,
+    check_kind,
+    check_number,
+    is_whole,
+    shown,
+)
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import html_table
@@ -23,7 +31,7 @@ Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
 """Source of a partition's labels: a column's name, a label per example, a function of the data set."""
 MAX_ROWS, MAX_COLUMNS = 20, 12
-"""Of a printed split; longer ones are abbreviated."""
+"""Limits of a printed split, which is abbreviated beyond."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +88,7 @@ class Split:
         return html_table(head, rows)
 
     def __str__(self) -> str:
-        """Return a text table whose inner columns are equally wide; bars set off the first and the last."""
+        """Return a text table with inner columns of equal width, and bars after the first and before the last."""
         table = self._table()
         width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         inner = max([3, *(w + 1 for w in width[1:-1])])
@@ -96,13 +104,11 @@ class Split:
         totals = torch.tensor(self.sizes).unsqueeze(1)
         parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
         body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
-        rows = [*map(str, range(len(self.sizes))), "total"]
-        columns = _abbreviate(list(map(str, self.classes)), MAX_COLUMNS)
-        table = [["client", *columns, "total"]]
-        table += [
-            [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
-        ]
-        return [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
+        head = ["client", *_abbreviate(list(map(str, self.classes)), MAX_COLUMNS), "total"]
+        rows = []
+        for name, row in zip([*range(len(self.sizes)), "total"], body):
+            rows.append([str(name), *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])])
+        return [head, *_abbreviate(rows[:-1], MAX_ROWS), rows[-1]]
 
     def plot(self) -> Figure:
         """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""
@@ -144,7 +150,7 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
 
 
 def is_class_label(labels: Tensor) -> bool:
-    """Return whether ``labels`` holds one integer (or bool) per example."""
+    """Return True if ``labels`` holds one integer (or bool) per example."""
     return labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
 
 
@@ -159,7 +165,7 @@ def _abbreviate(items: list[Any], limit: int) -> list[Any]:
 class Partition(ABC):
     """Base class of partitions: rules that deal the examples of one data set out to clients.
 
-    For your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
+    Subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
 
     Attributes:
         labels: where the labels come from if the data set does not say (see :class:`LabelPartition`); None here.
@@ -171,12 +177,12 @@ class Partition(ABC):
         """Deal the examples out. The same arguments give the same split (with one version of NumPy).
 
         Args:
-            labels: class label of every example, shape (num_examples,); None if the partition needs none.
+            labels: class label of every example, shape (num_examples,); None if the partition does not need them.
             seed: seed of the federation; the draws are from its stream ``"partition"``.
             num_examples: number of examples, needed only without labels.
 
         Raises:
-            PartitionError: labels are missing or no integers, or the partition is impossible with these examples.
+            PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
         """
         check_at_least("seed", seed, -LARGEST, error=PartitionError)
         if num_examples is not None:
@@ -223,10 +229,10 @@ class LabelPartition(Partition):
             object.__setattr__(self, "labels", tuple(as_labels(self.labels).tolist()))
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
-        """See :meth:`Partition.split`; without ``labels`` by those that the partition was given."""
-        return super().split(
-            self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed, num_examples
-        )
+        """See :meth:`Partition.split`; without ``labels`` it takes the partition's."""
+        if labels is None and isinstance(self.labels, tuple):
+            labels = self.labels
+        return super().split(labels, seed, num_examples)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
@@ -248,7 +254,7 @@ class LabelPartition(Partition):
 
 
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
-    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are no numbers."""
+    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are not numbers."""
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -259,11 +265,6 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     if values.ndim == 0:
         raise PartitionError(f"labels={shown(labels)}: give one integer per example")
     return values
-
-
-def check_clients(clients: int) -> None:
-    """Raise PartitionError unless ``clients`` is a whole number of at least 1."""
-    check_at_least("clients", clients, 1, error=PartitionError)
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:
@@ -277,3 +278,90 @@ def check_enough(clients: int, num_examples: int | None) -> int:
             "use fewer clients or more data"
         )
     return num_examples
+
+
+@dataclass(frozen=True)
+class IIDPartition(Partition):
+    """Shuffle all examples and cut them into equal parts; sizes differ by at most one.
+
+    Use it as the reference for label skew. It deals every example exactly once.
+
+    Args:
+        clients: number of clients K, at least 1 and at most the number of examples.
+
+    >>> IIDPartition(clients=3).split(None, seed=0, num_examples=10).sizes
+    (4, 3, 3)
+    """
+
+    clients: int
+
+    def __post_init__(self) -> None:
+        check_at_least("clients", self.clients, 1, error=PartitionError)
+
+    def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
+        """See :meth:`Partition.deal`."""
+        return np.array_split(generator.permutation(check_enough(self.clients, num_examples)), self.clients)
+
+
+@dataclass(frozen=True)
+class SizesPartition(Partition):
+    """Shuffle all examples and give each client the stated number or fraction of them.
+
+    Use it for quantity skew: clients that differ in the number of examples, not in their distribution. Examples beyond
+    the stated sizes are left out.
+
+    Args:
+        sizes: all integers (numbers of examples, each at least 1), or all floats (fractions of the data, each
+            above 0, sum at most 1; cumulative fractions are rounded to whole examples).
+
+    >>> SizesPartition((0.5, 0.25, 0.25)).split(None, seed=0, num_examples=10).sizes
+    (5, 3, 2)
+    >>> SizesPartition((6, 1)).split(None, seed=0, num_examples=10).sizes
+    (6, 1)
+    """
+
+    sizes: tuple[int | float, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sizes, Sequence) or isinstance(self.sizes, str | bytes) or not self.sizes:
+            raise PartitionError(f"sizes={shown(self.sizes)}: give a number or a fraction of examples for each client")
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        for size in self.sizes:
+            check_number("a size", size, error=PartitionError)
+        if len({isinstance(size, float) for size in self.sizes}) > 1:
+            raise PartitionError(
+                f"sizes {shown(self.sizes)} mix integers and floats; give all numbers of examples (integers) or all "
+                "fractions (floats)"
+            )
+        if not all(size > 0 for size in self.sizes):
+            raise PartitionError(f"sizes {shown(self.sizes)} must all be above 0; leave out clients that hold no data")
+        if not self.fractional and not all(map(is_whole, self.sizes)):
+            raise PartitionError(f"sizes={shown(self.sizes)}: give integers (numbers of examples) or floats, fractions")
+        if self.fractional and sum(self.sizes) > 1 + 1e-9:
+            raise PartitionError(
+                f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
+                "lower them, or pass integers for numbers of examples"
+            )
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.sizes)
+
+    @property
+    def fractional(self) -> bool:
+        """True if the sizes are fractions of the data."""
+        return any(isinstance(size, float) for size in self.sizes)
+
+    def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
+        """See :meth:`Partition.deal`."""
+        total = check_enough(self.clients, num_examples)
+        ends = np.cumsum(self.sizes)
+        if self.fractional:
+            ends = np.floor(ends * total + 0.5).astype(np.int64)
+        if ends[-1] > total:
+            raise PartitionError(
+                f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
+                "pass fractions as floats"
+            )
+        return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

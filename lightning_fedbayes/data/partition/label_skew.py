@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from lightning_fedbayes.core.errors import PartitionError, check_at_least, check_choice, check_flag, check_number, shown
-from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_clients, check_enough
+from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_enough
 
 Per = Literal["label", "client"]
 
@@ -21,12 +21,12 @@ MAX_ALPHA = 1e12
 class ClassPartition(LabelPartition):
     """Give each client exactly m classes (quantity-based label imbalance).
 
-    The data are sorted by class and cut into K·m shards, each of a single class; each client gets m random shards of
-    different classes. Classes of equal size are cut into equally many shards, as in the source (10 classes of 5,000 and
-    K·m = 20: 20 shards of 2,500). Larger classes are cut into more, so that the largest shard is as small as possible.
-    Every example is dealt exactly once.
+    The data are cut into K·m shards of a single class each, and each client gets m random shards of different classes.
+    Classes of equal size are cut into equally many shards, as in the source (10 classes of 5,000 and K·m = 20: 20
+    shards of 2,500); larger classes into more, so that the largest shard is as small as possible. It deals every
+    example exactly once.
 
-    Use it for the hardest label skew. K·m must be at least the number of classes, or some class would have no client.
+    Use it for the hardest label skew. K·m must be at least the number of classes.
 
     Args:
         clients: number of clients K.
@@ -50,11 +50,11 @@ class ClassPartition(LabelPartition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clients(self.clients)
+        check_at_least("clients", self.clients, 1, error=PartitionError)
         check_at_least("classes_per_client", self.classes_per_client, 1, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """Cut the classes into shards and deal these so that no client gets two of the same class."""
+        """See :meth:`LabelPartition.deal_classes`."""
         classes, sizes = np.unique(labels, return_counts=True)
         shards = self._shards_of_classes(sizes, generator)
         stacks = [
@@ -67,7 +67,7 @@ class ClassPartition(LabelPartition):
         return hands
 
     def _shards_of_classes(self, sizes: Array, generator: np.random.Generator) -> Array:
-        """Return the number of shards of each class: K·m in all, from 1 to K per class, none of them empty."""
+        """Return the number of shards of each class: K·m in all, from 1 to K per class, none empty."""
         wanted, most = self.clients * self.classes_per_client, np.minimum(sizes, self.clients)
         if self.classes_per_client > len(sizes):
             raise PartitionError(
@@ -93,8 +93,8 @@ class ClassPartition(LabelPartition):
 def deal_distinct(shards: Array, clients: int, per_client: int, generator: np.random.Generator) -> dict[int, Array]:
     """Return client → ``per_client`` different classes, where class c is dealt ``shards[c]`` times.
 
-    Clients are served in random order. A class with as many shards left as there are clients left must be taken now, or
-    some of its shards would stay; the others are drawn in proportion to their shards. This always succeeds.
+    Clients are served in random order. Each takes every class that has as many shards left as clients are left, and
+    draws the others in proportion to their shards. This always succeeds.
     """
     left, held = shards.copy(), {}
     for served, client in enumerate(generator.permutation(clients)):
@@ -112,18 +112,17 @@ class DirichletPartition(LabelPartition):
     r"""Label skew of adjustable strength: one class per client for α → 0, equal proportions for α → ∞.
 
     ``per="label"``: each label y is split over the K clients by proportions
-    :math:`(p_{y1}, …, p_{yK}) \sim \mathrm{Dir}(α, …, α)`. Clients differ in classes *and* in size. Every example
-    is dealt exactly once. Labels are dealt in ascending order; with ``balance`` a client that already holds N/K
-    examples gets no more, and Dir(α) over the other clients replaces the proportions (which is what renormalising
-    them gives). The whole partition is redrawn until every client holds ``min_examples``.
+    :math:`(p_{y1}, …, p_{yK}) \sim \mathrm{Dir}(α, …, α)`. Clients differ in classes *and* in size, and every example
+    is dealt exactly once. Labels are dealt in ascending order; with ``balance`` a client with N/K examples gets no
+    more, and the proportions are Dir(α) over the other clients. The partition is redrawn until every client holds
+    ``min_examples``.
 
     ``per="client"``: each client k draws its proportions of the C classes,
     :math:`(p_{k1}, …, p_{kC}) \sim \mathrm{Dir}(α C f_1, …, α C f_C)`, where f are the class frequencies of the data
-    (Dir(α, …, α) when the classes are equally large). All clients hold N // K examples (up to K − 1 are left out),
-    dealt without replacement in turns. In each turn every client requests the examples that it still lacks by a
-    multinomial draw from its proportions over the classes that are left (from the rest in proportion to what is left,
-    if its own classes have run out). A class with too few examples serves a random subset of its requests. No client
-    comes first.
+    (Dir(α, …, α) for equally large classes). Every client holds N // K examples (up to K − 1 are left out), dealt
+    without replacement in turns. In each turn every client requests the examples that it lacks by a multinomial draw
+    from its proportions over the classes that are left (if its classes have run out, in proportion to what is left). A
+    class with too few examples serves a random subset of its requests.
 
     Use ``"label"`` to compare with [BA-BFL] and most of the literature, ``"client"`` if sizes must not differ.
 
@@ -132,8 +131,8 @@ class DirichletPartition(LabelPartition):
         alpha: concentration α > 0. Literature: 0.1 strong, 0.5 usual, 5 mild skew.
         per: ``"label"`` or ``"client"``.
         min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most half an equal
-            share (N // 2K, at least 1), since draws from small data would rarely give 10.
-        balance: with ``per="label"``, give no more examples of later labels to a client that holds N/K.
+            share (N // 2K, at least 1), since draws from small data rarely give 10.
+        balance: with ``per="label"``, do not give examples of later labels to a client that holds N/K.
         labels: where the classes are found; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Sources: ``"label"``: [BA-BFL] §4; ``"client"``: [FBDL] §3.1.
@@ -152,21 +151,16 @@ class DirichletPartition(LabelPartition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clients(self.clients)
-        check_number(
-            "alpha",
-            self.alpha,
-            "(0, inf)",
-            error=PartitionError,
-            why="it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)",
-        )
+        check_at_least("clients", self.clients, 1, error=PartitionError)
+        why = "it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)"
+        check_number("alpha", self.alpha, "(0, inf)", error=PartitionError, why=why)
         check_choice("per", self.per, get_args(Per), error=PartitionError)
         if self.min_examples is not None:
             check_at_least("min_examples", self.min_examples, 1, error=PartitionError)
         check_flag("balance", self.balance, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """Draw the number of examples of each class and client, then the examples."""
+        """See :meth:`LabelPartition.deal_classes`."""
         total = check_enough(self.clients, len(labels))
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:
@@ -178,12 +172,8 @@ class DirichletPartition(LabelPartition):
         if self.per == "label":
             counts = self._counts_per_label(supply, least, generator)
         else:
-            counts = deal_by_proportions(
-                draw_proportions(self.clients, self.alpha, supply, generator),
-                len(labels) // self.clients,
-                supply,
-                generator,
-            )
+            proportions = draw_proportions(self.clients, self.alpha, supply, generator)
+            counts = deal_by_proportions(proportions, len(labels) // self.clients, supply, generator)
         hands: list[list[Array]] = [[] for _ in range(self.clients)]
         for label, column in zip(classes, counts.T):
             stack = generator.permutation(np.flatnonzero(labels == label))
@@ -209,7 +199,7 @@ class DirichletPartition(LabelPartition):
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:
     """Split every label over the clients by its own Dirichlet draw (``per="label"``); see :class:`DirichletPartition`.
 
-    Returns: counts of shape (K, C) whose columns sum to ``supply``, shape (C,).
+    Returns: counts of shape (K, C); columns sum to ``supply``, shape (C,).
     """
     counts = np.zeros((clients, len(supply)), np.int64)
     for c, available in enumerate(supply):
@@ -239,8 +229,7 @@ def deal_by_proportions(proportions: Array, size: int, supply: Array, generator:
         supply: number of examples of each class, shape (C,), sum N.
         generator: source of the draws.
 
-    Returns: counts of shape (K, C); rows sum to ``size``, columns to at most ``supply``. There are at most C turns,
-    since each turn either serves all clients or uses up a class.
+    Returns: counts of shape (K, C); rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
     """
     counts, left = np.zeros(proportions.shape, np.int64), supply.copy()
     while (lacking := size - counts.sum(1)).any():
