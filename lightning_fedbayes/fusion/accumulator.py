@@ -1,4 +1,4 @@
-"""Accumulation of client posteriors one at a time; :func:`fuse`, which fuses them outside a federation."""
+"""Fusion of client posteriors: one at a time, in one call (:func:`fuse`), or over several processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 
 Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
-"""Function of the number of a piece; its means as a vector; the client's weight; the rule's :meth:`SumRule.average` of
-the clients so far, this one included."""
+"""Function of a piece's number, its means as a vector, the client's weight, and :meth:`SumRule.average` of the
+clients so far, this one included."""
 AT_ONCE = 8
-"""Clients of a list that are summed up together."""
+"""Clients of a list that are summed together."""
 
 
 class FusionAccumulator:
-    """Collection of client posteriors for a rule: running sums for sum-type rules, copies for the others.
+    """Client posteriors for a rule: running sums for a :class:`SumRule`, copies for other rules.
 
     Args:
         rule: the fusion rule.
         previous: the global posterior that the clients started from, for rules that need it.
-        relative: divide weights by the first client's, so that the weight of a single client is exactly 1. False where
+        relative: divide weights by the first client's, so that a single client has weight 1 exactly. Pass False where
             other processes accumulate other clients.
 
     Attributes:
@@ -68,16 +68,16 @@ class FusionAccumulator:
         self._clients: list[int] = []
 
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
-        """Add one client; a client of weight 0 changes nothing.
+        """Add one client; weight 0 changes nothing.
 
         Raises:
-            FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
-                or not finite. The clients added before are kept as they were.
+            FusionError: names or shapes differ from the earlier clients', a value is not finite, or the weight is
+                negative or not finite. The earlier clients are kept as they were.
         """
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; for a large network in less time than one by one.
+        """Add several clients in order, all or none; faster than one by one for a large network.
 
         Args:
             clients: posterior and weight of each.
@@ -104,7 +104,7 @@ class FusionAccumulator:
     def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
         """Raise FusionError if a value of ``posteriors``, the clients so far, is not finite.
 
-        They are only looked at if the mean over them, in which such a value shows, is not known or not finite.
+        It reads them only if their mean, in which such a value shows, is unknown or not finite.
         """
         sums = self.rule if isinstance(self.rule, SumRule) else None
         means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
@@ -119,13 +119,13 @@ class FusionAccumulator:
     ) -> None:
         """Add clients whose posteriors have been checked.
 
-        Of a large network each piece is summed up over all these clients before the next one, so that the sums stay in
-        the processor's cache. The result is that of adding them one by one.
+        Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
+        the processor's cache. The result is the same as one by one.
 
         Args:
-            clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
-                parameters in the order of the others'; and its weight, at least 0.
-            watch: is called for every piece of every client that counts, while it is in the cache.
+            clients: of each its number, by which a rule with a state recognises it in later rounds; its posterior, with
+                the others' order of parameters; and its weight, at least 0.
+            watch: called for every piece of every client that counts, while it is in the cache.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -172,14 +172,14 @@ class FusionAccumulator:
 
     @property
     def like(self) -> GaussianPosterior:
-        """A posterior of the clients' names and shapes, of any values."""
+        """A posterior with the clients' names and shapes; its values have no meaning."""
         like = self._like if self._like is not None else self.previous
         assert like is not None
         return like
 
     @property
     def statistics(self) -> Statistics:
-        """The running sums of a sum-type rule, over all parameters: scalars, and vectors of shape (P,)."""
+        """The running sums of a :class:`SumRule` over all parameters: scalars, and vectors of shape (P,)."""
         lengths = [piece.num_parameters for piece in self._pieces(self.like)] if self._sums else []
         joined: Statistics = {}
         for name, value in ((name, value) for sums in self._sums for name, value in sums.items()):
@@ -199,10 +199,10 @@ class FusionAccumulator:
         return self.result(state, {}).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a sum-type rule for all clients so far.
+        """Return the result of a :class:`SumRule` for all clients so far.
 
         Args:
-            state: that the rounds before have left.
+            state: after the rounds before.
             weights: client → its weight, not normalised; empty outside a federation.
         """
         assert isinstance(self.rule, SumRule)
@@ -218,17 +218,17 @@ class FusionAccumulator:
             return self.finish(self.statistics, state, weights)  # so that the message speaks of the whole network
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
-        """Return what the rule sums up separately."""
+        """Return the parts of ``posterior`` that the rule sums separately."""
         whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
         return [posterior] if whole else posterior.pieces(self._cuts)
 
     def finish(self, statistics: Statistics, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a sum-type rule from the sums over all clients; for the others see :meth:`result`."""
+        """Return the result of a :class:`SumRule` from the sums over all clients of all processes."""
         assert isinstance(self.rule, SumRule)
         return self.rule.advance(statistics, self.like, self.previous, state, weights)
 
     def cohort(self, total: float) -> Cohort:
-        """Return the clients for a rule that is no sum; ``total`` is the sum of the weights in all processes."""
+        """Return the clients for other rules; ``total`` is the sum of the weights in all processes."""
         weights = torch.tensor(self._weights, dtype=torch.float64) / total
         return Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
 
@@ -250,15 +250,14 @@ def fuse(
     """Fuse client posteriors into one global posterior, linearised if all of them are.
 
     Args:
-        rule: a registered name or alias (see :func:`available_fusions`), or a rule object.
-        posteriors: the clients. An iterator is consumed one by one: sum-type rules never hold more than one client.
-        weights: one per client, none negative, not all 0; they are normalised. None gives every client the same.
-            Rules that take no weights ignore them.
+        rule: a registered name or alias (see :func:`available_fusions`), a rule object or a function.
+        posteriors: the clients. An iterator is consumed one by one: a :class:`SumRule` holds one client at a time.
+        weights: one per client, at least 0, not all 0; they are normalised. None gives every client the same.
         previous: the global posterior that the clients started from; ``dwc`` needs it.
 
     Raises:
-        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of
-            the wrong number, negative or all 0; a fusion that is not defined (see the rule).
+        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of the
+            wrong number, negative or all 0; a fusion that is not defined (see the rule).
 
     >>> import torch
     >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
@@ -312,7 +311,7 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
 
 
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
-    """Raise FusionError unless ``posterior`` is a sound one, with the names and shapes of ``like``."""
+    """Raise FusionError unless ``posterior`` is valid and has the names and shapes of ``like``."""
     if _is_like(posterior, like):
         return
     check_posterior(posterior, who, error=FusionError)
@@ -320,7 +319,7 @@ def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: 
 
 
 def _is_like(posterior: Any, like: GaussianPosterior) -> bool:
-    """Return True if nothing is wrong with the structure, at a fifth of the price of finding out what."""
+    """Return True if the structure is right: five times faster than finding out what is wrong."""
     if type(posterior) is not GaussianPosterior or type(posterior.mean) is not dict:
         return False
     mean, variance, shapes = posterior.mean, posterior.variance, like.mean
