@@ -1,7 +1,6 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
-from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.averages import (
     GaussianFit,
@@ -12,13 +11,14 @@ from lightning_fedbayes.fusion.averages import (
     WeightedSum,
 )
 from lightning_fedbayes.fusion.gram import Gram, GramRule, gram_of
-from lightning_fedbayes.fusion.inferred import InferredRule, Reliability
+from lightning_fedbayes.fusion.inferred import InferredRule, InverseVarianceMLE, InverseVarianceVB, Reliability
 from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
-from lightning_fedbayes.fusion.inverse_variance import InverseVarianceMLE, InverseVarianceVB
 from lightning_fedbayes.fusion.preaggregation import NearestNeighbourMixing, NormClipping, Preaggregation
 from lightning_fedbayes.fusion.products import (
+    AlphaBarycenter,
     Conflation,
     DistributedWeightConsolidation,
+    HellingerBarycenter,
     ReverseKLBarycenter,
     WeightedConflation,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_number, shown
+from lightning_fedbayes.core.exchange import Collective
+from lightning_fedbayes.core.exchange.collective import shard_bounds, shards
 from lightning_fedbayes.core.posterior import (
     PIECE,
     Cuts,
@@ -29,6 +32,8 @@ Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
 clients so far, this one included."""
 AT_ONCE = 8
 """Clients of a list that are summed together."""
+SHARD = "shard"
+"""Name of the only parameter of a posterior that is a shard of all parameters."""
 
 
 class FusionAccumulator:
@@ -112,11 +117,7 @@ class FusionAccumulator:
             for number, posterior in enumerate(posteriors):
                 check_finite(posterior, f"client {number}")
 
-    def add_checked(
-        self,
-        clients: Sequence[tuple[int, GaussianPosterior, float]],
-        watch: Watch | None = None,
-    ) -> None:
+    def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]], watch: Watch | None = None) -> None:
         """Add clients whose posteriors have been checked.
 
         Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
@@ -145,7 +146,11 @@ class FusionAccumulator:
             self._posteriors += [posterior.clone() for _, posterior, _ in counted]
             if watch is None:
                 return
-        room = self._room(first)
+        room = None  # for the means of a piece, so that each piece need not map memory again
+        if self._cuts is not None and len(self._cuts) > 1 and self.rule.by_columns:
+            device = next(iter(first.mean.values())).device
+            entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
+            room = torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
         pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
         for place, parts in enumerate(pieces):
             if sums is not None and place == len(self._sums):
@@ -156,14 +161,6 @@ class FusionAccumulator:
                     sums.update(self._sums[place], mean, variance, weight)
                 if watch is not None and given > 0:
                     watch(place, mean, given, None if sums is None else sums.average(self._sums[place]))
-
-    def _room(self, client: GaussianPosterior) -> Tensor | None:
-        """Return a vector for the means of a piece, so that memory is not mapped anew for each; None if it is whole."""
-        if self._cuts is None or len(self._cuts) == 1 or not self.rule.by_columns:
-            return None
-        device = next(iter(client.mean.values())).device
-        entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
-        return torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
 
     @property
     def total(self) -> float:
@@ -193,10 +190,9 @@ class FusionAccumulator:
     def compute(self) -> GaussianPosterior:
         """Return the global posterior of all clients so far, by the rule in its initial state."""
         self.check_not_empty(self.total)
-        state = self.rule.init()
-        if not isinstance(self.rule, SumRule):
-            return self.rule.apply(self.cohort(self.total), state).posterior
-        return self.result(state, {}).posterior
+        if isinstance(self.rule, SumRule):
+            return self.result(self.rule.init(), {}).posterior
+        return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
         """Return the result of a :class:`SumRule` for all clients so far.
@@ -266,8 +262,7 @@ def fuse(
     >>> q.mean["w"], q.variance["w"]
     (tensor([1.6000]), tensor([0.4000]))
     """
-    resolved = get_rule(rule)
-    accumulator = FusionAccumulator(resolved, previous)
+    accumulator = FusionAccumulator(get_rule(rule), previous)
     values: list[float] | None = None
     if weights is not None:
         values = as_weights(weights).tolist()
@@ -277,11 +272,9 @@ def fuse(
         values = [value / largest for value in values]
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
-    remaining = iter(posteriors)
+    remaining, linearised = iter(posteriors), True
     held = posteriors if isinstance(posteriors, list | tuple) else None
-    linearised = True
-    at_once = 1 if held is None else AT_ONCE  # a generator shall hold no more than one client
-    while group := list(islice(remaining, at_once)):
+    while group := list(islice(remaining, AT_ONCE if held else 1)):  # a generator shall hold only one client
         start = accumulator.count
         if values is not None and start + len(group) > len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
@@ -353,3 +346,71 @@ def check_finite(posterior: GaussianPosterior, who: str) -> None:
             wrong = int((~torch.isfinite(value)).sum())
             if wrong:
                 raise FusionError(f"{who}: {kind} of '{name}' is not finite at {wrong} of {value.numel()} entries")
+
+
+def fuse_distributed(
+    rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
+) -> Fused:
+    """Fuse the clients of all processes, whose weights sum to 1; the result is the same in each.
+
+    If the rule, which is no sum, works by columns, each process receives a shard of the parameters of all clients;
+    otherwise each receives all clients. A process may have no clients of its ``own``.
+
+    Raises:
+        FusionError: the rule cannot fuse these posteriors.
+    """
+    if collective.size == 1:
+        return rule.apply(own, state)
+    if rule.by_columns:
+        return _fuse_shards(rule, own, like, state, collective)
+    sent = [posterior.to("cpu") for posterior in own.posteriors]
+    received = collective.all_gather(list(zip(own.clients, own.weights.tolist(), sent, strict=True)))
+    everyone = sorted((each for part in received for each in part), key=lambda each: each[0])
+    clients, weights, posteriors = zip(*everyone, strict=True)
+    device = next(iter(like.mean.values())).device
+    moved = [posterior.to(device) for posterior in posteriors]
+    return rule.apply(Cohort(moved, torch.tensor(weights, dtype=torch.float64), own.previous, clients), state)
+
+
+def _fuse_shards(
+    rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
+) -> Fused:
+    """Let every process fuse its shard of the parameters of all clients, then join the shards: two collective calls.
+
+    Sums over parameters take further calls. A process whose clients have no variances does not send any.
+    """
+    numbers = list(zip(own.clients, own.weights.tolist(), strict=True))
+    flat = [posterior.flatten() for posterior in own.posteriors]
+    spread = any(not is_zero(each) for posterior in own.posteriors for each in posterior.variance.values())
+    means, variances = ([each[i].cpu() for each in flat] for i in (0, 1))
+    vectors = [*means, *(variances if spread else ())]
+    rows = torch.stack(vectors) if vectors else torch.zeros(0, like.num_parameters, dtype=torch.float64)
+    received = collective.all_to_all([(numbers, shard) for shard in shards(rows, collective.size)])
+    everyone = []
+    for facts, shard in received:
+        rows = torch.from_numpy(shard)
+        variances = rows[len(facts) :] if len(rows) > len(facts) else torch.zeros_like(rows)
+        everyone += [(*fact, _shard(*pair)) for fact, *pair in zip(facts, rows, variances)]
+    clients, weights, posteriors = zip(*sorted(everyone, key=lambda each: each[0]), strict=True)
+    previous = None
+    if own.previous is not None:
+        start, end = shard_bounds(like.num_parameters, collective.size)[collective.rank :][:2]
+        previous = _shard(*(each[start:end].cpu() for each in own.previous.flatten()))
+    cohort = Cohort(posteriors, torch.tensor(weights, dtype=torch.float64), previous, clients, collective)
+    try:
+        fused: Fused | FusionError = rule.apply(cohort, state)
+    except FusionError as error:  # perhaps in this shard alone; the other processes must know
+        fused = error
+    result = torch.stack(fused.posterior.flatten()).cpu().numpy() if isinstance(fused, Fused) else fused
+    results = collective.all_gather(result)
+    for each in results:
+        if isinstance(each, FusionError):
+            raise each
+    assert isinstance(fused, Fused)
+    mean, variance = torch.cat([torch.from_numpy(each) for each in results], 1)
+    return replace(fused, posterior=like.unflatten(mean, variance))
+
+
+def _shard(mean: Tensor, variance: Tensor) -> GaussianPosterior:
+    """Return a shard of all parameters as a posterior of one parameter."""
+    return GaussianPosterior({SHARD: mean}, {SHARD: variance})

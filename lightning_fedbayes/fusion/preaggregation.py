@@ -1,4 +1,4 @@
-"""Pre-aggregation: rules that replace the clients by combinations of them and leave the fusion to another rule."""
+"""Pre-aggregation: replace the clients by combinations of them, then let another rule fuse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.columns import columns, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.gram import (
     Gram,
     GramRule,
+    columns,
     fused_by_shares,
     gram_of,
     median_distances,
     points_of,
+    weighted_sum,
 )
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, RuleState
@@ -29,9 +30,9 @@ from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule
 class Preaggregation(CohortRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
-    Weights, need of the previous posterior, reliabilities and state are those of the rule that fuses. If that is a
-    :class:`GramRule`, the new clients are never formed: their Gram matrix follows from that of the clients. Nor are
-    they for the weighted average, whose shares are known. Any other rule gets K posteriors of the clients' dtypes.
+    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are not
+    formed if that rule is a :class:`GramRule`, as their Gram matrix follows from the clients', or the weighted average,
+    since its shares are known. Any other rule gets K posteriors of the clients' dtypes.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -59,21 +60,21 @@ class Preaggregation(CohortRule):
         Args:
             gram: of the clients and the origin.
 
-        Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new
-        client k; and the clients' parts of the new ones, shape (K, K), none negative, for their reliabilities. Rows sum
-        to 1. Variances stay those of client k: a mixture of them would spread a false one.
+        Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in new client k;
+            and the clients' parts of the new ones, shape (K, K), none negative, for reliabilities. Rows sum to 1. New
+            client k keeps client k's variances, since a mixture would spread a false one.
         """
 
     def init(self) -> RuleState:
-        """See :meth:`FusionRule.init`: the state of the rule that fuses."""
+        """See :meth:`FusionRule.init`."""
         return self.then.init()
 
     def check_state(self, state: Any, parameters: int) -> None:
-        """See :meth:`FusionRule.check_state`: the state of the rule that fuses."""
+        """See :meth:`FusionRule.check_state`."""
         self.then.check_state(state, parameters)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
-        """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times theirs."""
+        """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times their shares."""
         gram = gram_of(cohort)
         means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
@@ -84,8 +85,7 @@ class Preaggregation(CohortRule):
             shares, reasons = self.then.infer_shares(of_mixed, cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ parts
-            variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
-            return fused_by_shares(cohort, mean, variance, own, unused(own, reasons), state)
+            return fused_by_shares(cohort, mean, shares, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
             variance = weighted_sum([posterior.variance for posterior in cohort.posteriors], cohort.weights)
@@ -114,9 +114,9 @@ class NearestNeighbourMixing(Preaggregation):
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
               {\sigma_k'}^2 = \sigma_k^2
 
-    When to use it: clients whose data differ. A robust rule may take an honest client with unusual data for a bad one,
-    and its error grows with the differences between clients. Mixing shrinks these first, so that the error of the rule
-    after it has the best possible order. The clients' weights, if the rule takes them, go to the mixed clients.
+    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one, and
+    its error grows with the differences between clients. Mixing shrinks them first, so that the error has the best
+    possible order. The clients' weights go to the mixed clients.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
@@ -125,8 +125,8 @@ class NearestNeighbourMixing(Preaggregation):
     Raises:
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
 
-    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2. They
-    mix points; variances are left to the rule that fuses.
+    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2, for points;
+    variances are left to the rule that fuses.
     """
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
@@ -153,27 +153,27 @@ class NearestNeighbourMixing(Preaggregation):
 
 @register_fusion("norm_clipping")
 class NormClipping(Preaggregation):
-    r"""Updates whose norm exceeds a radius are scaled down to it; then a rule fuses.
+    r"""Updates longer than a radius are scaled down to it; then a rule fuses.
 
     .. math:: \mu_k' = \mu_o + \min\Bigl(1, \frac{r}{\|\mu_k - \mu_o\|}\Bigr) (\mu_k - \mu_o), \qquad
               {\sigma_k'}^2 = \sigma_k^2
 
     with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
 
-    When to use it: clients may send scaled updates, as in a model replacement attack; no client then moves the global
-    posterior further than the others do, at almost no loss when all are honest. A wrong direction stays wrong; against
-    that let a robust rule follow. Variances are left as they are.
+    When to use it: clients may send scaled updates, as in a model replacement attack. No client then moves the global
+    posterior further than the others do, at almost no loss when all are honest. It bounds neither wrong directions (let
+    a robust rule follow) nor variances.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
-        radius: r, in units of the parameters. None: the median of the norms, which clips half of the clients, and
-            which fewer than half of them cannot raise beyond the norms of honest clients.
+        radius: r, in units of the parameters. None: the median of the norms, which clips half of the clients and which
+            a minority cannot raise beyond honest norms.
 
     Raises:
         FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
 
-    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3. The median
-    as radius is our addition.
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3; the median as
+    radius is our addition.
     """
 
     needs_previous: ClassVar[bool] = True
@@ -195,18 +195,13 @@ class NormClipping(Preaggregation):
 
 
 def unused(shares: Tensor, reasons: Mapping[int, str]) -> dict[int, str]:
-    """Return position → reason for the clients that have no share in the fused posterior.
-
-    Args:
-        shares: shape (K,).
-        reasons: position → why the rule that fuses left out the new client in that place.
-    """
+    """Return position → reason for clients without a share: from ``reasons`` if the rule that fuses gave one."""
     why = "it is part of no mixture of neighbours that the rule kept"
     return {position: reasons.get(position, why) for position, share in enumerate(shares.tolist()) if share == 0}
 
 
 def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:
-    """Return a combination of ``rows`` per row of ``coefficients``, with the names, shapes and dtypes of the first."""
+    """Return a combination of ``rows`` per row of ``coefficients``, with the first row's names, shapes and dtypes."""
     new: list[dict[str, Tensor]] = [{} for _ in coefficients]
     for name, like in rows[0].items():
         tensors = [{name: row[name]} for row in rows]

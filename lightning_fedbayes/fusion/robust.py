@@ -1,4 +1,4 @@
-"""Robust rules: they bound how far a minority of clients, whatever it sends, can move the global posterior."""
+"""Robust rules: they bound how far a minority of clients can move the global posterior."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.fusion.columns import columns
-from lightning_fedbayes.fusion.gram import Gram, GramRule, squared_distances_to
+from lightning_fedbayes.fusion.gram import Gram, GramRule, columns, squared_distances_to
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.fusion.rule import FusionRule, Posteriors
 
 
 @register_fusion("geometric_median", aliases=("rfa",))
@@ -26,22 +25,20 @@ class GeometricMedian(GramRule):
               \beta_k = \frac{\omega_k}{\max(\nu, \|\mu_k - y\|)}, \qquad
               y \leftarrow \frac{\sum_k \beta_k \mu_k}{\sum_k \beta_k}
 
-    and σ² the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
-    :math:`a_k = \beta_k / \sum_j \beta_j`, which is also the reliability of client k. All iterates are combinations of
-    the clients, so their Gram matrix suffices.
+    σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
+    :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: some clients may send anything, and those hold less than half of the weight. Then the result stays
-    within a bound that the honest clients set. The weighting ``"train_size"`` trusts the sizes that clients report: a
-    client that claims many examples may get more than half of the weight. Use ``weighting="equal"`` where sizes cannot
-    be trusted.
+    When to use it: clients with less than half of the weight may send anything. The result stays within a bound that
+    the honest clients set. A client that claims many examples may get more than half of the weight under the weighting
+    ``"train_size"``: use ``weighting="equal"`` where sizes cannot be trusted.
 
-    A point with at least half of the weight is the minimiser. For clients on one line that split evenly the minimiser
-    is not unique; which one is returned does not depend on their order.
+    A point with at least half of the weight is the minimiser. If clients on one line split evenly the minimiser is not
+    unique; the result does not depend on their order.
 
     Args:
-        smoothing: ν in units of the scale of the distances: the least median distance of a client to all clients. The
-            minimiser of the smoothed objective is at most ν / 2 worse in the objective.
-        tolerance: stop when an iteration moves y by less than this, in the same units.
+        smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
+            objective is at most ν / 2 worse.
+        tolerance: stop when an iteration moves y by less, in the same units.
         max_iterations: bound of the number of iterations; each costs O(K²).
 
     Raises:
@@ -75,16 +72,12 @@ class GeometricMedian(GramRule):
 
 
 def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    r"""Return the clients' shares at the first iterate, shape (K,), and the scale of the distances.
+    r"""Return the clients' shares at the first iterate, shape (K,), and the scale of the distances, (K, K).
 
     With :math:`r_k` the weighted median of the distances from client k to all clients, itself included, the scale is
-    the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. A minority of the weight, however
-    far away, then moves the first iterate by no more than the scale. If :math:`r_k = 0`, half of the weight is at that
-    point, which gets all the shares.
-
-    Args:
-        distances: between clients, shape (K, K).
-        weights: shape (K,), float64, positive, of sum 1.
+    the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. So a minority of the weight moves the
+    first iterate by no more than the scale. If :math:`r_k = 0`, that point holds half of the weight and gets all the
+    shares.
     """
     ordered, order = distances.sort(1)
     half = (weights[order].cumsum(1) < 0.5 - 1e-12).sum(1, keepdim=True)
@@ -106,12 +99,12 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` clients nearest to k other than itself, and S the m clients with the lowest
-    scores. Among equal scores the client with the smaller sum of squared distances to all comes first, then the first
-    in the cohort. One or two clients have no neighbours to be scored by, and are averaged.
+    :math:`N_k` are the :math:`K - f - 2` clients nearest to k, itself excluded, and S the m clients with the lowest
+    scores. Of equal scores the smaller sum of squared distances to all comes first, then the first in the cohort. One
+    or two clients have no neighbours, and are averaged.
 
-    When to use it: at most f of the clients may send anything, and it does no harm to lose a few honest ones. With m
-    near :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
+    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. With m near
+    :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
 
     Args:
         byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
@@ -162,10 +155,10 @@ class MultiKrum(GramRule):
 
 @register_fusion("krum")
 class Krum(MultiKrum):
-    r"""The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
+    """The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
 
-    When to use it: for comparison. The result is one of the clients (of two, their average), so it loses what the
-    others have learned; where their data differ, prefer ``multi_krum`` or ``geometric_median``.
+    When to use it: for comparison. The result is one of the clients (the average of two), so it loses what the others
+    have learned; where data differ, prefer ``multi_krum`` or ``geometric_median``.
 
     Args:
         byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
@@ -181,7 +174,7 @@ class Krum(MultiKrum):
 
 
 class _CoordinateRule(FusionRule):
-    """Average of the clients without the largest and the smallest, per coordinate, of means and of variances alike."""
+    """Average of means and of variances without the largest and the smallest, coordinate by coordinate."""
 
     uses_weights: ClassVar[bool] = False
     by_columns: ClassVar[bool] = True
@@ -189,12 +182,9 @@ class _CoordinateRule(FusionRule):
 
     @abstractmethod
     def dropped(self, count: int) -> int:
-        """Return the number of clients of ``count`` that are dropped at either end, less than half."""
+        """Return the number of clients of ``count`` to drop at either end, less than half."""
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         drop = self.dropped(len(posteriors))
         mean = middle([posterior.mean for posterior in posteriors], drop)
         variances = [posterior.variance for posterior in posteriors]
@@ -210,12 +200,12 @@ class CoordinateMedian(_CoordinateRule):
 
     For an even number of clients it is the mean of the two in the middle.
 
-    When to use it: fewer than half of the clients may send anything, means or variances; every fused value then lies
-    between two honest ones. The clients' values of one parameter must be comparable, and their dependence across
-    parameters is lost, which matters for small K. It takes no weights.
+    When to use it: fewer than half of the clients may send anything, means or variances: every fused value lies between
+    two honest ones. Clients' values of one parameter must be comparable. Dependence across parameters is lost, which
+    matters for small K. It takes no weights.
 
-    Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1;
-    [Untrusted] baseline. They fuse points; the median of the variances is our addition.
+    Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
+    [Untrusted] baseline; the median of the variances is our addition.
     """
 
     def dropped(self, count: int) -> int:
@@ -232,18 +222,17 @@ class TrimmedMean(_CoordinateRule):
     with :math:`\mu_{(1)i} \le \dots \le \mu_{(K)i}`, and the same for the variances. f = 0 is the plain average, the
     largest f the coordinate-wise median.
 
-    When to use it: at most f of the clients may send anything, and the others shall be averaged to reduce their noise.
-    It takes no weights.
+    When to use it: at most f of the clients may send anything, and averaging shall reduce the noise of the others. It
+    takes no weights.
 
     Args:
-        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up so
-            that a fraction ``trim`` of bad clients is covered in a small cohort too, but leaves at least one client.
-            An integer is f itself.
+        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
+            cover that fraction of a small cohort too, but leaves at least one client. An integer is f itself.
 
     Raises:
         FusionError: a fraction outside [0, 0.5), a negative count, or a count that leaves no client.
 
-    Source: Yin et al. 2018, Definition 2. They fuse points; the variance is our addition.
+    Source: Yin et al. 2018, Definition 2, for points; the variance is our addition.
     """
 
     def __init__(self, trim: float = 0.1) -> None:

@@ -17,6 +17,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, is_dense, is_ze
 
 RuleState = dict[str, Any]
 """State of a rule between rounds: tensors, numbers, strings, and dicts and lists of them."""
+Posteriors = Sequence[GaussianPosterior]
 Moments = tuple[Tensor, Tensor]
 """Mean and variance of a posterior, flat float64 vectors of shape (P,)."""
 
@@ -34,7 +35,7 @@ class Cohort:
             over parameters by its ``all_reduce``.
     """
 
-    posteriors: Sequence[GaussianPosterior]
+    posteriors: Posteriors
     weights: Tensor
     previous: GaussianPosterior | None
     clients: tuple[int, ...]
@@ -87,9 +88,7 @@ class FusionRule(ABC):
     goes to the prior's."""
 
     @abstractmethod
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """Return the global posterior; for the arguments see :class:`Cohort`."""
 
     def init(self) -> RuleState:
@@ -120,9 +119,7 @@ class CohortRule(FusionRule):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
         cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
         return self.apply(cohort, self.init()).posterior
@@ -181,7 +178,7 @@ class SumRule(FusionRule):
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """Return the weighted mean of the clients' means as (numerator, denominator), or None if ``statistics`` lack it.
+        """Return the weighted mean of the clients' means as (numerator, denominator); None if ``statistics`` lack it.
 
         It saves a second sum where the mean is also needed elsewhere.
         """
@@ -192,9 +189,7 @@ class SumRule(FusionRule):
         for key, value in other.items():
             add(statistics, key, value)
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
         statistics: Statistics = {}
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
@@ -212,14 +207,6 @@ def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> 
         statistics[key].add_(value, alpha=scale)
 
 
-def add_number(statistics: Statistics, key: str, number: float, like: Tensor) -> None:
-    """``statistics[key] += number``, a scalar of the dtype and device of ``like``; a missing key counts as 0."""
-    if key in statistics:
-        statistics[key].add_(number)
-    else:
-        statistics[key] = like.new_tensor(number)
-
-
 def of_zeros(variance: Tensor) -> Tensor:
     """Return a variance known to be 0 everywhere as one number, shape (1,), which broadcasts; others unchanged."""
     return variance[:1] if is_zero(variance) else variance
@@ -228,13 +215,8 @@ def of_zeros(variance: Tensor) -> Tensor:
 def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weight: float, atom_weight: float) -> None:
     r"""Add a client's weighted precision :math:`\omega/\sigma^2` and :math:`\omega\mu/\sigma^2` to ``statistics``.
 
-    Means of point masses, whose precision is infinite, are summed separately ("atom_mean", "atom_weight").
-
-    Args:
-        statistics: the sums so far; "precision" and "precision_mean", shape (P,), are missing without a variance.
-        mean, variance: of the client, shape (P,), float64.
-        weight: :math:`\omega` of its Gaussian parameters.
-        atom_weight: :math:`\omega` of its point masses.
+    Means of point masses, whose precision is infinite, are summed separately ("atom_mean", "atom_weight") by
+    ``atom_weight``. "precision" and "precision_mean" are missing until a client has a variance.
     """
     if is_zero(variance):
         add(statistics, "atom_weight", of_zeros(variance) + 1, atom_weight)

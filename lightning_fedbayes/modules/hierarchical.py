@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_real, design_of
+from lightning_fedbayes.modules.linear_regression import LinearStatistics, check_real, design_of
 
 STARTS = (0.1, 1.0, 10.0)
 """Standard deviations of the random coefficients, relative to that of the noise, that the search starts from."""

@@ -1,10 +1,11 @@
-"""Draws of a network's parameters or of its own noise, and the network's output for each draw, in one pass."""
+"""Draws of a network's parameters or of its noise, its output for each draw, and predictive distributions."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -12,7 +13,14 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.batches import output_of
-from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    PosteriorError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    listed,
+)
 from lightning_fedbayes.core.posterior import (
     GaussianPosterior,
     check_posterior,
@@ -25,13 +33,13 @@ from lightning_fedbayes.layers.conv import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
-"""Name in the posterior → values of shape (sets, *shape). One that is a single value expanded is the same in all."""
+"""Name in the posterior → values of shape (sets, *shape). A value that is expanded is the same in all sets."""
 
 
 def draws_from_posterior(
     posterior: GaussianPosterior, samples: int, generator: torch.Generator | None = None
 ) -> ParameterSets:
-    r"""Independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
+    r"""Return independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
 
     [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
 
@@ -77,16 +85,15 @@ def outputs_with(
 ) -> Tensor:
     """Compute the network's output with each set of parameters.
 
-    In one pass, what depends on no parameter that differs between the sets is computed once: of a network whose last
-    layers alone are random, all layers before them.
+    In one pass, layers before the first parameter that differs between the sets run once.
 
     Args:
-        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its own noise
-            (Bayesian layers, Monte Carlo dropout) is off.
+        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its noise (Bayesian
+            layers, Monte Carlo dropout) is off.
         sets: see :data:`ParameterSets`; other parameters keep their value.
         inputs: of a batch.
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
-        buffers: in place of the network's own, by name.
+        buffers: in place of the network's, by name.
 
     Returns: shape (sets, batch, *).
 
@@ -120,7 +127,7 @@ def outputs_with(
 
 
 def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
-    """The part of ``posterior`` whose names begin with ``prefix``, without it."""
+    """Return the part of ``posterior`` with names that begin with ``prefix``, without the prefix."""
     names = [name for name in posterior.names if name.startswith(prefix)]
     return GaussianPosterior(
         {name.removeprefix(prefix): posterior.mean[name] for name in names},
@@ -129,15 +136,15 @@ def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
 
 
 _ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
-"""Networks for which vectorising has failed."""
+"""Networks that failed to vectorise."""
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd, BayesianConv)
 LARGE_BATCH = 2**16
 """Number of input entries from which a batch of images is large."""
 
 ENTRIES = 2**22
-"""Largest number of parameters and inputs in one pass on a CPU: beyond, the intermediate values leave the caches, and
-more draws per pass save nothing."""
+"""Largest number of parameters and inputs in one pass on a CPU: beyond, intermediate values leave the caches, and
+more draws per pass save no time."""
 
 
 def is_stochastic(network: nn.Module) -> bool:
@@ -149,14 +156,13 @@ def is_stochastic(network: nn.Module) -> bool:
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """Return ``samples`` independent draws of the network's output.
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
     layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs
-    once, and gives one sample.
+    value, layers of bayesian-torch that draw noise in place) runs once per sample; one without randomness runs once.
 
     Args:
-        network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
-            In evaluation mode, so that BatchNorm updates nothing.
+        network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second). In
+            evaluation mode, so that BatchNorm updates no statistics.
         inputs: shape (batch, *).
         samples: number of draws S, at least 1.
 
@@ -188,7 +194,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
 
 def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device) -> Tensor | None:
-    """All draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
+    """Return all draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
         try:
@@ -199,9 +205,9 @@ def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, 
 
 
 def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
-    """Return whether most of the work is convolutions of inputs or kernels that differ between draws, on a CPU.
+    """Return True if most of the work is convolutions of inputs or kernels that differ between draws, on a CPU.
 
-    These take twice as long vectorised as one after the other, if the batch alone fills the caches.
+    They take twice as long vectorised as one after the other, if the batch fills the caches.
     """
     if inputs.device.type != "cpu" or inputs.numel() < LARGE_BATCH:
         return False
@@ -214,7 +220,7 @@ def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
 
 
 def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
-    """Number of draws per pass; None: all."""
+    """Return the number of draws per pass; None: all."""
     if inputs.device.type != "cpu":
         return None
     for module in network.modules():  # the order of definition
@@ -234,3 +240,82 @@ def may_vectorize(network: nn.Module) -> bool:
             return False
         noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
     return True
+
+
+Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
+PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")
+
+NETWORK = "network."
+"""Prefix of a network's parameters in the posterior of its module."""
+
+
+@dataclass
+class GlobalRound:
+    """Result of a finished round, as far as predictions need it: the global posterior and the clients' updates."""
+
+    posterior: GaussianPosterior | None = None
+    clients: list[GaussianPosterior] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for :meth:`from_state_dict`."""
+        assert self.posterior is not None
+        return {"posterior": self.posterior.state_dict(), "clients": [each.state_dict() for each in self.clients]}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> GlobalRound:
+        """Rebuild the round that :meth:`state_dict` stored."""
+        restore = GaussianPosterior.from_state_dict
+        return cls(restore(state["posterior"]), [restore(each) for each in state["clients"]])
+
+
+def check_predictive(predictive: str, network: nn.Module) -> None:
+    """Raise FedBayesError unless ``predictive`` is known and the network allows it."""
+    check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
+    if predictive == "closed_form":
+        linear_layer(network)
+
+
+def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
+    """Return path and layer of a network that is one linear layer; raise FedBayesError for any other."""
+    holders = [(path, each) for path, each in network.named_modules() if any(True for _ in each.parameters(False))]
+    if len(holders) == 1 and _is_nothing_else(network):
+        path, layer = holders[0]
+        assert isinstance(layer, nn.Linear)
+        return path, layer
+    raise FedBayesError(
+        f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}: the variance "
+        "of any other network has no closed form; use 'omc' or 'bootstrap'"
+    )
+
+
+def _is_nothing_else(network: nn.Module) -> bool:
+    """Return True if ``network`` is a linear layer, or a Sequential of only such a module."""
+    return type(network) is nn.Linear or (
+        type(network) is nn.Sequential and len(network) == 1 and _is_nothing_else(network[0])
+    )
+
+
+def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return mean and variance, (batch, targets) each, of a linear model's output under a mean-field posterior.
+
+    .. math:: \mu_w^\top x + \mu_b, \qquad \sum_i \sigma_{w,i}^2 x_i^2 + \sigma_b^2
+
+    ``posterior`` belongs to the module that holds the network (:func:`linear_layer`) under the name "network".
+
+    Source: [FedAG] eq. (6), without the noise 1/β.
+    """
+    path, layer = linear_layer(network)
+    prefix = f"{NETWORK}{path}." if path else NETWORK
+    part = within(posterior, prefix).to(inputs.device)
+
+    def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance; a parameter that clients do not share is not in the posterior, and has variance 0."""
+        known = name in part.mean
+        return (part.mean[name], part.variance[name]) if known else (parameter, torch.zeros_like(parameter))
+
+    weight, weight_variance = moments("weight", layer.weight)
+    mean, variance = inputs @ weight.T, inputs.square() @ weight_variance.T
+    if layer.bias is not None:
+        bias, bias_variance = moments("bias", layer.bias)
+        mean, variance = mean + bias, variance + bias_variance
+    return mean, variance

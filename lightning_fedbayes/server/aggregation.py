@@ -15,8 +15,7 @@ from lightning_fedbayes.core.exchange.reduction import Statistics
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, is_zero
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
-from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
-from lightning_fedbayes.fusion.distributed import fuse_distributed
+from lightning_fedbayes.fusion.accumulator import check_finite, check_structure, fuse_distributed
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server.buffers import BufferAverage
 from lightning_fedbayes.server.disagreement import Disagreement, merge_disagreement

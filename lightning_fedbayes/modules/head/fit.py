@@ -1,22 +1,161 @@
-"""The state of a head at the server: sums, weights and curvature, and the step that an exchange allows."""
+"""The state of a head at the server, what clients send, and the step that an exchange allows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
-from lightning_fedbayes.modules.linear_regression import EXACT, most_evident
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
-from lightning_fedbayes.sources.curvature import KroneckerPosterior
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
+from lightning_fedbayes.modules.linear_regression import EXACT, LinearStatistics, check_sums, most_evident, with_bias
+from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs
 from lightning_fedbayes.sources.curvature.evidence import evident_precision
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
+
+DRAWS = 128
+"""Draws of the logits by which expectations under a posterior are taken, the same in every exchange."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSlopes:
+    r"""Sums over the examples of one client, at the weights W that the server has sent. They add up by ``+``.
+
+    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`; of a variational posterior
+    everything is its expectation under it.
+
+    Args:
+        loss: :math:`-\sum_i \log p_{i y_i}`, in nats, a scalar tensor.
+        slope: :math:`\sum_i (p_i - e_{y_i}) \tilde\phi_i^\top`, shape (classes, columns).
+        spread: :math:`\sum_i \mathrm{diag}(p_i) - p_i p_i^\top`, shape (classes, classes).
+        curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
+            (pairs, columns, columns); or no pair, where they are too many.
+        num_examples: their number.
+
+    Raises:
+        FedBayesError: shapes that do not fit, or values that are not finite or not float64.
+    """
+
+    loss: Tensor
+    slope: Tensor
+    spread: Tensor
+    curvature: Tensor
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
+        for name in ("loss", "slope", "spread", "curvature"):
+            check_sums(name, getattr(self, name))
+        classes, columns = self.slope.shape if self.slope.ndim == 2 else (0, 0)
+        pairs = classes * (classes - 1) // 2
+        fits = self.curvature.shape[0] in (0, pairs) and self.curvature.shape[1:] == (columns, columns)
+        if not columns or self.loss.ndim or self.spread.shape != (classes, classes) or not fits:
+            raise FedBayesError(
+                f"slope {tuple(self.slope.shape)}, spread {tuple(self.spread.shape)} and curvature "
+                f"{tuple(self.curvature.shape)}: give (classes, columns), (classes, classes) and (0 or pairs of "
+                "classes, columns, columns)"
+            )
+
+    @classmethod
+    def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
+        """Return the sums at W = 0, which follow from those of the first exchange: every class is as probable.
+
+        Args:
+            sums: of examples with one-hot targets, the column of ones last.
+            pairs: whether the curvature is wanted.
+        """
+        gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
+        eye = torch.eye(classes).to(gram)
+        curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
+        return cls(
+            gram.new_tensor(count * math.log(classes)),
+            gram[-1] / classes - sums.moment.T,
+            count * (eye - 1 / classes) / classes,
+            curvature,
+            count,
+        )
+
+    @classmethod
+    def of(cls, weights: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+        """Return the sums at ``weights``.
+
+        Args:
+            weights: W, float64, shape (classes, columns).
+            design: :math:`\\tilde\\phi`, float64, shape (examples, columns).
+            labels: classes, shape (examples,).
+            pairs: whether the curvature is wanted.
+        """
+        return cls._of(design @ weights.T[None], design, labels, pairs)
+
+    @classmethod
+    def expected(cls, mean: Tensor, covariance: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+        """Return the expectations of the sums under a posterior.
+
+        Args:
+            mean, covariance: of the logits of each example, see :meth:`HeadFit.moments`.
+            design, labels, pairs: see :meth:`of`.
+        """
+        with torch.random.fork_rng([mean.device] if mean.is_cuda else []):
+            torch.manual_seed(0)
+            logits = draws_of_outputs(mean, covariance, DRAWS)
+        return cls._of(logits, design, labels, pairs)
+
+    @classmethod
+    def _of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+        """Return the sums for draws of the logits, shape (draws, examples, classes)."""
+        logs = logits.log_softmax(-1)
+        probs, classes = logs.exp(), logits.shape[-1]
+        mean, products = probs.mean(0), torch.einsum("snc,snd->ncd", probs, probs) / len(probs)
+        truth = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
+        spread = mean.sum(0).diag() - products.sum(0)
+        chosen = torch.triu_indices(classes, classes, 1).T.tolist() if pairs else []
+        found = [design.T @ (products[:, c, d, None] * design) for c, d in chosen]
+        curvature = torch.stack(found) if found else design.new_zeros(0, *2 * design.shape[1:])
+        return cls(-(logs.mean(0) * truth).sum(), (mean - truth).T @ design, spread, curvature, len(labels))
+
+    def __add__(self, other: HeadSlopes) -> HeadSlopes:
+        if not isinstance(other, HeadSlopes):
+            return NotImplemented
+        if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
+            raise FedBayesError(
+                f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
+                "same fit"
+            )
+        return HeadSlopes(
+            self.loss + other.loss,
+            self.slope + other.slope,
+            self.spread + other.spread,
+            self.curvature + other.curvature,
+            self.num_examples + other.num_examples,
+        )
+
+    def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
+        r"""Return the curvature as Kronecker products :math:`B \otimes A`, pairs (A, B).
+
+        .. math:: \sum_i (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes \tilde\phi_i \tilde\phi_i^\top =
+                  \sum_{c<d} (e_c - e_d)(e_c - e_d)^\top \otimes \sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top
+
+        exactly; without the pairs, the one product of the mean spread and the Gram matrix.
+        """
+        classes = len(self.slope)
+        if not len(self.curvature):
+            return [(gram, self.spread / max(1, self.num_examples))]
+        eye = torch.eye(classes).to(self.slope)
+        c, d = torch.triu_indices(classes, classes, 1)
+        differences = eye[c] - eye[d]
+        return [(a, torch.outer(each, each)) for a, each in zip(self.curvature, differences)]
+
+
+def design_of(features: Tensor) -> Tensor:
+    """Return features in float64, before a column of ones."""
+    check_kind("features", features, Tensor, "give a tensor (examples, features)", error=FedBayesError)
+    if features.ndim != 2 or not features.shape[1]:
+        raise FedBayesError(f"features {tuple(features.shape)}: give (examples, features), at least one feature")
+    return with_bias(features)
+
 
 SETTLED = 1e-7
 """Nats per example that a step may still gain, at which the weights have arrived."""
@@ -263,3 +402,73 @@ def _two_loops(
     for (s, y, rho), length in zip(pairs, reversed(lengths)):
         step = step + (length - rho * float((y * step).sum())) * s
     return step
+
+
+HALVINGS = 30
+"""Times that a step is halved before the search ends."""
+STEPS = 100
+"""Most steps; they are the client's own, and cost no exchange."""
+
+Terms = list[tuple[Tensor, Tensor]]
+
+
+def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> LinearStatistics:
+    """Return the sums of a client's own examples, once, and of all others', each of them 1 - ``weight`` times."""
+    parts = {
+        name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in ("gram", "moment", "square")
+    }
+    return LinearStatistics(**parts, num_examples=round((1 - weight) * sums.num_examples + weight * own.num_examples))
+
+
+def personal_softmax(
+    fit: HeadFit, own: LinearStatistics, slopes_at: Callable[[HeadFit], HeadSlopes], weight: float, variational: bool
+) -> HeadFit:
+    r"""Return a client's own softmax.
+
+    Newton's steps on :math:`L_k(W) + (1 - w) (Q - Q_k)(W) + \tfrac{1}{2 s^2} \|W\|^2`, halved where they overshoot:
+    of the others the client knows the quadratic Q of the federation's posterior, without its own part
+    :math:`Q_k`. Of a variational posterior :math:`L_k` is an expectation, whose curvature is damped.
+
+    Args:
+        fit: of the federation.
+        own: sums of the client.
+        slopes_at: fit → the client's slopes there.
+        weight: w.
+        variational: True if slopes are expectations.
+    """
+    centre, prior, share = fit.weights, fit.prior_precision, 1 - weight
+    sums, first = mixed_sums(fit.sums, own, weight), slopes_at(fit)
+    begun = first.terms(own.gram)
+
+    def slope_of(found: HeadSlopes, weights: Tensor) -> Tensor:
+        moved = weights - centre
+        others = (KroneckerSystem(terms, 1.0).product(moved) - moved for terms in (fit.terms, begun))
+        known = next(others) - next(others) - prior * centre - first.slope
+        return found.slope + share * known + prior * weights
+
+    def joint(terms: Terms) -> Terms:
+        if fit.takes_pairs:
+            return [(a + share * (b - c), d) for (a, d), (b, _), (c, _) in zip(terms, fit.terms, begun)]
+        count, everybody = own.num_examples, fit.sums.num_examples
+        spread = count * terms[0][1] + share * (everybody * fit.terms[0][1] - count * begun[0][1])
+        return [(sums.gram, spread / (count + share * (everybody - count)))]
+
+    at, terms, found = replace(fit, sums=sums, terms=joint(begun)), begun, first
+    for _ in range(STEPS):
+        new = found.terms(own.gram)
+        part = DAMPED if variational else 1.0
+        terms = [(a + part * (c - a), b + part * (d - b)) for (a, b), (c, d) in zip(terms, new)]
+        at = replace(at, terms=joint(terms))
+        slope = slope_of(found, at.weights)
+        step = at._system(at.terms, prior).solve(slope)
+        begin, length = at.weights, 1.0
+        descent = float((slope * step).sum())
+        for _ in range(HALVINGS):
+            at = replace(at, weights=(begin - length * step).contiguous())
+            found = slopes_at(at)
+            if float((slope_of(found, at.weights) * step).sum()) >= -descent:  # by the trapezoidal rule the loss fell
+                break
+            length /= 2
+        if descent / 2 < SETTLED * own.num_examples:
+            break
+    return replace(at, loss=float(found.loss))

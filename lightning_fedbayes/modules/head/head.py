@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
-from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, gaussian_fit, next_fit
-from lightning_fedbayes.modules.head.personal import mixed_sums, personal_softmax
-from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.head.fit import (
+    HeadFit,
+    HeadSlopes,
+    design_of,
+    first_fit,
+    gaussian_fit,
+    mixed_sums,
+    next_fit,
+    personal_softmax,
+)
+from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.sources.curvature.systems import DENSE
 
 Likelihood = Literal["softmax", "one_hot", "gaussian"]

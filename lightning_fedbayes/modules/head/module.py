@@ -13,10 +13,9 @@ from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.likelihoods import Categorical, Gaussian
-from lightning_fedbayes.modules.head.fit import HeadFit
+from lightning_fedbayes.modules.head.fit import HeadFit, HeadSlopes
 from lightning_fedbayes.modules.head.head import BayesianHead
-from lightning_fedbayes.modules.head.slopes import HeadSlopes
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 
 
