@@ -1,4 +1,4 @@
-"""Bayesian linear regression in closed form, of one data set or of many clients together, from sums over examples."""
+"""Bayesian linear regression in closed form, of one data set or of many clients, from sums over examples."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 class LinearStatistics:
     r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
 
-    Statistics of parts of a client's data add up, by ``+``, to those of the whole, and ``-`` takes a part out again.
-    Those of a client with few examples can reveal its examples, as those of one example do. Secure summation helps
-    where the sums of all clients are enough, as for a :class:`~lightning_fedbayes.BayesianHead`; not for a
-    :class:`~lightning_fedbayes.HierarchicalLinearRegression`, which needs the sums of each client by themselves.
+    Statistics of parts of a client's data add up by ``+``, and ``-`` takes a part out again. Those of few examples can
+    reveal the examples. Secure summation helps where the sums of all clients are enough, as for a
+    :class:`~lightning_fedbayes.BayesianHead`; a :class:`~lightning_fedbayes.HierarchicalLinearRegression` needs each
+    client's sums.
 
     Args:
         gram: :math:`X^\top X`, float64, shape (columns, columns).
@@ -69,11 +69,11 @@ class LinearStatistics:
 
     @classmethod
     def of(cls, inputs: Tensor, targets: Tensor, bias: bool = True) -> LinearStatistics:
-        """Statistics of a client's examples, computed in float64 on the device of ``inputs`` and kept on the CPU.
+        """Return statistics of a client's examples, computed in float64 on the inputs' device and kept on the CPU.
 
         Args:
             inputs: shape (examples, features); a client may have no examples.
-            targets: shape (examples,), (examples, 1), which is the same, or (examples, targets), any units.
+            targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
             bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
 
         Raises:
@@ -88,20 +88,15 @@ class LinearStatistics:
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of the Gram matrix, computed once."""
+        """Eigenvalues and eigenvectors of the Gram matrix."""
         values, vectors = torch.linalg.eigh(self.gram)
         return values, vectors
 
     def __add__(self, other: LinearStatistics) -> LinearStatistics:
-        """Return the sums of both."""
         return self._plus(other, 1)
 
     def __sub__(self, other: LinearStatistics) -> LinearStatistics:
-        """Return the sums without those of ``other``, which are a part of them.
-
-        Raises:
-            FedBayesError: ``other`` has more examples, or other columns.
-        """
+        """Return the sums without ``other``, a part of them; raise FedBayesError for more examples or other columns."""
         return self._plus(other, -1)
 
     def _plus(self, other: LinearStatistics, sign: int) -> LinearStatistics:
@@ -135,7 +130,7 @@ def with_bias(inputs: Tensor) -> Tensor:
 
 
 def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
-    """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` so many."""
+    """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` this many."""
     for name, values in (("inputs", inputs), ("targets", targets)):
         check_real(name, values)
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
@@ -174,8 +169,8 @@ NoiseEstimate = Literal["evidence", "target"]
 STEPS, TOLERANCE = 10_000, 1e-12
 """Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact. And number
-of weights that the data determine, below which they determine none."""
+"""Noise variance relative to the mean square of the targets below which the fit is exact; and number of weights that
+the data determine below which they determine none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,14 +184,12 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    The data enter only through sums over examples, and only these are kept. So adding the sums of several clients gives
-    the product of their posteriors with the shared prior counted once, which is the posterior of the pooled data
-    (:meth:`conflate`), including the estimated noise. The sums of a client with one example reveal that example: where
-    that matters, use secure summation.
+    Only sums over examples are kept. Adding several clients' sums gives the posterior of the pooled data, with the
+    shared prior counted once and the noise estimated from all (:meth:`conflate`). The sums of a client with one example
+    reveal it: where that matters, use secure summation.
 
-    When to use it: as the baseline that any network has to beat, and as the exact answer that federated inference is
-    to be compared with. Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has
-    the same prior.
+    When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
+    Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has the same prior.
 
     Args:
         gram: :math:`\tilde X^\top \tilde X`, float64, shape (features + 1, features + 1).
@@ -225,22 +218,22 @@ class BayesianLinearRegression:
     def fit(
         cls, inputs: Tensor, targets: Tensor, prior_std: float = 1.0, noise: float | NoiseEstimate = "evidence"
     ) -> BayesianLinearRegression:
-        r"""The posterior of ``inputs`` and ``targets``; everything is computed in float64.
+        r"""Return the posterior of ``inputs`` and ``targets``, computed in float64.
 
         Args:
-            inputs: shape (examples, features); a constant column is allowed, and learns with the bias.
+            inputs: shape (examples, features); a constant column learns with the bias.
             targets: shape (examples,) or (examples, targets), any units.
             prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
-            noise: a number, its variance, or a way to estimate it. "evidence": the variance under which the targets
-                are most probable, the weights integrated out (MacKay's fixed point
+            noise: a number, its variance, or a way to estimate it. "evidence": the variance under which the targets are
+                most probable, the weights integrated out (MacKay's fixed point
                 :math:`\sigma^2 = \|Y - \tilde X M\|^2 / T(n - \gamma)`, γ the number of weights that the data
-                determine, T that of targets). "target": the variance of the targets, as for a model that explains
-                nothing; too large if the inputs are informative.
+                determine, T the number of targets). "target": the variance of the targets, too large if the inputs are
+                informative.
 
         Raises:
             FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
-                noise that is not positive, or an unknown ``noise``. An estimate of the noise is made when it is
-                first needed, so that clients too small for one can still be conflated.
+                noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so
+                that clients too small for that can still be conflated.
         """
         check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
         if isinstance(noise, str):
@@ -254,12 +247,12 @@ class BayesianLinearRegression:
 
     @staticmethod
     def conflate(models: Sequence[BayesianLinearRegression]) -> BayesianLinearRegression:
-        r"""The posterior of all clients' data: product of their posteriors, the shared prior counted once.
+        r"""Return the posterior of all clients' data: product of their posteriors, the shared prior counted once.
 
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
 
-        Exact for clients of any size, even of one example or of data without full rank, where every client uses the
-        same noise variance; an estimated one is estimated anew from all data.
+        Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
+        variance; an estimated one is estimated from all data.
 
         Args:
             models: one per client.
@@ -341,11 +334,7 @@ class BayesianLinearRegression:
 
     @cached_property
     def _root(self) -> Tensor:
-        """Lower triangular L with LLᵀ = Λ.
-
-        Raises:
-            FedBayesError: the precision is not positive definite in double precision.
-        """
+        """Lower triangular L with LLᵀ = Λ; raises FedBayesError if Λ is not positive definite in double precision."""
         try:
             return torch.linalg.cholesky(self.precision)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
@@ -367,11 +356,11 @@ class BayesianLinearRegression:
     def predict(
         self, inputs: Tensor, samples: int = 10, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
-        r"""Predictive distribution :math:`N(M^\top \tilde x,\; \sigma^2 + \tilde x^\top \Lambda^{-1} \tilde x)`, exact.
+        r"""Return the exact predictive :math:`N(M^\top \tilde x,\; \sigma^2 + \tilde x^\top \Lambda^{-1} \tilde x)`.
 
         Args:
             inputs: shape (batch, features).
-            samples: draws of the weights for the field ``samples``; nothing else depends on them.
+            samples: draws of the weights for the field ``samples`` of the result.
             generator: source of the draws; None: the global one.
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
@@ -406,18 +395,9 @@ def most_evident(
     .. math:: \sigma^2 = \frac{\|Y - X M\|^2}{T(n - \gamma)}, \qquad s^{-2} = \frac{T \gamma}{\|M\|^2}, \qquad
               \gamma = \sum_d \frac{g_d}{g_d + \sigma^2 / s^2}
 
-    with the eigenvalues g of the Gram matrix, in whose eigenvectors everything is computed.
-
-    Args:
-        gram: shape (columns, columns).
-        moment: shape (columns, targets).
-        squares: shape (targets,).
-        examples: their number n.
-        prior_std: s; None: it is chosen, too.
-        noise: σ²; None: it is chosen, too.
-
-    Returns: s, infinite where the data say nothing about it, tiny where weights of 0 are most evident, and the noise, 0
-    if it converges to 0.
+    with the eigenvalues g of the Gram matrix. A ``prior_std`` s or ``noise`` σ² that is None is chosen, too. s is
+    infinite where the data do not determine it, and tiny where weights of 0 are most evident; the noise is 0 if it
+    converges to 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """

@@ -12,27 +12,24 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.modules.linear_regression import EXACT, LinearStatistics, check_sums, most_evident, with_bias
-from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs
+from lightning_fedbayes.sources.curvature import KroneckerPosterior
 from lightning_fedbayes.sources.curvature.evidence import evident_precision
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
-
-DRAWS = 128
-"""Draws of the logits by which expectations under a posterior are taken, the same in every exchange."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSlopes:
-    r"""Sums over the examples of one client, at the weights W that the server has sent. They add up by ``+``.
+    r"""Sums over a client's examples at the server's weights W: slope and curvature of a softmax. They add up by ``+``.
 
-    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`; of a variational posterior
-    everything is its expectation under it.
+    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`; for a variational posterior
+    all are expectations under it.
 
     Args:
         loss: :math:`-\sum_i \log p_{i y_i}`, in nats, a scalar tensor.
         slope: :math:`\sum_i (p_i - e_{y_i}) \tilde\phi_i^\top`, shape (classes, columns).
         spread: :math:`\sum_i \mathrm{diag}(p_i) - p_i p_i^\top`, shape (classes, classes).
         curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
-            (pairs, columns, columns); or no pair, where they are too many.
+            (pairs, columns, columns); or no pair, if they are too many.
         num_examples: their number.
 
     Raises:
@@ -61,11 +58,11 @@ class HeadSlopes:
 
     @classmethod
     def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
-        """Return the sums at W = 0, which follow from those of the first exchange: every class is as probable.
+        """Return the sums at W = 0, where every class is as probable; they follow from the first exchange.
 
         Args:
             sums: of examples with one-hot targets, the column of ones last.
-            pairs: whether the curvature is wanted.
+            pairs: True if the curvature is wanted.
         """
         gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
         eye = torch.eye(classes).to(gram)
@@ -79,33 +76,15 @@ class HeadSlopes:
         )
 
     @classmethod
-    def of(cls, weights: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
-        """Return the sums at ``weights``.
+    def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+        """Return the sums for draws of the logits.
 
         Args:
-            weights: W, float64, shape (classes, columns).
+            logits: shape (draws, examples, classes).
             design: :math:`\\tilde\\phi`, float64, shape (examples, columns).
             labels: classes, shape (examples,).
-            pairs: whether the curvature is wanted.
+            pairs: True if the curvature is wanted.
         """
-        return cls._of(design @ weights.T[None], design, labels, pairs)
-
-    @classmethod
-    def expected(cls, mean: Tensor, covariance: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
-        """Return the expectations of the sums under a posterior.
-
-        Args:
-            mean, covariance: of the logits of each example, see :meth:`HeadFit.moments`.
-            design, labels, pairs: see :meth:`of`.
-        """
-        with torch.random.fork_rng([mean.device] if mean.is_cuda else []):
-            torch.manual_seed(0)
-            logits = draws_of_outputs(mean, covariance, DRAWS)
-        return cls._of(logits, design, labels, pairs)
-
-    @classmethod
-    def _of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
-        """Return the sums for draws of the logits, shape (draws, examples, classes)."""
         logs = logits.log_softmax(-1)
         probs, classes = logs.exp(), logits.shape[-1]
         mean, products = probs.mean(0), torch.einsum("snc,snd->ncd", probs, probs) / len(probs)
@@ -158,13 +137,13 @@ def design_of(features: Tensor) -> Tensor:
 
 
 SETTLED = 1e-7
-"""Nats per example that a step may still gain, at which the weights have arrived."""
+"""Nats per example that a step may still gain when the weights have settled."""
 SETTLED_PRIOR = 1e-3
-"""Relative change of the prior's precision at which it has arrived."""
+"""Relative change of the prior's precision at which it has settled."""
 FACTOR = 2.0
-"""Largest change of the prior's precision in a step: beyond, the quadratic that it is chosen by does not hold."""
+"""Largest change of the prior's precision in a step: beyond, the quadratic that chooses it does not hold."""
 DAMPED = 0.5
-"""Part that the curvature of a variational posterior goes towards what clients find: all of it would go to and fro."""
+"""Part that the curvature of a variational posterior goes towards the clients' one: the whole would go to and fro."""
 SHORTENED = 5
 """Times in a row that a step is shortened."""
 MEMORY = 10
@@ -173,7 +152,7 @@ MEMORY = 10
 
 @dataclass(frozen=True, eq=False)
 class HeadFit:
-    r"""A head as far as the exchanges have brought it; see :class:`~lightning_fedbayes.BayesianHead`.
+    """A head after the exchanges so far; see :class:`~lightning_fedbayes.BayesianHead`.
 
     Attributes:
         sums: of all clients.
@@ -184,7 +163,7 @@ class HeadFit:
         noise: variance σ² of the targets; 1 for a softmax.
         loss: of the pooled data at :attr:`weights` before the last step, in nats; NaN for none.
         exchanges: number of exchanges of slopes so far.
-        is_done: True if there is nothing to exchange any more.
+        is_done: True if no exchange is left.
         takes_pairs: True if clients send the curvature of every pair of classes.
     """
 
@@ -204,7 +183,7 @@ class HeadFit:
 
     @cached_property
     def posterior(self) -> KroneckerPosterior:
-        r"""Posterior of :meth:`linear`, whose outputs are means, or logits: of a "one_hot" :math:`f / \sigma^2`."""
+        r"""Posterior of :meth:`linear`, with means or logits as outputs; for "one_hot" logits :math:`f / \sigma^2`."""
         weights, scale = self.weights, 1 / self.noise if self.likelihood == "one_hot" else 1.0
         terms = [(a, b / scale**2) for a, b in self.terms]
         mean = {"weight": weights[:, :-1] * scale, "bias": weights[:, -1] * scale}
@@ -214,7 +193,7 @@ class HeadFit:
         return posterior
 
     def _system(self, terms: list[tuple[Tensor, Tensor]], prior_precision: float) -> KroneckerSystem:
-        """Return the system of these terms; the Gram matrix, which a single one has, is taken apart once."""
+        """Return the system of these terms; a single Gram matrix is decomposed once."""
         has_gram = len(terms) == 1 and (not self.takes_pairs or self.likelihood != "softmax")
         return KroneckerSystem(terms, prior_precision, self.sums.spectrum if has_gram else None)
 
@@ -227,7 +206,7 @@ class HeadFit:
             features: shape (batch, features).
 
         Raises:
-            FedBayesError: ``features`` are not of as many columns as the head has been fitted to.
+            FedBayesError: ``features`` have other columns than the fit.
         """
         design = design_of(features)
         if design.shape[1] != self.weights.shape[1]:
@@ -236,7 +215,7 @@ class HeadFit:
         return mean, self.posterior.systems[""].covariance_of_linear(design)
 
     def told(self, variational: bool) -> dict[str, Tensor]:
-        """Return what clients have to know for an exchange, name → tensor, for :meth:`from_told`.
+        """Return what clients need for an exchange, name → tensor, for :meth:`from_told`.
 
         Args:
             variational: True if they take expectations, for which they need the posterior's covariance.
@@ -261,11 +240,7 @@ class HeadFit:
         return cls(sums, "softmax", weights, terms, precision, takes_pairs=takes_pairs)
 
     def linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """Return the head as a layer, with the mean of the posterior.
-
-        Args:
-            dtype: of its weights; None: torch's default.
-        """
+        """Return the head as a layer of ``dtype`` (torch's default) with the posterior's mean."""
         outputs, columns = self.weights.shape
         layer = nn.Linear(columns - 1, outputs, dtype=dtype)
         layer.load_state_dict({name: value.to(layer.weight.dtype) for name, value in self.posterior.mean.items()})
@@ -273,12 +248,10 @@ class HeadFit:
 
 
 def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
-    """Return the fit of sums alone: that of the Gaussian model, or of a softmax the first step, from W = 0.
+    """Return the fit of sums: the Gaussian model, or a softmax's first step, from W = 0.
 
-    Where few examples are fitted exactly, the noise is the least that a fit can tell from none.
-
-    Raises:
-        FedBayesError: all targets are 0.
+    Where few examples are fitted exactly, the noise is the least that a fit can tell from 0. Raise FedBayesError if all
+    targets are 0.
     """
     examples, gram = sums.num_examples, sums.gram
     if likelihood == "softmax":
@@ -330,18 +303,11 @@ def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variation
 
 
 def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:
-    r"""Return 1 if the last step has gone well, or the part of it to go in its place.
+    """Return 1 if the last step ``move`` has gone well, or the part of it to go instead.
 
     That is the zero of the slope along the step, by the line through its values :math:`d_0` at the start and
-    :math:`d_1` at the end. Of a variational posterior the losses are of two covariances, so the rise of the loss is
-    that of the slopes by the trapezoidal rule, :math:`(d_0 + d_1) / 2`.
-
-    Args:
-        fit: after the step.
-        found: there.
-        move: the step.
-        before: slope of the loss where it began.
-        loss: loss there; None if the posterior is variational.
+    :math:`d_1` at the end. ``before`` and ``loss`` are slope and loss at the start. Without a loss (of a variational
+    posterior, where losses belong to two covariances) its rise is :math:`(d_0 + d_1) / 2`, by the trapezoidal rule.
     """
     prior, start = fit.prior_precision, fit.weights - move
     first, last = (
@@ -357,7 +323,7 @@ def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss:
 
 
 def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None) -> HeadFit:
-    """Return the fit with this curvature, the prior of most evidence beside it, and the step that they give."""
+    """Return the fit with this curvature, its most evident prior, and the step that they give."""
     system = fit._system(terms, fit.prior_precision)
     if prior_std is not None:
         precision = float(prior_std) ** -2
@@ -386,9 +352,9 @@ def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]]
 def _two_loops(
     system: KroneckerSystem, memory: tuple[tuple[Tensor, Tensor], ...], slope: Tensor, precision: float
 ) -> Tensor:
-    r"""Return L-BFGS's :math:`H g` for the slope g, the prior's included, from the system as the first guess.
+    """Return L-BFGS's :math:`H g` for the slope g with the prior's part, from the system as the first guess.
 
-    ``memory`` holds moves of the weights, and those of the slope of the loss without the prior.
+    ``memory`` holds moves of the weights and changes of the loss's slope without the prior's part.
 
     Source: Nocedal and Wright 2006, algorithm 7.4.
     """
@@ -407,13 +373,13 @@ def _two_loops(
 HALVINGS = 30
 """Times that a step is halved before the search ends."""
 STEPS = 100
-"""Most steps; they are the client's own, and cost no exchange."""
+"""Most steps; they are local to the client, and cost no exchange."""
 
 Terms = list[tuple[Tensor, Tensor]]
 
 
 def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> LinearStatistics:
-    """Return the sums of a client's own examples, once, and of all others', each of them 1 - ``weight`` times."""
+    """Return the sums over a client's examples, once, and over all others', 1 - ``weight`` times."""
     parts = {
         name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in ("gram", "moment", "square")
     }
@@ -423,11 +389,11 @@ def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> 
 def personal_softmax(
     fit: HeadFit, own: LinearStatistics, slopes_at: Callable[[HeadFit], HeadSlopes], weight: float, variational: bool
 ) -> HeadFit:
-    r"""Return a client's own softmax.
+    r"""Return a client's softmax.
 
-    Newton's steps on :math:`L_k(W) + (1 - w) (Q - Q_k)(W) + \tfrac{1}{2 s^2} \|W\|^2`, halved where they overshoot:
-    of the others the client knows the quadratic Q of the federation's posterior, without its own part
-    :math:`Q_k`. Of a variational posterior :math:`L_k` is an expectation, whose curvature is damped.
+    Newton's steps on :math:`L_k(W) + (1 - w) (Q - Q_k)(W) + \tfrac{1}{2 s^2} \|W\|^2`, halved where they overshoot: of
+    the others the client knows the quadratic Q of the federation's posterior, without its part :math:`Q_k`. For a
+    variational posterior :math:`L_k` is an expectation, and its curvature is damped.
 
     Args:
         fit: of the federation.

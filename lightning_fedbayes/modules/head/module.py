@@ -1,4 +1,4 @@
-"""The exact head in a Trainer: a module whose training sums statistics up, of one data set or of a federation."""
+"""The exact head in a Trainer: a module that sums statistics in training, of one data set or of a federation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 
 
 class HeadModule(PosteriorPredictive):
-    r"""A frozen backbone with a :class:`~lightning_fedbayes.BayesianHead`, for the Trainer, federated or not.
+    """A frozen backbone with a :class:`~lightning_fedbayes.BayesianHead`, for the Trainer, federated or not.
 
     ::
 
@@ -29,21 +29,21 @@ class HeadModule(PosteriorPredictive):
         L.Trainer(max_epochs=1, callbacks=[federation]).fit(model, data)      # one exchange: exact
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(model, data)
 
-    Its parameters are sums over examples, and a training step adds those of a batch: the loss is linear in them, minus
-    the inner product with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange; a
-    softmax takes an epoch for the sums and one for each further exchange, and ends the fit when it is done, so give it
-    ``max_epochs=-1`` or enough of them. ``FederatedBayes`` adds the clients' sums up, by the method
-    :class:`~lightning_fedbayes.methods.Sums`; a softmax needs all clients in every round.
+    Its parameters are sums over examples, and a training step adds a batch's: the loss is minus their inner product
+    with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange. A softmax takes an epoch
+    for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1.
+    ``FederatedBayes`` adds the clients' sums by the method :class:`~lightning_fedbayes.methods.Sums`; a softmax needs
+    all clients in every round.
 
-    When to use it: to have the head in place of a fine-tuned one in an existing Trainer, with its data, loggers,
-    reports and calibration. Where features lie in memory, :meth:`BayesianHead.fit_clients` is the shorter way.
+    When to use it: in place of a fine-tuned head in a Trainer with its data, loggers, reports and calibration. For
+    features in memory :meth:`BayesianHead.fit_clients` is shorter.
 
     Args:
         backbone: maps inputs to features, shape (batch, features), in any form of batch that
             :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen, and runs in evaluation mode.
         head: the head.
         features: their number.
-        samples: draws of a prediction, at least 256 of which are taken.
+        samples: draws of a prediction, at least 256.
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -79,19 +79,19 @@ class HeadModule(PosteriorPredictive):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Optimizer:
-        """SGD of rate 1, whose steps are sums."""
-        return SGD(parameters_of(self), lr=1.0)
+        """Return SGD of rate 1, with steps that are sums."""
+        return SGD([p for name, p in self.named_parameters() if not name.startswith("network.")], lr=1.0)
 
     def on_fit_start(self) -> None:
         """Forget whether the last fit had clients."""
         self._has_clients = False
 
     def on_client_start(self, client: Any) -> None:
-        """Leave the start of an epoch to the method, which begins every client at 0."""
+        """Note that the method begins every client at 0."""
         self._has_clients = True
 
     def on_train_epoch_start(self) -> None:
-        """Begin the next exchange, by what the last one has brought; a head that is done begins anew."""
+        """Begin the next exchange from the last one's result; a head that is done begins again."""
         if self.head.likelihood != "softmax" or self._is_empty:
             return
         if not self.fitted.is_done:
@@ -103,14 +103,14 @@ class HeadModule(PosteriorPredictive):
         _clear(self.sums)
 
     def _go_on(self, fitted: HeadFit) -> None:
-        """Exchange slopes from now on, from those of nobody."""
+        """Exchange slopes from now on, starting at 0."""
         self._before = fitted
         self.sums.requires_grad_(False)
         self.slopes.requires_grad_(True)
         _clear(self.slopes)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Return a loss whose negative gradient is the statistics of the batch."""
+        """Return a loss with minus the batch's statistics as its gradient."""
         if batch_idx == 0 and not self._has_clients:
             _clear(self.sums if self._before is None else self.slopes)
         with torch.no_grad():
@@ -124,7 +124,7 @@ class HeadModule(PosteriorPredictive):
         return -torch.stack([(own[name] * value).sum() for name, value in values.items()]).sum()
 
     def on_train_epoch_end(self) -> None:
-        """End the fit where there is nothing left to exchange."""
+        """End the fit once the head is done."""
         if self._before is not None and self.fitted.is_done:
             self.trainer.should_stop = True
 
@@ -136,11 +136,7 @@ class HeadModule(PosteriorPredictive):
 
     @property
     def fitted(self) -> HeadFit:
-        """The head by the sums that the module has now.
-
-        Raises:
-            FedBayesError: it has none yet.
-        """
+        """The head of the module's present sums; raises FedBayesError if it has none."""
         if self._is_empty:
             raise FedBayesError("the head has seen no examples yet: fit it first")
         own = self.sums if self._before is None else self.slopes
@@ -178,7 +174,7 @@ class HeadModule(PosteriorPredictive):
         return True
 
     def forward(self, inputs: Any) -> Tensor:
-        """Logits or means at the mean of the head."""
+        """Return logits or means at the mean of the head."""
         return self.fitted.linear().to(self.device)(self.features(inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -196,29 +192,24 @@ class HeadModule(PosteriorPredictive):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store how far the exchanges have come; the sums are parameters."""
+        """Store the state of the exchanges; the sums are parameters."""
         checkpoint["head"] = None if self._before is None else asdict(self._before)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take what :meth:`on_save_checkpoint` has stored."""
+        """Restore the state of the exchanges."""
         if checkpoint.get("head") is not None:
             state = checkpoint["head"]
             self._go_on(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
 
 
-def parameters_of(module: HeadModule) -> list[nn.Parameter]:
-    """Return the sums of a head."""
-    return [p for name, p in module.named_parameters() if not name.startswith("network.")]
-
-
 def _clear(sums: nn.ParameterDict) -> None:
-    """Begin anew, from nothing."""
+    """Set the sums to 0."""
     for value in sums.values():
         value.data.zero_()
 
 
 def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
-    """Return sums of nothing, in double precision."""
+    """Return sums of 0, in double precision."""
     return nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     )
