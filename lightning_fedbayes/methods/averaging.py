@@ -1,4 +1,4 @@
-"""Averaging: clients start from the global posterior, and any fusion rule makes a new one of theirs."""
+"""Averaging: clients start from the global posterior, and a fusion rule makes a new one of theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fedbayes.methods.method import Method, Shared
 MANY = 3
 """Rounds after which a variance that shrinks in each of them has lost its meaning."""
 LATE = 20
-"""Rounds after which averages under a fixed prior are on their way to its width (benchmarks/posterior/ROUNDS.md)."""
+"""Rounds after which averages under a fixed prior approach its width (benchmarks/posterior/ROUNDS.md)."""
 
 
 class Averaging(Method):
@@ -25,13 +25,12 @@ class Averaging(Method):
 
     Args:
         rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
-        prior: "fixed": the network's own in every round. "global": the global posterior that a round starts from, as
-            ``dwc`` wants it.
+        prior: "fixed": the network's in every round. "global": the round's global posterior, as ``dwc`` wants it.
 
     Raises:
         FusionError: there is no such rule or prior.
 
-    Source: McMahan et al. 2017; of each rule its own.
+    Source: McMahan et al. 2017; for the rules see there.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Averaging(Method):
         """See :meth:`Method.check_late`: averages take late messages as :class:`.FedBuff` does."""
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Say where the variances of a rule go that repeats what its posteriors have in common."""
+        """See :meth:`Method.advice`: where the variances go if a rule repeats what its posteriors have in common."""
         if isinstance(self.rule, AutoFusion) or posterior.is_point_mass:
             return None
         name, narrows = rule_name(self.rule), self.rule.narrows
