@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.layers.base import is_exporting
@@ -38,11 +38,12 @@ from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Ro
 from lightning_fedbayes.metrics.survival import CoxNLL
 from lightning_fedbayes.modules.sampling import (
     NETWORK,
+    PREDICTIVES,
     GlobalRound,
     Predictive,
-    check_predictive,
     draws_from_clients,
     draws_from_posterior,
+    linear_layer,
     linear_moments,
     outputs_with,
     sample_outputs,
@@ -109,7 +110,9 @@ class BayesianModule(L.LightningModule):
         check_number("learning_rate", learning_rate, "[0, inf)", error=FedBayesError)
         if optimizer is not None and not callable(optimizer):
             raise FedBayesError(f"optimizer={shown(optimizer)}: give a function, such as partial(SGD, lr=0.01)")
-        check_predictive(predictive, network)
+        check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
+        if predictive == "closed_form":
+            linear_layer(network)
         self.network = network
         self.predictive: Predictive = predictive
         self.global_round = GlobalRound()
@@ -121,8 +124,6 @@ class BayesianModule(L.LightningModule):
         self._federated = False
         self._given_examples: int | None = None
         self._fit_examples: int | None = None
-
-    # -- to override ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -154,8 +155,6 @@ class BayesianModule(L.LightningModule):
     def inputs_of(self, batch: Any) -> Tensor:
         """Return the inputs of a batch: a tensor of inputs, or (inputs, targets)."""
         return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the network's output with one draw of its parameters; an export or trace takes their mean."""
@@ -235,13 +234,16 @@ class BayesianModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the last round, if predictions need it."""
-        if self.predictive != "layers" and self.global_round.posterior is not None:
-            checkpoint["global_round"] = self.global_round.state_dict()
+        last = self.global_round
+        if self.predictive != "layers" and last.posterior is not None:
+            clients = [each.state_dict() for each in last.clients]
+            checkpoint["global_round"] = {"posterior": last.posterior.state_dict(), "clients": clients}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the last round."""
         if "global_round" in checkpoint:
-            self.global_round = GlobalRound.from_state_dict(checkpoint["global_round"])
+            state, restore = checkpoint["global_round"], GaussianPosterior.from_state_dict
+            self.global_round = GlobalRound(restore(state["posterior"]), [restore(each) for each in state["clients"]])
 
     def on_fit_end(self) -> None:
         """Reset n: another fit may have other data."""
@@ -252,8 +254,6 @@ class BayesianModule(L.LightningModule):
         if self.optimizer is not None:
             return self.optimizer(self.parameters())
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
-
-    # -- prediction ----------------------------------------------------------------------------------------------------
 
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
         """Return draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
@@ -473,10 +473,9 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         """Score a batch, and return its rows."""
         inputs, targets = self.unpack(batch)
         known = self._known()
-        rows = (
-            known.rows(self.sample(inputs), targets)
-            if known.of_classes
-            else known.rows_of(self.predict_step(inputs), targets)
-        )
+        if known.of_classes:
+            rows = known.rows(self.sample(inputs), targets)
+        else:
+            rows = known.rows_of(self.predict_step(inputs), targets)
         self._scores.update(rows)
         return rows

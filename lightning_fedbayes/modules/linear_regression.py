@@ -284,8 +284,6 @@ class BayesianLinearRegression:
         )
         return BayesianLinearRegression(gram, moment, squares, first.prior_std, first.noise)
 
-    # -- posterior -----------------------------------------------------------------------------------------------------
-
     @property
     def num_examples(self) -> int:
         """Number of examples n: the inner product of the bias column with itself."""

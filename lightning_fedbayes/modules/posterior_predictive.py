@@ -260,8 +260,6 @@ class PosteriorPredictive(ScoredModule):
         self._scores.update(rows)
         return rows
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the posterior."""
         if self.posterior is not None:

@@ -17,7 +17,6 @@ from lightning_fedbayes.core.errors import (
     FedBayesError,
     PosteriorError,
     check_at_least,
-    check_choice,
     check_kind,
     listed,
 )
@@ -256,42 +255,18 @@ class GlobalRound:
     posterior: GaussianPosterior | None = None
     clients: list[GaussianPosterior] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for :meth:`from_state_dict`."""
-        assert self.posterior is not None
-        return {"posterior": self.posterior.state_dict(), "clients": [each.state_dict() for each in self.clients]}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> GlobalRound:
-        """Rebuild the round that :meth:`state_dict` stored."""
-        restore = GaussianPosterior.from_state_dict
-        return cls(restore(state["posterior"]), [restore(each) for each in state["clients"]])
-
-
-def check_predictive(predictive: str, network: nn.Module) -> None:
-    """Raise FedBayesError unless ``predictive`` is known and the network allows it."""
-    check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
-    if predictive == "closed_form":
-        linear_layer(network)
-
 
 def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
-    """Return path and layer of a network that is one linear layer; raise FedBayesError for any other."""
-    holders = [(path, each) for path, each in network.named_modules() if any(True for _ in each.parameters(False))]
-    if len(holders) == 1 and _is_nothing_else(network):
-        path, layer = holders[0]
-        assert isinstance(layer, nn.Linear)
-        return path, layer
+    """Return a network that is one linear layer, and the prefix of its parameters; raise FedBayesError for others."""
+    prefix, layer = "", network
+    while type(layer) is nn.Sequential and len(layer) == 1:
+        [(name, layer)] = layer.named_children()
+        prefix += f"{name}."
+    if type(layer) is nn.Linear:
+        return prefix, layer
     raise FedBayesError(
         f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}: the variance "
         "of any other network has no closed form; use 'omc' or 'bootstrap'"
-    )
-
-
-def _is_nothing_else(network: nn.Module) -> bool:
-    """Return True if ``network`` is a linear layer, or a Sequential of only such a module."""
-    return type(network) is nn.Linear or (
-        type(network) is nn.Sequential and len(network) == 1 and _is_nothing_else(network[0])
     )
 
 
@@ -304,9 +279,8 @@ def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Ten
 
     Source: [FedAG] eq. (6), without the noise 1/β.
     """
-    path, layer = linear_layer(network)
-    prefix = f"{NETWORK}{path}." if path else NETWORK
-    part = within(posterior, prefix).to(inputs.device)
+    prefix, layer = linear_layer(network)
+    part = within(posterior, NETWORK + prefix).to(inputs.device)
 
     def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance; a parameter that clients do not share is not in the posterior, and has variance 0."""

@@ -116,8 +116,6 @@ class BayesianHead:
         """Return True if clients send the curvature of every pair of classes, False for its Kronecker approximation."""
         return bool(self.outputs * columns <= DENSE)
 
-    # -- clients -------------------------------------------------------------------------------------------------------
-
     def sums(self, features: Tensor, targets: Tensor) -> LinearStatistics:
         """Return what a client sends first: sums over its examples.
 
@@ -209,8 +207,6 @@ class BayesianHead:
         return personal_softmax(
             fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational"
         )
-
-    # -- server --------------------------------------------------------------------------------------------------------
 
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
         """Return the fit of the sums of all clients; done, unless the likelihood is a softmax.

@@ -58,25 +58,15 @@ class HeadModule(PosteriorPredictive):
         self.train().network.requires_grad_(False)
         self.head = head
         columns, outputs = features + 1, head.outputs
-        pairs = outputs * (outputs - 1) // 2
-        shapes = {"gram": (columns, columns), "moment": (columns, outputs), "square": (outputs,)}
-        self.sums = _zeros(shapes)
+        self.sums = _zeros(gram=(columns, columns), moment=(columns, outputs), square=(outputs,))
         if head.likelihood == "softmax":
-            pairs = pairs if head.takes_pairs(columns) else 0
-            self.slopes = _zeros(
-                {
-                    "loss": (),
-                    "slope": (outputs, columns),
-                    "spread": (outputs, outputs),
-                    "curvature": (pairs, columns, columns),
-                    "num_examples": (),
-                }
-            ).requires_grad_(False)
+            slope, spread = (outputs, columns), (outputs, outputs)
+            curvature = (outputs * (outputs - 1) // 2 if head.takes_pairs(columns) else 0, columns, columns)
+            self.slopes = _zeros(loss=(), slope=slope, spread=spread, curvature=curvature, num_examples=())
+            self.slopes.requires_grad_(False)
         self._has_clients = False
         self._before: HeadFit | None = None
         self._found: tuple[tuple[float, ...], HeadFit] | None = None
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Optimizer:
         """Return SGD of rate 1, with steps that are sums."""
@@ -92,34 +82,32 @@ class HeadModule(PosteriorPredictive):
 
     def on_train_epoch_start(self) -> None:
         """Begin the next exchange from the last one's result; a head that is done begins again."""
-        if self.head.likelihood != "softmax" or self._is_empty:
-            return
-        if not self.fitted.is_done:
-            self._go_on(self.fitted)
-            return
-        self._before = None
-        self.sums.requires_grad_(True)
-        self.slopes.requires_grad_(False)
-        _clear(self.sums)
+        if self.head.likelihood == "softmax" and not self._is_empty:
+            self._begin(None if self.fitted.is_done else self.fitted)
 
-    def _go_on(self, fitted: HeadFit) -> None:
-        """Exchange slopes from now on, starting at 0."""
-        self._before = fitted
-        self.sums.requires_grad_(False)
-        self.slopes.requires_grad_(True)
-        _clear(self.slopes)
+    def _begin(self, before: HeadFit | None) -> None:
+        """Exchange slopes at ``before`` from now on, or sums if it is None, starting at 0."""
+        self._before = before
+        self.sums.requires_grad_(before is None)
+        self.slopes.requires_grad_(before is not None)
+        _clear(self._exchanged)
+
+    @property
+    def _exchanged(self) -> nn.ParameterDict:
+        return self.sums if self._before is None else self.slopes
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return a loss with minus the batch's statistics as its gradient."""
+        own = self._exchanged
         if batch_idx == 0 and not self._has_clients:
-            _clear(self.sums if self._before is None else self.slopes)
+            _clear(own)
         with torch.no_grad():
             inputs, targets = unpacked(batch, self, needs_targets=True)
             features = self.features(inputs)
             if self._before is None:
-                found, own = self.head.sums(features, targets), self.sums
+                found = self.head.sums(features, targets)
             else:
-                found, own = self.head.slopes(self._before, features, targets), self.slopes
+                found = self.head.slopes(self._before, features, targets)
             values = {name: torch.as_tensor(getattr(found, name)).to(each) for name, each in own.items()}
         return -torch.stack([(own[name] * value).sum() for name, value in values.items()]).sum()
 
@@ -127,8 +115,6 @@ class HeadModule(PosteriorPredictive):
         """End the fit once the head is done."""
         if self._before is not None and self.fitted.is_done:
             self.trainer.should_stop = True
-
-    # -- the head ------------------------------------------------------------------------------------------------------
 
     @property
     def _is_empty(self) -> bool:
@@ -139,14 +125,13 @@ class HeadModule(PosteriorPredictive):
         """The head of the module's present sums; raises FedBayesError if it has none."""
         if self._is_empty:
             raise FedBayesError("the head has seen no examples yet: fit it first")
-        own = self.sums if self._before is None else self.slopes
-        key = tuple(float(value.detach().sum()) for value in own.values())
+        key = tuple(float(value.detach().sum()) for value in self._exchanged.values())
         if self._found is None or self._found[0] != key:
-            self._found = key, self._fit_of(own)
+            self._found = key, self._fit()
         return self._found[1]
 
-    def _fit_of(self, own: nn.ParameterDict) -> HeadFit:
-        values = {name: value.detach().cpu().clone() for name, value in own.items()}
+    def _fit(self) -> HeadFit:
+        values = {name: value.detach().cpu().clone() for name, value in self._exchanged.items()}
         if self._before is None:
             gram = (values["gram"] + values["gram"].T) / 2  # noise of privacy is of single entries
             smallest = torch.linalg.eigvalsh(gram)[0].clamp(max=0)
@@ -160,8 +145,6 @@ class HeadModule(PosteriorPredictive):
             )
         count = round(float(values.pop("num_examples")))
         return self.head.step(self._before, HeadSlopes(**values, num_examples=count)) if count else self._before
-
-    # -- predictions ---------------------------------------------------------------------------------------------------
 
     def features(self, inputs: Any) -> Tensor:
         """Return the backbone's outputs, in its evaluation mode."""
@@ -189,8 +172,6 @@ class HeadModule(PosteriorPredictive):
         mean, covariance = fitted.moments(features)
         return mean.to(features), covariance.to(features)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the state of the exchanges; the sums are parameters."""
         checkpoint["head"] = None if self._before is None else asdict(self._before)
@@ -199,7 +180,7 @@ class HeadModule(PosteriorPredictive):
         """Restore the state of the exchanges."""
         if checkpoint.get("head") is not None:
             state = checkpoint["head"]
-            self._go_on(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
+            self._begin(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
 
 
 def _clear(sums: nn.ParameterDict) -> None:
@@ -208,7 +189,7 @@ def _clear(sums: nn.ParameterDict) -> None:
         value.data.zero_()
 
 
-def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
+def _zeros(**shapes: tuple[int, ...]) -> nn.ParameterDict:
     """Return sums of 0, in double precision."""
     return nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
