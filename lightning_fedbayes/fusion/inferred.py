@@ -94,11 +94,8 @@ class InferredRule(ReliabilityRule):
 
     An update is a client's mean minus the previous global mean (or 0). The rule needs only the squared distances
     between clients and to the origin. Its state averages the clients' products around each round's consensus, per pair,
-    so clients may miss rounds.
-
-    If the previous global posterior is known, clients that send nearly the same update count as one and share its
-    reliability: otherwise clients who agree on what to send would look the most reliable. Variances are medians of the
-    clients', weighted by the inferred shares.
+    so clients may miss rounds. If the previous global posterior is known, clients that send nearly the same update
+    count as one and share its reliability. Variances are medians of the clients', weighted by the inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round by itself) to 1 (all rounds count the same, as
@@ -225,16 +222,13 @@ def average_rounds(
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
     :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
-    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. Since each round has its
-    consensus, an outlier in one round does not affect clients that missed it.
+    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
+    does not affect clients that missed it.
 
     Args:
-        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty; "counts" and
-            "rounds" are sums of weights.
-        clients: numbers of this round's clients.
-        now: this round's squared distances, shape (K + 1, K + 1).
-        memory: discount of the earlier rounds.
-        weight: of this round.
+        state: of earlier rounds, or empty; "counts" and "rounds" are sums of weights.
+        clients, now: numbers of this round's clients, and their squared distances.
+        memory, weight: discount of the earlier rounds, and weight of this one.
     """
     if memory == 0:
         return now, {}

@@ -216,19 +216,16 @@ class InverseCovarianceVB(_InverseCovariance):
     :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
 
     What holds (``tests/fusion/test_inverse_covariance.py``): from some 1,000 parameters on, an error that half of the
-    clients share costs at most 10 % more than the best linear estimate, however large it is. In regression on 50
-    parameters, where three of five clients have the same data, the result is the average or better. With 3,000
-    parameters, one of five or three of ten clients that send the opposite, zeros, ten times their update or noise cost
-    at most 10 %.
+    clients share costs at most 10 % more than the best linear estimate. With 50 parameters, where three of five clients
+    have the same data, the result is the average or better. With 3,000, one of five or three of ten clients that send
+    the opposite, zeros, ten times their update or noise cost at most 10 %.
 
     What does not: noise of one to three times the honest length, from two of five clients, or with 50 parameters from
     one, counts as in the average. Where clients differ by more than errors independent of y (other steps, other
-    curvature), the estimate can be worse than the average, by a tenth in regression with five examples per parameter.
-    Products cannot always tell: three of five clients with one error can have the same as three that are right and two
-    that hold less of y.
+    curvature), the estimate can be worse than the average, by a tenth with five examples per parameter.
 
-    y and u are inferred jointly, and L-BFGS maximises the free energy. The source factorises them and uses coordinate
-    ascent, which stays at nearly equal weights where clients share data.
+    y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
+    which stays at nearly equal weights where clients share data.
 
     Args:
         latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
@@ -349,11 +346,10 @@ def plausible(coefficients: Tensor, products: Tensor, size: int) -> bool:
     .. math:: \frac{\sum_{j \ne k} a_j a_k \, x_j \cdot x_k}{\sum_{j \ne k} a_j a_k} \approx
               \frac{\sum_{jk} a_j b_k \, x_j \cdot x_k}{\sum_{jk} a_j b_k}
 
-    are y's squared length. Clients that hold only a part g of y, since they take fewer steps say, have :math:`g^2` on
-    the left and g on the right; noise has 0, and the opposite of y a negative right side. So the sides must not differ
-    by more than a fifth and two standard errors, and the right side must be above 0 by as many. One client that gains
-    has no such products. If fewer than half of the clients gain, they may hold the same part of y, so at least four
-    fifths of the average's update must be left.
+    are y's squared length. Clients that hold a part g of y have :math:`g^2` on the left and g on the right; noise has
+    0, the opposite of y a negative right side. So the sides must differ by at most a fifth and two standard errors, and
+    the right side must exceed 0 by as many. One client that gains has no such products. If fewer than half of the
+    clients gain, they may hold the same part of y: at least four fifths of the average's update must be left.
     """
     count = len(coefficients)
     gains, losses = (coefficients - 1 / count).clamp_min(0), (1 / count - coefficients).clamp_min(0)

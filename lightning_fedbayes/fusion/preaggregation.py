@@ -161,13 +161,12 @@ class NormClipping(Preaggregation):
     with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
 
     When to use it: clients may send scaled updates, as in a model replacement attack. No client then moves the global
-    posterior further than the others do, at almost no loss when all are honest. It bounds neither wrong directions (let
-    a robust rule follow) nor variances.
+    posterior further than the others do. It bounds neither wrong directions (let a robust rule follow) nor variances.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
-        radius: r, in units of the parameters. None: the median of the norms, which clips half of the clients and which
-            a minority cannot raise beyond honest norms.
+        radius: r, in units of the parameters. None: the median of the norms, which a minority cannot raise beyond
+            honest norms.
 
     Raises:
         FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.

@@ -28,12 +28,10 @@ class GeometricMedian(GramRule):
     σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
     :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: clients with less than half of the weight may send anything. The result stays within a bound that
-    the honest clients set. A client that claims many examples may get more than half of the weight under the weighting
-    ``"train_size"``: use ``weighting="equal"`` where sizes cannot be trusted.
-
-    A point with at least half of the weight is the minimiser. If clients on one line split evenly the minimiser is not
-    unique; the result does not depend on their order.
+    When to use it: clients with less than half of the weight may send anything; the honest clients set a bound on the
+    result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
+    than half of the weight. If clients on one line split evenly the minimiser is not unique; their order does not
+    matter.
 
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
@@ -99,9 +97,8 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` clients nearest to k, itself excluded, and S the m clients with the lowest
-    scores. Of equal scores the smaller sum of squared distances to all comes first, then the first in the cohort. One
-    or two clients have no neighbours, and are averaged.
+    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. Of equal
+    scores the smaller sum of squared distances to all comes first. One or two clients are averaged.
 
     When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. With m near
     :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
@@ -161,10 +158,7 @@ class Krum(MultiKrum):
     have learned; where data differ, prefer ``multi_krum`` or ``geometric_median``.
 
     Args:
-        byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
-
-    Raises:
-        FusionError: ``byzantine`` too large for the cohort.
+        byzantine: see :class:`MultiKrum`.
 
     Source: Blanchard et al. 2017, §4.
     """

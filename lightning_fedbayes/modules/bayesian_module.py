@@ -224,12 +224,7 @@ class BayesianModule(L.LightningModule):
         return self.predictive == "bootstrap"
 
     def on_round_end(self, posterior: GaussianPosterior, clients: list[GaussianPosterior]) -> None:
-        """Keep the result of a round of a federation.
-
-        Args:
-            posterior: the global posterior of this module's parameters.
-            clients: the updates that were fused, if :attr:`needs_client_posteriors`.
-        """
+        """Keep a round's global posterior, and the fused updates if :attr:`needs_client_posteriors`."""
         self.global_round = GlobalRound(posterior, clients)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

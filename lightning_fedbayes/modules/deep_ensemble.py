@@ -34,8 +34,7 @@ class Ensemble(nn.Module):
 class DeepEnsembleRegressor(LikelihoodModule):
     r"""Regresses with the mixture of several networks, each of which predicts a mean and a variance.
 
-    Member m sees every example and minimises its Gaussian NLL; the loss is the sum, so that all train at once and
-    independently:
+    The loss is the sum of the members' Gaussian NLLs on every example, so that all train at once and independently:
 
     .. math:: \mathcal L = \sum_m \tfrac12 \log 2\pi\sigma_m^2(x) + \frac{(y - \mu_m(x))^2}{2\sigma_m^2(x)}, \qquad
               \sigma_m^2 = \mathrm{softplus}(r_m) + 10^{-6}
@@ -46,13 +45,12 @@ class DeepEnsembleRegressor(LikelihoodModule):
     .. math:: \mu = \frac1M\sum_m \mu_m, \qquad
               \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
 
-    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. In a
-    federation every client's member m starts from member m of the global model, so "weighted_average" averages like
-    with like. Members may hold Bayesian layers or Monte Carlo dropout: each draw then counts as a further member.
+    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Every
+    client's member m starts from member m of the global model, so "weighted_average" averages like with like. Each draw
+    of members with Bayesian layers or Monte Carlo dropout counts as a further member.
 
     Args:
-        networks: the members, with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes
-            five.
+        networks: with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes five.
         scaler: see :class:`HybridBayesianRegressor`; outputs of the networks are in its units.
         learning_rate, optimizer: see :class:`BayesianModule`.
 
@@ -60,7 +58,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         FedBayesError: no network, or two with equal initial parameters, which would stay equal; at the first batch:
             outputs that are not two per target.
 
-    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; as a baseline of [FedAG],
+    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; a baseline of [FedAG],
     §4.3.
 
     >>> model = DeepEnsembleRegressor([nn.Linear(3, 2) for _ in range(5)])

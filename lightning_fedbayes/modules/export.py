@@ -29,9 +29,9 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
     .. math:: x \mapsto f(x; \mathrm E_q[\theta])
 
-    Bayesian linear layers and convolutions become torch's, a :class:`~lightning_fedbayes.layers.Reparameterized`
-    becomes the module that it wraps, Monte Carlo dropout goes. So the ``state_dict`` has the names of the network
-    before conversion, and loads where this package is not installed; tied means stay tied.
+    Bayesian layers become torch's, a :class:`~lightning_fedbayes.layers.Reparameterized` the module that it wraps, and
+    Monte Carlo dropout goes. So the ``state_dict`` has the names of the network before conversion, and loads where this
+    package is not installed; tied means stay tied.
 
     When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
     :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
@@ -41,17 +41,16 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
         module: a network; a :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network; a
             :class:`HeadModule`, for backbone and head; or any other module, copied whole.
         posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``; parameters that it does
-            not name keep their value. None: the module's values, or the posterior of a :class:`PosteriorPredictive`.
-            After a fit a module is at its posterior's mean.
+            not name keep their value. None: the module's values, which a fit leaves at the posterior's mean, or the
+            posterior of a :class:`PosteriorPredictive`.
 
     Raises:
         ConversionError: a layer of bayesian-torch, which outputs a pair; a Bayesian layer with hooks, which would be
             lost; or a layer of your own without ``mean_layer``.
         PosteriorError: the posterior is of another module.
 
-    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> from lightning_fedbayes import bayesianize
-    >>> mean_network(bayesianize(network, last=1))
+    >>> mean_network(bayesianize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), last=1))
     Sequential(
       (0): Linear(in_features=4, out_features=8, bias=True)
       (1): ReLU()

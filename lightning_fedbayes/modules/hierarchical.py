@@ -60,15 +60,11 @@ class HierarchicalFit:
                   \mathrm{Cov}_k = T_k \mathrm{Cov}(\hat\beta) T_k^\top + S C_k S^\top, \quad
                   T_k = I - S C_k Z_k^\top X_k / \sigma^2.
 
-        The first term of the covariance is the uncertainty about β, under a flat prior; Ψ and σ² count as known. A
-        client with few examples is drawn towards the population; one without any has the population's distribution,
-        :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
-
-        Args:
-            client: name of a client of the fit; None: a client that sent no statistics.
+        β has a flat prior; Ψ and σ² count as known. Few examples draw a client towards the population; a client without
+        any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
         Raises:
-            FedBayesError: an unknown name.
+            FedBayesError: ``client`` is no name of a client of the fit.
 
         Source: Laird and Ware (1982) §3.
         """
@@ -94,8 +90,8 @@ class HierarchicalFit:
         .. math:: N(x^\top m_k,\; \sigma^2 + x^\top \mathrm{Cov}_k\, x)
 
         Args:
-            inputs: shape (batch, features), without the column of ones if the model has a bias; the result has their
-                dtype, the default one for integers.
+            inputs: shape (batch, features), without the column of ones; the result has their dtype, the default for
+                integers.
             client: see :meth:`posterior_of`.
 
         Raises:
@@ -127,18 +123,17 @@ class HierarchicalLinearRegression:
               \sum_k (y_k - X_k \hat\beta)^\top V_k^{-1} (y_k - X_k \hat\beta) \Bigr), \quad
               V_k = \sigma^2 I + Z_k \Psi Z_k^\top.
 
-    By Woodbury's identity it depends on the data only through each client's :class:`LinearStatistics`: one message per
-    client gives the result of the pooled data, whatever the order. σ² has its maximum in closed form. The search is for
-    the triangular factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least
-    squares.
+    It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
+    client gives the result of the pooled data. σ² has its maximum in closed form; the search is for the triangular
+    factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
 
-    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. It
-    needs at least two clients, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all
-    clients have the same coefficients.
+    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same; at
+    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` they have the same
+    coefficients.
 
     On the Exam data (4059 pupils of 65 schools; ``normexam`` on ``standLRT``, random intercept and slope) it gives β =
-    (-0.01165, 0.55653), Ψ = (0.09212, 0.01834, 0.01497), σ² = 0.55364 and log-likelihood -4663.8002, in 0.1 s; figures
-    of statsmodels' MixedLM, from the pooled data, differ by at most 3 in the sixth decimal.
+    (-0.01165, 0.55653), Ψ = (0.09212, 0.01834, 0.01497), σ² = 0.55364 and log-likelihood -4663.8002, in 0.1 s, as
+    statsmodels' MixedLM does from the pooled data, up to 3 in the sixth decimal.
 
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.
@@ -153,10 +148,8 @@ class HierarchicalLinearRegression:
     >>> wave = 0.1 * (40 * x[:, 0]).sin()
     >>> clients = {f"school {k}": LinearStatistics.of(x, k + 3 * x[:, 0] + (k + 1) * wave) for k in range(5)}
     >>> fit = HierarchicalLinearRegression().fit(clients)
-    >>> fit.fixed
-    tensor([2.0..., 3.0...], dtype=torch.float64)
-    >>> fit.random_covariance  # 2.5, less what the noise accounts for
-    tensor([[2.5...]], dtype=torch.float64)
+    >>> fit.fixed, fit.random_covariance  # 2.5, less what the noise accounts for
+    (tensor([2.0..., 3.0...], dtype=torch.float64), tensor([[2.5...]], dtype=torch.float64))
     >>> mean, covariance = fit.posterior_of("school 4")
     """
 

@@ -39,15 +39,10 @@ def hybrid(network: nn.Module, bayesian_last: int | None, **options: Any) -> nn.
 
 
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
-    r"""Generalised cross-entropy of each example, :math:`(1 - p_y^\delta) / \delta`, with p the softmax of the logits.
+    r"""Return the generalised cross-entropy of each example, :math:`(1 - p_y^\delta) / \delta`, of logits and classes.
 
     From :math:`-\log p_y` (:math:`\delta \to 0`) to :math:`1 - p_y` (:math:`\delta = 1`). The gradient is the
-    cross-entropy's times :math:`p_y^\delta`.
-
-    Args:
-        logits: shape (batch, classes).
-        target: class of each example, integers, shape (batch,).
-        exponent: :math:`\delta` in [0, 1].
+    cross-entropy's times :math:`p_y^\delta`. Logits have shape (batch, classes), targets are classes, (batch,).
 
     Source: Zhang and Sabuncu 2018, eq. (6).
 
@@ -68,11 +63,10 @@ class HybridBayesianClassifier(LikelihoodModule):
         network: maps inputs to logits of shape (batch, classes).
         bayesian_last: the last n linear or convolutional layers become Bayesian; 0 takes ``network`` as it is. None is
             1, or 0 if ``network`` has Bayesian layers or Monte Carlo dropout.
-        estimator: see :func:`~lightning_fedbayes.bayesianize`, as are the next four.
+        estimator, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
         prior_std: standard deviation of the Gaussian prior; 1 by default.
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
-        posterior_std: initial standard deviation.
         robustness: :math:`\delta` in [0, 1]: train on the generalised cross-entropy :math:`(1 - p_y^\delta) / \delta`,
             for data with wrong labels: a label that the network finds improbable counts little. 0 is the cross-entropy.
             The NLL is logged and scored in any case.
@@ -87,7 +81,6 @@ class HybridBayesianClassifier(LikelihoodModule):
             given for a network that is taken as it is.
 
     >>> model = HybridBayesianClassifier(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), bayesian_last=1)
-    >>> import torch
     >>> model.predict_step([torch.zeros(5, 4), None]).probs.shape
     torch.Size([5, 3])
     """
@@ -260,14 +253,12 @@ class CoxRegressor(LikelihoodModule):
     its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, in a federation
     stratified by client.
 
-    When to use it: times to an event, some of which are censored.
+    When to use it: times to an event, some of which are censored. The likelihood does not fix a constant in log risks,
+    so leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``), which would widen predictions.
 
     Validation and test log "c_index", Harrell's c of the mean log risk, and "nll", its negative log partial likelihood
-    per example in nats, over the pairs and risk sets of all batches. Their steps and the first epoch of training check
-    times and events.
-
-    The likelihood does not fix a constant in log risks, and standard deviations of predictions include the constant's:
-    leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``).
+    per example in nats, over the pairs and risk sets of all batches. They and the first epoch of training check
+    targets.
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).
@@ -283,7 +274,6 @@ class CoxRegressor(LikelihoodModule):
     Source: Cox (1972).
 
     >>> model = CoxRegressor(nn.Linear(3, 1, bias=False), bayesian_last=1, samples=4)
-    >>> import torch
     >>> model.predict_step(torch.zeros(2, 3)).samples.shape
     torch.Size([4, 2])
     """

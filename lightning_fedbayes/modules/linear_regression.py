@@ -28,10 +28,9 @@ from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 class LinearStatistics:
     r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
 
-    Statistics of parts of a client's data add up by ``+``, and ``-`` takes a part out again. Those of few examples can
-    reveal the examples. Secure summation helps where the sums of all clients are enough, as for a
-    :class:`~lightning_fedbayes.BayesianHead`; a :class:`~lightning_fedbayes.HierarchicalLinearRegression` needs each
-    client's sums.
+    Statistics of parts of the data add up by ``+``, and ``-`` takes a part out again. Those of few examples can reveal
+    them. Secure summation helps where the sums of all clients are enough, as for a
+    :class:`~lightning_fedbayes.BayesianHead`.
 
     Args:
         gram: :math:`X^\top X`, float64, shape (columns, columns).
@@ -184,9 +183,8 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    Only sums over examples are kept. Adding several clients' sums gives the posterior of the pooled data, with the
-    shared prior counted once and the noise estimated from all (:meth:`conflate`). The sums of a client with one example
-    reveal it: where that matters, use secure summation.
+    Only sums over examples are kept: several clients' add up to the posterior of the pooled data, with the shared prior
+    counted once and the noise estimated from all (:meth:`conflate`). The sums of one example reveal it.
 
     When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
     Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has the same prior.
@@ -201,11 +199,8 @@ class BayesianLinearRegression:
     Source: Bishop (2006) §3.3 and §3.5; as a baseline of [FedAG], §4.3.
 
     >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
-    >>> model = BayesianLinearRegression.fit(x, 3 * x, noise=0.01)
-    >>> model.mean.flatten()
+    >>> BayesianLinearRegression.fit(x, 3 * x, noise=0.01).mean.flatten()
     tensor([2.9982, 0.0000], dtype=torch.float64)
-    >>> model.predict(x[:5]).mean.shape
-    torch.Size([5, 1])
     """
 
     gram: Tensor
@@ -218,17 +213,15 @@ class BayesianLinearRegression:
     def fit(
         cls, inputs: Tensor, targets: Tensor, prior_std: float = 1.0, noise: float | NoiseEstimate = "evidence"
     ) -> BayesianLinearRegression:
-        r"""Return the posterior of ``inputs`` and ``targets``, computed in float64.
+        """Return the posterior of ``inputs`` and ``targets``, computed in float64.
 
         Args:
             inputs: shape (examples, features); a constant column learns with the bias.
             targets: shape (examples,) or (examples, targets), any units.
             prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
-            noise: a number, its variance, or a way to estimate it. "evidence": the variance under which the targets are
-                most probable, the weights integrated out (MacKay's fixed point
-                :math:`\sigma^2 = \|Y - \tilde X M\|^2 / T(n - \gamma)`, γ the number of weights that the data
-                determine, T the number of targets). "target": the variance of the targets, too large if the inputs are
-                informative.
+            noise: its variance, or a way to estimate it. "evidence": the variance under which the targets are most
+                probable, the weights integrated out, see :func:`most_evident`. "target": the variance of the targets,
+                too large if the inputs are informative.
 
         Raises:
             FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
@@ -253,9 +246,6 @@ class BayesianLinearRegression:
 
         Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
         variance; an estimated one is estimated from all data.
-
-        Args:
-            models: one per client.
 
         Raises:
             FedBayesError: no models, or models that differ in shape, prior or noise.

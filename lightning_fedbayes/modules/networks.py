@@ -12,12 +12,7 @@ from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_
 
 
 def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
-    """Fully connected network with ReLUs.
-
-    Args:
-        features: number of inputs.
-        outputs: number of outputs (classes or targets).
-        hidden: width of each hidden layer.
+    """Fully connected network with ReLUs; ``hidden`` has the width of each hidden layer.
 
     >>> [layer.out_features for layer in mlp(64, 10) if isinstance(layer, nn.Linear)]
     [50, 10]
@@ -35,15 +30,10 @@ def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequen
 def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential:
     """The five-layer LeNet of [BA-BFL] §4: two 5×5 convolutions (6 and 16), then 120, 84 and ``classes`` units.
 
-    Each convolution is followed by a ReLU and 2×2 max pooling.
-
-    Args:
-        channels: of the images.
-        classes: number of classes.
-        size: height and width of the images, at least 16.
+    Each convolution is followed by a ReLU and 2×2 max pooling. ``size`` is height and width of the images.
 
     Raises:
-        FedBayesError: the images are too small.
+        FedBayesError: the images are smaller than 16×16.
     """
     for name, value in (("channels", channels), ("classes", classes), ("size", size)):
         check_at_least(name, value, 1, error=FedBayesError)
@@ -102,16 +92,10 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     width. With three channels and ten classes it has 269,722 parameters: shortcuts have none (option A), and
     convolutions have no bias, since BatchNorm follows. He initialisation, :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
 
-    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10. Its three variants there are
-
-    * deterministic: ``resnet20()``;
-    * Monte Carlo dropout: ``with_mc_dropout(resnet20(), 0.2)``;
-    * fully variational: ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``,
-      from torch's default initialisation unless ``init="pretrained"``; BatchNorm corrects the scale.
-
-    Args:
-        channels: of the images.
-        classes: number of classes.
+    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic; with dropout,
+    ``with_mc_dropout(resnet20(), 0.2)``; and fully variational,
+    ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``, which starts from
+    torch's initialisation unless ``init="pretrained"``.
 
     Shapes: (batch, channels, height, width), any size → (batch, classes). In training BatchNorm raises an error for a
     batch of one image of up to 4×4 pixels, with a single value per channel.

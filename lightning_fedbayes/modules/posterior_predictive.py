@@ -43,19 +43,15 @@ class PosteriorPredictive(ScoredModule):
     The first draws parameters. The second draws outputs of the network linearised at the mean, with Jacobian J
     (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`): posteriors of
     :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict so, since their
-    variances belong to the linearised network.
-
-    ::
+    variances belong to the linearised network. ::
 
         predictive = fb.PosteriorPredictive(model, callback.posterior)        # after a federation
         predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON
         predictive = fb.PosteriorPredictive.load_from_checkpoint("last.ckpt", module=Model())  # of either
-
-        predictions = L.Trainer().predict(predictive, dataloader)   # probabilities and their uncertainty, per batch
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
-    All draws, or all examples, are one stacked pass if ``torch.func.vmap`` can run the network; layers before the first
-    one with a variance then run once. The module is put into evaluation mode, with its weights unchanged.
+    All draws, or all examples, are one stacked pass if ``torch.func.vmap`` can run the network. The module is put into
+    evaluation mode, with its weights unchanged.
 
     When to use it: for networks without Bayesian layers, with a posterior from :class:`~lightning_fedbayes.IVON` or
     :class:`~lightning_fedbayes.Laplace`.
@@ -68,16 +64,14 @@ class PosteriorPredictive(ScoredModule):
         samples: number of draws S; at least 256 of linearised outputs, which are nearly free.
         likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or the only possible one
             for the first batch of inputs and targets (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`);
-            for inputs without targets, classes. Mean and variance of a linearised Gaussian are exact: :math:`f(x; \mu)`
-            and the diagonal of :math:`J \Sigma J^\top`.
+            for inputs without targets, classes. Moments of a linearised Gaussian are exact.
         predictive: "draws" of the parameters, or "linearised"; None: "linearised" for a posterior of a Laplace
             approximation, otherwise "draws".
         unpack: batch → (inputs, targets). Not needed for a tensor of inputs; a sequence that begins with inputs and
-            targets; a mapping with targets under "labels", "label", "y", "target" or "targets" and inputs otherwise; or
-            an object, such as a graph, with targets in an attribute of such a name, which goes to ``forward`` as it is.
-            A mapping goes to ``forward`` as keywords if its signature has a parameter for every key and a key for every
-            parameter without a default, and as one argument if no key is the name of a parameter. A method ``unpack``
-            of ``module`` does the same.
+            targets; a mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
+            "targets". An object goes to ``forward`` as it is. A mapping goes to ``forward`` as keywords if its
+            signature has a parameter for every key and a key for every parameter without a default, and as one argument
+            if no key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.
@@ -136,11 +130,7 @@ class PosteriorPredictive(ScoredModule):
         return output_of(self.network, inputs)
 
     def unpack(self, batch: Any) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch, None for no targets.
-
-        Raises:
-            FedBayesError: the batch is empty, or several of its names may be its targets.
-        """
+        """Return inputs and targets of a batch, or None for targets; raise FedBayesError if it is ambiguous."""
         is_pair = isinstance(self.network, BayesianModule) and type(self.network).unpack is BayesianModule.unpack
         return unpacked(batch, None if is_pair else self.network, self._unpack)  # inputs alone will do here
 
@@ -160,11 +150,7 @@ class PosteriorPredictive(ScoredModule):
 
     @torch.no_grad()
     def sample(self, inputs: Any, samples: int | None = None) -> Tensor:
-        r"""Return draws of the network's output, shape (samples, batch, \*).
-
-        Args:
-            inputs: a batch of them.
-            samples: number of draws; None: ``samples`` of the constructor.
+        r"""Return draws of the network's output, shape (samples, batch, \*); None: as many as the constructor says.
 
         Raises:
             FedBayesError: there is no posterior, or the network cannot predict the inputs.
@@ -205,11 +191,7 @@ class PosteriorPredictive(ScoredModule):
             return function(*arguments, vectorized=False, **options)
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
-        """Return the likelihood, which the first batch of outputs and targets may tell.
-
-        Args:
-            outputs: of a batch, without draws.
-            targets: of the batch, or None.
+        """Return the likelihood, which the first batch of outputs (without draws) and targets may tell.
 
         Raises:
             FedBayesError: no likelihood or several are possible.
@@ -279,9 +261,7 @@ class PosteriorPredictive(ScoredModule):
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
-    """Return the posterior that a checkpoint of Lightning holds: of a federation, or of an IVON optimizer.
-
-    An IVON has to train all parameters of ``module``, in their order.
+    """Return the posterior of a Lightning checkpoint, from a federation or from an IVON on all of the module.
 
     Raises:
         FedBayesError: it holds none, or its variances cannot be assigned to parameters.

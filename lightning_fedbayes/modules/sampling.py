@@ -82,7 +82,7 @@ def outputs_with(
     vectorized: bool = True,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the network's output with each set of parameters.
+    """Compute the network's output with each set of parameters, shape (sets, batch, *).
 
     In one pass, layers before the first parameter that differs between the sets run once.
 
@@ -93,8 +93,6 @@ def outputs_with(
         inputs: of a batch.
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
         buffers: in place of the network's, by name.
-
-    Returns: shape (sets, batch, *).
 
     Raises:
         PosteriorError: the network has no parameter of a name.
@@ -153,19 +151,18 @@ def is_stochastic(network: nn.Module) -> bool:
 
 
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
-    """Return ``samples`` independent draws of the network's output.
+    """Return ``samples`` independent draws of the network's output, shape (S, batch, *).
 
     One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
     layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample; one without randomness runs once.
+    value, layers of bayesian-torch that draw noise in place) runs once per sample. Without randomness there is one
+    sample.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second). In
             evaluation mode, so that BatchNorm updates no statistics.
         inputs: shape (batch, *).
         samples: number of draws S, at least 1.
-
-    Returns: shape (S, batch, *); (1, batch, *) for a network without randomness.
     """
     check_kind("network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("samples", samples, 1, error=FedBayesError)

@@ -58,12 +58,7 @@ class HeadSlopes:
 
     @classmethod
     def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
-        """Return the sums at W = 0, where every class is as probable; they follow from the first exchange.
-
-        Args:
-            sums: of examples with one-hot targets, the column of ones last.
-            pairs: True if the curvature is wanted.
-        """
+        """Return the sums at W = 0, where every class is as probable, from the sums of the first exchange."""
         gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
         eye = torch.eye(classes).to(gram)
         curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
@@ -77,14 +72,7 @@ class HeadSlopes:
 
     @classmethod
     def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
-        """Return the sums for draws of the logits.
-
-        Args:
-            logits: shape (draws, examples, classes).
-            design: :math:`\\tilde\\phi`, float64, shape (examples, columns).
-            labels: classes, shape (examples,).
-            pairs: True if the curvature is wanted.
-        """
+        """Return the sums for draws of the logits, (draws, examples, classes), and a design, (examples, columns)."""
         logs = logits.log_softmax(-1)
         probs, classes = logs.exp(), logits.shape[-1]
         mean, products = probs.mean(0), torch.einsum("snc,snd->ncd", probs, probs) / len(probs)
@@ -198,15 +186,11 @@ class HeadFit:
         return KroneckerSystem(terms, prior_precision, self.sums.spectrum if has_gram else None)
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Return mean, shape (batch, outputs), and covariance, shape (batch, outputs, outputs), of :meth:`linear`.
+        r"""Return mean, (batch, outputs), and covariance, (batch, outputs, outputs), of :meth:`linear`.
 
         .. math:: \bar W \tilde\phi, \qquad (I \otimes \tilde\phi)^\top \Lambda^{-1} (I \otimes \tilde\phi)
 
-        Args:
-            features: shape (batch, features).
-
-        Raises:
-            FedBayesError: ``features`` have other columns than the fit.
+        Raise FedBayesError unless ``features``, (batch, features), have the columns of the fit.
         """
         design = design_of(features)
         if design.shape[1] != self.weights.shape[1]:
@@ -215,11 +199,7 @@ class HeadFit:
         return mean, self.posterior.systems[""].covariance_of_linear(design)
 
     def told(self, variational: bool) -> dict[str, Tensor]:
-        """Return what clients need for an exchange, name → tensor, for :meth:`from_told`.
-
-        Args:
-            variational: True if they take expectations, for which they need the posterior's covariance.
-        """
+        """Return what clients need for an exchange, by name, if ``variational`` with the posterior's covariance."""
         told = {"weights": self.weights}
         if variational:
             inner, outer = zip(*self.terms)
@@ -389,18 +369,11 @@ def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> 
 def personal_softmax(
     fit: HeadFit, own: LinearStatistics, slopes_at: Callable[[HeadFit], HeadSlopes], weight: float, variational: bool
 ) -> HeadFit:
-    r"""Return a client's softmax.
+    r"""Return a client's softmax for a weight w, from its ``slopes_at`` a fit (expectations if ``variational``).
 
     Newton's steps on :math:`L_k(W) + (1 - w) (Q - Q_k)(W) + \tfrac{1}{2 s^2} \|W\|^2`, halved where they overshoot: of
     the others the client knows the quadratic Q of the federation's posterior, without its part :math:`Q_k`. For a
     variational posterior :math:`L_k` is an expectation, and its curvature is damped.
-
-    Args:
-        fit: of the federation.
-        own: sums of the client.
-        slopes_at: fit → the client's slopes there.
-        weight: w.
-        variational: True if slopes are expectations.
     """
     centre, prior, share = fit.weights, fit.prior_precision, 1 - weight
     sums, first = mixed_sums(fit.sums, own, weight), slopes_at(fit)

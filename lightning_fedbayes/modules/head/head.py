@@ -43,12 +43,12 @@ class BayesianHead:
 
     * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
       :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, with s and σ² of most evidence.
-    * "one_hot": classification by the same regression on one-hot targets. A class is predicted by its density,
-      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for
-      any number of classes; where the Gaussian does not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
+    * "one_hot": classification by the same regression on one-hot targets, in one exchange. Classes have densities
+      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so logits are :math:`f(x) / \sigma^2`; where the Gaussian does
+      not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each exchange is of slopes and curvature at the server's weights
-      (:class:`HeadSlopes`), expectations under a variational posterior, for a step of Newton, or of L-BFGS where the
-      curvature is too large to send. Each exchange gives a quadratic that s is chosen by, by its evidence.
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for the s
+      of most evidence.
 
     Sums of clients add up to the sums of the pooled data: the split of the data makes no difference, a client comes or
     goes by ``+`` and ``-``, and there is no learning rate. ::
@@ -57,13 +57,12 @@ class BayesianHead:
         fit = head.fit_clients([(features, labels), ...])               # in one process
         predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
 
-    or exchange by exchange::
+        fit = head.fit(sum_of_all_clients)                              # or by exchanges: of head.sums(features,
+            targets)
+        while not fit.is_done: fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit,
+            features, labels)
 
-        fit = head.fit(sum_of_all_clients)                              # of head.sums(features, targets)
-        while not fit.is_done:
-            fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit, features, labels)
-
-    When to use it: the backbone is good and stays as it is. Where it has to change, give adapters a posterior
+    When to use it: the backbone stays as it is. Where it has to change, give adapters a posterior
     (:class:`~lightning_fedbayes.IVON`).
 
     Args:
@@ -71,12 +70,12 @@ class BayesianHead:
         likelihood: see above.
         prior_std: s > 0, of weights and biases; None: by evidence, of a softmax with a half-Cauchy prior of s of scale
             1, without which few data, or redundant features, often leave no width.
-        inference: of a softmax; the other posteriors are exact. "variational": the Gaussian of full covariance nearest
-            to the posterior in KL(q ‖ p); compared with NUTS it has 0.97 to 0.99 of the mutual information and all but
-            0.001 of the predictive (benchmarks/posterior/NUTS.md), and its bound gives nearly the true s. Its exchanges
-            tell clients the posterior's covariance, and so sums over all features. "laplace": about half as many
-            exchanges, which tell clients only the weights; 0.97 to 1.29 of the mutual information, and 0.014 of the
-            predictive. It takes s too small where the posterior is wide.
+        inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p):
+            compared with NUTS 0.97 to 0.99 of the mutual information and all but 0.001 of the predictive
+            (benchmarks/posterior/NUTS.md), and nearly the true s. Its exchanges tell clients the posterior's
+            covariance, and so sums over all features. "laplace": about half as many exchanges, which tell clients only
+            the weights; 0.97 to 1.29 of the mutual information, 0.014 off the predictive, and s too small for wide
+            posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
@@ -140,13 +139,7 @@ class BayesianHead:
         return LinearStatistics(sums[0].cpu(), sums[1].cpu(), sums[2].cpu(), len(design))
 
     def slopes(self, fit: HeadFit, features: Tensor, labels: Tensor) -> HeadSlopes:
-        """Return what a client sends in a further exchange.
-
-        Args:
-            fit: the server's.
-            features: shape (examples, features).
-            labels: classes, shape (examples,).
-        """
+        """Return what a client sends in a further exchange, for features (examples, features) and classes."""
         self._check_labels(labels)
         design = design_of(features)
         if design.shape[1] != fit.weights.shape[1] or len(design) != len(labels):
@@ -172,10 +165,9 @@ class BayesianHead:
 
         .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
 
-        An example of the others counts as 1 - w of the client's, a power prior: w = 0 is the federation's head, w = 1
-        ignores the others. The federation's posterior stands for them: by its sums, exactly, or for a softmax by its
-        Gaussian. No data leave the client; s and σ² stay. :func:`~lightning_fedbayes.choose_personal_weight` finds w by
-        held-out examples.
+        w = 0 is the federation's head, w = 1 ignores the other clients, for whom the federation's sums stand, or for a
+        softmax its Gaussian. No data leave the client; s and σ² stay.
+        :func:`~lightning_fedbayes.choose_personal_weight` finds w.
 
         When to use it: clients differ in what a label means, or in how often it comes.
 
@@ -224,11 +216,7 @@ class BayesianHead:
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
-        """Return the fit after an exchange of the slopes of all clients.
-
-        Raises:
-            FedBayesError: no slopes, slopes of other weights, or the fit is done.
-        """
+        """Return the fit after an exchange of all clients' slopes; raise FedBayesError if it is done or they do not fit."""
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
             raise FedBayesError("the fit is done: there is no further exchange")
@@ -241,11 +229,7 @@ class BayesianHead:
         return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
-        """Return the fit of clients in this process, after as many exchanges as it takes.
-
-        Args:
-            clients: pairs of features and targets, see :meth:`sums`.
-        """
+        """Return the fit of clients in this process, pairs of features and targets, after all exchanges."""
         check_kind("clients", clients, list | tuple, "give pairs (features, targets)", error=FedBayesError)
         for number, each in enumerate(clients):
             if not isinstance(each, list | tuple) or len(each) != 2:

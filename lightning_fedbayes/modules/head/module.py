@@ -31,16 +31,15 @@ class HeadModule(PosteriorPredictive):
 
     Its parameters are sums over examples, and a training step adds a batch's: the loss is minus their inner product
     with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange. A softmax takes an epoch
-    for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1.
-    ``FederatedBayes`` adds the clients' sums by the method :class:`~lightning_fedbayes.methods.Sums`; a softmax needs
-    all clients in every round.
+    for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1. It needs all
+    clients in every round. ``FederatedBayes`` adds the clients' sums by the method
+    :class:`~lightning_fedbayes.methods.Sums`.
 
     When to use it: in place of a fine-tuned head in a Trainer with its data, loggers, reports and calibration. For
     features in memory :meth:`BayesianHead.fit_clients` is shorter.
 
     Args:
-        backbone: maps inputs to features, shape (batch, features), in any form of batch that
-            :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen, and runs in evaluation mode.
+        backbone: maps inputs to features, shape (batch, features); it is frozen, and runs in evaluation mode.
         head: the head.
         features: their number.
         samples: draws of a prediction, at least 256.
