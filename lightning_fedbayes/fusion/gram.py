@@ -80,39 +80,31 @@ def weighted_sum(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tenso
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def weighted_medians(block: Tensor, weights: Tensor) -> Tensor:
-    """Return weighted medians of every column, the mean of the lower and the upper one, shape (n, width).
-
-    ``weights`` have shape (n, rows), float64, none negative, each row of sum 1.
-
-    >>> block = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
-    >>> weighted_medians(block, torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.1, 0.6, 0.2, 0.1]], dtype=torch.float64))
-    tensor([[3.],
-            [9.]], dtype=torch.float64)
-    """
-    ordered, order = block.T.contiguous().sort(1)
-    medians = []
-    for each in weights.to(block.device):
-        below = each[order].cumsum_(1)
-        lower, upper = (
-            ordered.gather(1, (below < half).sum(1, keepdim=True).clamp_max_(len(block) - 1)).squeeze(1)
-            for half in (0.5 - 1e-12, 0.5 + 1e-12)  # weights sum to 1 up to rounding
-        )
-        medians.append((lower + upper) / 2)
-    return torch.stack(medians)
-
-
 def weighted_median(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
-    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64; see :func:`weighted_medians`."""
+    """Return the weighted median of ``rows``, entry by entry, the mean of the lower and the upper one, shape (P,).
+
+    ``weights`` have shape (rows,), float64, none negative, of sum 1.
+
+    >>> rows = [{"w": torch.tensor([value])} for value in (1.0, 9.0, 2.0, 4.0)]
+    >>> weighted_median(rows, torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64))
+    tensor([3.], dtype=torch.float64)
+    """
     counted = [k for k, weight in enumerate(weights.tolist()) if weight]
-    weights = weights[counted][None]
+    weights = weights[counted]
     parts = []
     for name in rows[0]:
         tensors = [{name: rows[k][name]} for k in counted]
         if len(counted) == 1 or all(is_zero(each[name]) for each in tensors):
             parts += [block[0] for block in columns(tensors[:1])]
-        else:
-            parts += [weighted_medians(block, weights)[0] for block in columns(tensors)]
+            continue
+        for block in columns(tensors):
+            ordered, order = block.T.contiguous().sort(1)
+            below = weights.to(block.device)[order].cumsum_(1)
+            lower, upper = (
+                ordered.gather(1, (below < half).sum(1, keepdim=True).clamp_max_(len(block) - 1)).squeeze(1)
+                for half in (0.5 - 1e-12, 0.5 + 1e-12)  # weights sum to 1 up to rounding
+            )
+            parts.append((lower + upper) / 2)
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 

@@ -43,15 +43,10 @@ class Preaggregation(CohortRule):
 
     def __init__(self, then: str | FusionRule) -> None:
         self.then = get_rule(then)
-        # attributes of this object, not of its class: they are those of the rule that fuses
-        vars(self).update(
-            uses_weights=self.then.uses_weights,
-            by_columns=self.then.by_columns,
-            resists=self.then.resists,
-            narrows=self.then.narrows,
-            keeps_prior=self.then.keeps_prior,
-            needs_previous=self.needs_previous or self.then.needs_previous,
-        )
+        # of this object, not of its class: they follow from the rule that fuses
+        followed = ("uses_weights", "by_columns", "resists", "narrows", "keeps_prior")
+        vars(self).update({name: getattr(self.then, name) for name in followed})
+        vars(self).update(needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:

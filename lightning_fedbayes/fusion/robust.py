@@ -62,7 +62,8 @@ class GeometricMedian(GramRule):
         products, least = gram.products[:-1, :-1], self.tolerance * scale
         for _ in range(self.max_iterations if scale > 0 else 0):
             distances = squared_distances_to(products, shares).sqrt()
-            before, shares = shares, normalised(weights / distances.clamp_min(self.smoothing * scale))
+            pulls = weights / distances.clamp_min(self.smoothing * scale)
+            before, shares = shares, pulls / pulls.sum()
             step = shares - before
             if float(step @ products @ step) <= least * least:  # a power would raise where this overflows
                 break
@@ -82,12 +83,8 @@ def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
     spread = ordered.gather(1, half).squeeze(1)
     scale = spread.min()
     nearness = torch.where(spread > 0, scale / spread, 1.0)
-    return normalised(weights * nearness.square()), float(scale)
-
-
-def normalised(values: Tensor) -> Tensor:
-    """Return ``values`` divided by their sum."""
-    return values / values.sum()
+    shares = weights * nearness.square()
+    return shares / shares.sum(), float(scale)
 
 
 @register_fusion("multi_krum")

@@ -10,6 +10,7 @@ from lightning_fedbayes.core.errors import (
     FederationError,
     FusionError,
     check_at_least,
+    check_choice,
     check_kind,
     nearest,
     raised_as,
@@ -17,9 +18,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.store import Store
-from lightning_fedbayes.fusion.auto import AutoFusion
-from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions, get_rule
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions
 from lightning_fedbayes.methods.averaging import Averaging
 from lightning_fedbayes.methods.drift import FedNova, FedProx, Scaffold
 from lightning_fedbayes.methods.method import Method
@@ -65,8 +64,7 @@ def register_method(name: str) -> Callable[[M], M]:
 
 def unregister_method(name: str) -> None:
     """Remove the method ``name``; raise FusionError, with the nearest name, if there is none."""
-    if name not in _METHODS:
-        raise FusionError(f"name={shown(name)}: {nearest(str(name), _METHODS)}")
+    check_choice("name", name, _METHODS, error=FusionError)
     _METHODS.pop(name).registered = ""
 
 
@@ -91,18 +89,13 @@ def get_method(method: Any) -> Method:
         return method
     if isinstance(method, type) and issubclass(method, Method):
         raise FusionError(f"{method.__name__} is a class: give an object, {method.__name__}()")
-    if isinstance(method, AutoFusion):
-        return Averaging(method)
-    if isinstance(method, str):
-        if method == "auto":
-            return Averaging(method)
+    if isinstance(method, str) and method != "auto":
         if method in _METHODS:
             return _METHODS[method]()  # pyright: ignore[reportCallIssue]
         known = available_methods()
         if method not in known and method.lower().replace("-", "").replace("_", "") not in ALGORITHMS:
             raise FusionError(f"unknown fusion rule '{method}': {nearest(method, known)}")
-    rule: FusionRule = get_rule(method)
-    return Averaging(rule)
+    return Averaging(method)
 
 
 def remove_client(federation: Any, client: int) -> GaussianPosterior:

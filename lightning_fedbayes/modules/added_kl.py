@@ -46,13 +46,7 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     check_number("kl_weight", kl_weight, "[0, inf)", error=FedBayesError)
     if hasattr(module, "kl_examples"):
         raise FedBayesError(f"{type(module).__name__} has the KL divergence in its loss already")
-    changed: Any = copy.deepcopy(module)
-    changed.__class__ = _class_with_kl(type(module))
-    changed.kl_weight, changed.kl_examples = kl_weight, None
-    return changed
-
-
-def _class_with_kl(kind: Any) -> type[L.LightningModule]:
+    kind: Any = type(module)
 
     class WithKL(kind):
         @functools.wraps(kind.training_step)  # Lightning reads the names of its arguments
@@ -71,7 +65,10 @@ def _class_with_kl(kind: Any) -> type[L.LightningModule]:
                 own(client)
 
     WithKL.__name__ = WithKL.__qualname__ = f"{kind.__name__}WithKL"
-    return WithKL
+    changed: Any = copy.deepcopy(module)
+    changed.__class__ = WithKL
+    changed.kl_weight, changed.kl_examples = kl_weight, None
+    return changed
 
 
 def _plus_kl(module: Any, output: Any) -> Any:

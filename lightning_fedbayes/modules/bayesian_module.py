@@ -281,11 +281,6 @@ class Scores(nn.Module):
         for name, each in metrics.items():
             self.add_module(name, MetricCollection(each, compute_groups=False))
 
-    @property
-    def has_rows(self) -> bool:
-        """True if there was an update since the last :meth:`take`; a subclass may score in another way."""
-        return any(each.update_called for each in self.modules() if isinstance(each, Metric))
-
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
         return {name: score for each in self.children() for name, score in each.compute().items()}  # pyright: ignore
@@ -390,7 +385,10 @@ class ScoredModule(L.LightningModule):
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:
-        if self._scores is not None and (self._scores.has_rows or self.trainer.world_size > 1):
+        if self._scores is None:
+            return
+        scored = any(each.update_called for each in self._scores.modules() if isinstance(each, Metric))
+        if scored or self.trainer.world_size > 1:  # a subclass may score in another way
             self.log_dict(self._scores.take(stage))  # at once: a call costs as much as the pass of a small network
 
 

@@ -216,7 +216,7 @@ class BayesianHead:
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
-        """Return the fit after an exchange of all clients' slopes; raise FedBayesError if it is done or they do not fit."""
+        """Return the fit after an exchange of all clients' slopes; raise FedBayesError if that cannot be."""
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
             raise FedBayesError("the fit is done: there is no further exchange")
