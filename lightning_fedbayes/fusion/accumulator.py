@@ -76,20 +76,15 @@ class FusionAccumulator:
         """Add one client; weight 0 changes nothing.
 
         Raises:
-            FusionError: names or shapes differ from the earlier clients', a value is not finite, or the weight is
-                negative or not finite. The earlier clients are kept as they were.
+            FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
+                earlier clients are kept as they were.
         """
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; faster than one by one for a large network.
+        """Add several clients in order, all or none; faster than one by one for a large network; see :meth:`add`.
 
-        Args:
-            clients: posterior and weight of each.
-            look: look for values that are not finite. False leaves large point masses to :meth:`check_values`.
-
-        Raises:
-            FusionError: see :meth:`add`.
+        Without ``look`` values of large point masses that are not finite are left to :meth:`check_values`.
         """
         checked = []
         like = self.previous if self.previous is not None else self._like
@@ -118,15 +113,11 @@ class FusionAccumulator:
                 check_finite(posterior, f"client {number}")
 
     def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]], watch: Watch | None = None) -> None:
-        """Add clients whose posteriors have been checked.
+        """Add clients that have been checked: numbers, posteriors with equal order of parameters, and weights.
 
         Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
-        the processor's cache. The result is the same as one by one.
-
-        Args:
-            clients: of each its number, by which a rule with a state recognises it in later rounds; its posterior, with
-                the others' order of parameters; and its weight, at least 0.
-            watch: called for every piece of every client that counts, while it is in the cache.
+        the processor's cache; meanwhile ``watch`` is called for every piece of every client that counts. The result is
+        the same as one by one.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -195,12 +186,7 @@ class FusionAccumulator:
         return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a :class:`SumRule` for all clients so far.
-
-        Args:
-            state: after the rounds before.
-            weights: client → its weight, not normalised; empty outside a federation.
-        """
+        """Return the result of a :class:`SumRule` for all clients so far; see :meth:`SumRule.advance`."""
         assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)
         if len(likes) == 1:
@@ -353,8 +339,8 @@ def fuse_distributed(
 ) -> Fused:
     """Fuse the clients of all processes, whose weights sum to 1; the result is the same in each.
 
-    If the rule, which is no sum, works by columns, each process receives a shard of the parameters of all clients;
-    otherwise each receives all clients. A process may have no clients of its ``own``.
+    A rule ``by_columns`` gets a shard of the parameters of all clients in each process, any other rule all clients. A
+    process may have no clients of its ``own``.
 
     Raises:
         FusionError: the rule cannot fuse these posteriors.
@@ -377,7 +363,7 @@ def _fuse_shards(
 ) -> Fused:
     """Let every process fuse its shard of the parameters of all clients, then join the shards: two collective calls.
 
-    Sums over parameters take further calls. A process whose clients have no variances does not send any.
+    Sums over parameters take further calls. Variances of point masses are not sent.
     """
     numbers = list(zip(own.clients, own.weights.tolist(), strict=True))
     flat = [posterior.flatten() for posterior in own.posteriors]

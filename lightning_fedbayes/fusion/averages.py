@@ -93,8 +93,7 @@ class LogVarianceAverage(_AverageRule):
 class LinearPool(SumRule):
     r"""Moments of the mixture :math:`\sum_k \omega_k q_k`, the minimiser of :math:`\sum_k \omega_k KL(q_k\|q)`.
 
-    .. math:: \mu = \sum_k \omega_k \mu_k, \qquad
-              \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
+    .. math:: \mu = \sum_k \omega_k \mu_k, \qquad \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
 
     When to use it: the global variance shall contain the clients' disagreement. West's weighted form of Welford's
     recursion accumulates it without cancellation.

@@ -143,11 +143,9 @@ class GramRule(ReliabilityRule):
 
     @abstractmethod
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """Return the clients' shares, (K,), float64, none negative, of sum 1, and position → why a client was left out.
+        """Return the clients' shares, (K,), none negative, of sum 1, and position → why a client was left out.
 
-        Args:
-            gram: of the clients and the origin.
-            weights: shape (K,), float64, positive, of sum 1.
+        ``weights`` have shape (K,), float64, positive, of sum 1.
         """
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -160,10 +158,7 @@ class GramRule(ReliabilityRule):
 def fused_by_shares(
     cohort: Cohort, mean: Tensor, shares: Tensor, reliability: Tensor, reasons: Mapping[int, str], state: RuleState
 ) -> Fused:
-    """Return the result for a mean, (P,), and medians of the variances weighted by ``shares``, (K,).
-
-    ``reliability`` has shape (K,); ``reasons`` says why clients in these positions were left out.
-    """
+    """Return the result for a mean, (P,), and medians of the variances by ``shares``; reasons are by position."""
     variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
     return Fused(
         cohort.posteriors[0].unflatten(mean, variance),
@@ -176,8 +171,7 @@ def fused_by_shares(
 def gram_of(cohort: Cohort) -> Gram:
     r"""Return the Gram matrix of the clients' means and the origin, in one pass over their parameters.
 
-    .. math:: G_{ij} = (p_i - c) \cdot (p_j - c), \qquad
-              \|p_i - p_j\|^2 = G_{ii} + G_{jj} - 2 G_{ij}
+    .. math:: G_{ij} = (p_i - c) \cdot (p_j - c), \qquad \|p_i - p_j\|^2 = G_{ii} + G_{jj} - 2 G_{ij}
 
     The subtraction on the right cancels: distances smaller than :math:`10^{-8}` times the distance to the centre c are
     lost. So c is a client in the middle: then neither a common offset nor an outlier costs the others a digit, as an

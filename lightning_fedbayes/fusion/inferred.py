@@ -117,10 +117,7 @@ class InferredRule(ReliabilityRule):
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return coefficients of the updates in the ground truth, (K,), and reliabilities, (K,), at least 0, of sum 1.
 
-        Args:
-            distances: shape (K + 1, K + 1), float64: mean squared differences per parameter between the K clients and,
-                last, the origin.
-            size: number of parameters P.
+        Distances are mean squared differences per parameter; ``size`` is the number of parameters P.
         """
 
     def check_state(self, state: Any, parameters: int) -> None:
@@ -223,12 +220,8 @@ def average_rounds(
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
     :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
     :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
-    does not affect clients that missed it.
-
-    Args:
-        state: of earlier rounds, or empty; "counts" and "rounds" are sums of weights.
-        clients, now: numbers of this round's clients, and their squared distances.
-        memory, weight: discount of the earlier rounds, and weight of this one.
+    does not affect clients that missed it. Earlier rounds are discounted by ``memory``; "counts" and "rounds" are sums
+    of the rounds' weights.
     """
     if memory == 0:
         return now, {}
@@ -363,8 +356,7 @@ class InverseVarianceMLE(_InverseVariance):
     r"""Maximum likelihood of the ground truth y and of one noise variance per client.
 
     .. math:: y_i \leftarrow \frac{\sum_{j \in J_i} x_{ij} / \sigma_j^2}{\sum_{j \in J_i} 1/\sigma_j^2}, \qquad
-              \sigma_j^2 \leftarrow \max\Bigl(\varepsilon,
-                \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
+              \sigma_j^2 \leftarrow \max\Bigl(\varepsilon, \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
 
     When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
     bad clients. The likelihood is unbounded (y can be one client's update, with a variance going to 0), so the method

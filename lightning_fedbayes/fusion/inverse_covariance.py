@@ -85,8 +85,7 @@ def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
 
     With :math:`z_j = (1, v_j)` its precision is
     :math:`A = \mathrm{diag}(1/\tau^2, I) + \sum_j \sigma_j^{-2} (z_j z_j^\top + \mathrm{diag}(0, \Psi_j))` and its mean
-    :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. The source factorises y and u, eq. (14) to (17); that bound is looser,
-    and its maximum stays near equal weights where clients share data.
+    :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. The source's factorised bound, eq. (14) to (17), is looser.
 
     Returns: A, shape (D + 1, D + 1), and the rows :math:`z_j / \sigma_j^2`, shape (K, D + 1).
     """

@@ -52,12 +52,9 @@ class Preaggregation(CohortRule):
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
         """Return the combinations that replace the clients.
 
-        Args:
-            gram: of the clients and the origin.
-
-        Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in new client k;
-            and the clients' parts of the new ones, shape (K, K), none negative, for reliabilities. Rows sum to 1. New
-            client k keeps client k's variances, since a mixture would spread a false one.
+        These are coefficients of the means, shape (K, K + 1), row k of the clients and the origin in new client k; and
+        the clients' parts of the new ones, shape (K, K), none negative, for reliabilities. Rows sum to 1. New client k
+        keeps client k's variances, since a mixture would spread a false one.
         """
 
     def init(self) -> RuleState:
@@ -106,8 +103,7 @@ class Preaggregation(CohortRule):
 class NearestNeighbourMixing(Preaggregation):
     r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
 
-    .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
-              {\sigma_k'}^2 = \sigma_k^2
+    .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
     When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one, and
     its error grows with the differences between clients. Mixing shrinks them first, so that the error has the best

@@ -104,10 +104,8 @@ class FusionRule(ABC):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """Fuse a cohort. Override it in a rule that has a state or infers reliabilities.
 
-        Args:
-            cohort: the clients of the round and their posteriors.
-            state: after the rounds before, not to be changed: the new state is in the result. After a checkpoint its
-                tensors are on the posterior's device.
+        ``state`` comes from the rounds before and is not to be changed: the new state is in the result. After a
+        checkpoint its tensors are on the posterior's device.
         """
         return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), state=state)
 
@@ -142,22 +140,18 @@ class SumRule(FusionRule):
 
     @abstractmethod
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """Add one client to ``statistics``, in place.
+        """Add a client of weight ω > 0, not normalised, to ``statistics``, the sums for :meth:`compute`, in place.
 
-        Args:
-            statistics: the sums so far that :meth:`compute` needs, empty at first.
-            mean, variance: the client's posterior, shape (P,), float64; with ``by_columns`` valid until the call ends.
-            weight: the client's weight ω > 0, not normalised.
+        Its posterior, shape (P,), float64, is with ``by_columns`` valid until the call ends.
         """
 
     @abstractmethod
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """Return mean and variance of the global posterior.
+        """Return mean and variance of the global posterior from the sums over all clients.
 
         Args:
-            statistics: the sums over all clients.
+            statistics, previous: the sums, and the global posterior that the clients started from.
             like: any client's posterior, for names and shapes in messages.
-            previous: the global posterior that the clients started from.
         """
 
     def advance(
@@ -168,11 +162,10 @@ class SumRule(FusionRule):
         state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """Return the result of a round. Override it in a rule with a state.
+        """Return the result of a round. Override it in a rule with a ``state``, which is not to be changed.
 
         Args:
-            statistics, like, previous: see :meth:`compute`.
-            state: after the rounds before, not to be changed.
+            statistics, like, previous, state: see :meth:`compute` and :meth:`FusionRule.apply`.
             weights: client → its weight ω, not normalised, in all processes; empty outside a federation.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)

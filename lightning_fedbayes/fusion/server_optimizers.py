@@ -48,12 +48,7 @@ class ServerOptimizer(SumRule):
 
     @abstractmethod
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
-        """Return the step s, shape (P,), and the optimizer's new state.
-
-        Args:
-            state: after the rounds before, empty at first, not to be changed.
-            change: Δ, shape (P,), float64.
-        """
+        """Return the step s, (P,), for the change Δ, (P,), float64, and the optimizer's new state, at first empty."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -148,7 +143,7 @@ class AdaptiveServerOptimizer(ServerOptimizer):
 
     @abstractmethod
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the new v from the old one and Δ², shape (P,) each."""
+        """Return the new v from the old one and Δ²."""
 
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
         """See :meth:`ServerOptimizer.step`."""

@@ -36,14 +36,7 @@ class Late(ABC):
     def taken(
         self, sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior, staleness: int
     ) -> GaussianPosterior:
-        """Return what a client would have sent if it had started from the present global posterior.
-
-        Args:
-            sent: by the client.
-            start: the global posterior that it started from.
-            now: the present one.
-            staleness: versions of the global posterior between them.
-        """
+        """Return what a client would have sent from the present posterior, ``staleness`` versions after its ``start``."""
 
     def buffers(self, sent: Mapping[str, Tensor], now: Mapping[str, Tensor], staleness: int) -> dict[str, Tensor]:
         r"""Return buffers between the present and a client's, :math:`(1 - s)\,b + s\,b_k`; counts are the client's."""

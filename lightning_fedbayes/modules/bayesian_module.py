@@ -127,12 +127,7 @@ class BayesianModule(L.LightningModule):
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return −log p(y | x, θ), a mean over the batch in nats.
-
-        Args:
-            outputs: the network's outputs with one draw of θ, shape (batch, *).
-            targets: shape (batch, *).
-        """
+        """Return −log p(y | x, θ), a mean over the batch in nats, for outputs (batch, *) of one draw of θ."""
 
     def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the trained loss without the KL, and the logged NLL, two scalars.

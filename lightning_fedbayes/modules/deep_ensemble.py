@@ -42,8 +42,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
     where the first half of a network's outputs is μ and the second half r. The prediction is the mixture's mean and
     variance, the mean of the members' variances (aleatoric) plus the spread of their means (epistemic):
 
-    .. math:: \mu = \frac1M\sum_m \mu_m, \qquad
-              \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
+    .. math:: \mu = \frac1M\sum_m \mu_m, \qquad \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
 
     When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Every
     client's member m starts from member m of the global model, so "weighted_average" averages like with like. Each draw
@@ -97,9 +96,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the Gaussian NLL in nats, a mean over the batch, summed over members and targets.
 
-        Args:
-            outputs: means, then raw variances, shape (batch, members, 2 · targets).
-            targets: shape (batch,) or (batch, targets).
+        Outputs are means, then raw variances, (batch, members, 2 · targets); targets (batch,) or (batch, targets).
         """
         mean, variance = mean_and_variance(outputs)
         if targets.numel() * mean.shape[1] != mean.numel():

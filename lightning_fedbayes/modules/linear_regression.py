@@ -283,9 +283,8 @@ class BayesianLinearRegression:
     def noise_variance(self) -> float:
         r"""Variance σ² of the noise, given or estimated, in squared units of the targets.
 
-        Raises:
-            FedBayesError: it cannot be estimated: all targets are equal, the fit is exact, or by evidence the weights
-                leave less than one degree of freedom, :math:`n - \gamma < 1`.
+        Raises FedBayesError if it cannot be estimated: all targets are equal, the fit is exact, or by evidence the
+        weights leave less than one degree of freedom, :math:`n - \gamma < 1`.
         """
         if not isinstance(self.noise, str):
             return float(self.noise)

@@ -21,8 +21,9 @@ from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 class HeadSlopes:
     r"""Sums over a client's examples at the server's weights W: slope and curvature of a softmax. They add up by ``+``.
 
-    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`; for a variational posterior
-    all are expectations under it.
+    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`, or expectations of a
+    variational posterior. Raises FedBayesError for shapes that do not fit and values that are not finite or not
+    float64.
 
     Args:
         loss: :math:`-\sum_i \log p_{i y_i}`, in nats, a scalar tensor.
@@ -31,9 +32,6 @@ class HeadSlopes:
         curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
             (pairs, columns, columns); or no pair, if they are too many.
         num_examples: their number.
-
-    Raises:
-        FedBayesError: shapes that do not fit, or values that are not finite or not float64.
     """
 
     loss: Tensor
