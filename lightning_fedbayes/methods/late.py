@@ -36,7 +36,7 @@ class Late(ABC):
     def taken(
         self, sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior, staleness: int
     ) -> GaussianPosterior:
-        """Return what a client would have sent from the present posterior, ``staleness`` versions after its ``start``."""
+        """Return what a client would have sent from the present posterior, ``staleness`` versions after ``start``."""
 
     def buffers(self, sent: Mapping[str, Tensor], now: Mapping[str, Tensor], staleness: int) -> dict[str, Tensor]:
         r"""Return buffers between the present and a client's, :math:`(1 - s)\,b + s\,b_k`; counts are the client's."""

@@ -13,13 +13,7 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.batches import output_of
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    PosteriorError,
-    check_at_least,
-    check_kind,
-    listed,
-)
+from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.posterior import (
     GaussianPosterior,
     check_posterior,
