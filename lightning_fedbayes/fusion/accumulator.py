@@ -281,7 +281,7 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
         if "complex" in str(getattr(weights, "dtype", "")):  # torch would drop the imaginary part
             raise TypeError
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().reshape(-1)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's words for what is no sequence of numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's errors for other than numbers
         raise FusionError(f"{who}weights={shown(weights)}; give a sequence of weights, one per client") from None
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         wrong = next(each for each in values.tolist() if not (math.isfinite(each) and each >= 0))
@@ -385,7 +385,7 @@ def _fuse_shards(
     cohort = Cohort(posteriors, torch.tensor(weights, dtype=torch.float64), previous, clients, collective)
     try:
         fused: Fused | FusionError = rule.apply(cohort, state)
-    except FusionError as error:  # perhaps in this shard alone; the other processes must know
+    except FusionError as error:  # perhaps only in this shard: the other processes must know
         fused = error
     result = torch.stack(fused.posterior.flatten()).cpu().numpy() if isinstance(fused, Fused) else fused
     results = collective.all_gather(result)

@@ -237,7 +237,7 @@ def _around(centre: int, cohort: Cohort) -> Gram:
         who = f"client {cohort.clients[k]}" if k < len(points) - 1 else "the previous global posterior (0 if none)"
         raise FusionError(
             f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision; leave out a "
-            "client whose parameters exceed 1e150"
+            "client with parameters above 1e150"
         )
     return Gram((products + products.T) / 2, size)
 

@@ -128,7 +128,7 @@ class InferredRule(ReliabilityRule):
         if not isinstance(clients, list) or not all(map(is_whole, clients)) or len({*clients}) < len(clients):
             raise FusionError(
                 f"{type(self).__name__}: 'clients' of its state is {shown(clients)}, and not a list of different "
-                "numbers: the checkpoint is damaged; go on from another one, or start anew"
+                "numbers: the checkpoint is damaged; use another one, or start again"
             )
         for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
             check_part(self, state, name, (len(clients),) * dimensions)

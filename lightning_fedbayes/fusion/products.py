@@ -66,7 +66,7 @@ class _ProductRule(SumRule):
             return atom_mean, zeros_like(atom_mean)
         atom = statistics["atom_weight"] > 0
         regular = {**statistics, "precision": statistics["precision"].masked_fill(atom, 1)}
-        if previous is not None:  # which knows nothing where clients are point masses
+        if previous is not None:  # it does not count where clients are point masses
             before, spread = previous.flatten()
             previous = previous.unflatten(before, spread.masked_fill(atom, torch.inf))
         mean, variance = self.combine(regular, like, previous)

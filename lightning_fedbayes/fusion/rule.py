@@ -208,7 +208,7 @@ def of_zeros(variance: Tensor) -> Tensor:
 def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weight: float, atom_weight: float) -> None:
     r"""Add a client's weighted precision :math:`\omega/\sigma^2` and :math:`\omega\mu/\sigma^2` to ``statistics``.
 
-    Means of point masses, whose precision is infinite, are summed separately ("atom_mean", "atom_weight") by
+    Means of point masses, of infinite precision, are summed separately ("atom_mean", "atom_weight") by
     ``atom_weight``. "precision" and "precision_mean" are missing until a client has a variance.
     """
     if is_zero(variance):
@@ -237,6 +237,6 @@ def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] |
         wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
         raise FusionError(
             f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
-            "damaged, or of another network; go on from another one, or start anew"
+            "damaged, or of another network; use another one, or start again"
         )
     return value

@@ -61,7 +61,7 @@ class Averaging(Method):
         if narrows and self._prior == "global" and round == MANY:
             return (
                 f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
-                "means nothing any more. fusion='sites' keeps its meaning."
+                "has lost its meaning. fusion='sites' keeps its meaning."
             )
         if self.rule.keeps_prior and not narrows and self._prior == "fixed" and round == LATE and clients > 1:
             return (

@@ -134,7 +134,7 @@ class Scaffold(Method):
         """See :meth:`Method.problem`; raise FederationError unless the optimizer is plain SGD with one rate above 0."""
         if not client.rate:
             raise FederationError(
-                "fusion='scaffold' needs the mean gradient of a client, which its move tells for plain SGD alone: "
+                "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only: "
                 "torch.optim.SGD(parameters, lr=...) with one rate above 0, without momentum and weight decay"
             )
         return LocalProblem(Quadratic(slope={n: self._own(client, n, c) - c for n, c in shared.tensors.items()}))

@@ -127,7 +127,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
                 return without
         raise FederationError(
             f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' "
-            "or 'sums', whose parts can be told from the others'"
+            "or 'sums', which keep its part"
         )
 
 

@@ -81,7 +81,7 @@ class Sums(Method):
         if others:
             raise FederationError(
                 f"schedule= with fusion='sums': {listed(others)} are sums over one round's clients at the present "
-                "solution, as the slopes of a softmax head are: take a head whose sums settle everything (one_hot, "
+                "solution, as the slopes of a softmax head are: take a head that sums determine (one_hot, "
                 "gaussian), or leave schedule= out"
             )
 

@@ -442,7 +442,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
             if not 1 / FAR < targets / noise < FAR:
                 rank_zero_info(
                     f"Targets are about {targets / noise:.2g} times as large as the noise at the start, {noise:.2g}, "
-                    "and nothing standardises them: predictions may take long to come near. Give scaler=True"
+                    "and not standardised: predictions may take long to come near. Give scaler=True"
                 )
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:

@@ -86,7 +86,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
             if twins:
                 raise FedBayesError(
                     f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
-                    "anew, as in [mlp(3, 2) for _ in range(5)]"
+                    "one, as in [mlp(3, 2) for _ in range(5)]"
                 )
         super().__init__(
             Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler

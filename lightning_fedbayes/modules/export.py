@@ -35,7 +35,7 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
     When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
     :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
-    targets: a ``state_dict`` gives those of training.
+    targets: a ``state_dict`` gives the units of training.
 
     Args:
         module: a network; a :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network; a
@@ -98,11 +98,11 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
     kind = type(layer).__name__
     if not isinstance(layer, BayesianLayer):
         raise ConversionError(
-            f"'{name}' is a {kind} of bayesian-torch, whose output is a pair with the KL divergence: build the network "
+            f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence: build the network "
             "with torch's own layers and load fb.read_posterior(module).mean into it"
         )
     if has_forward_hook(layer):
-        raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them anew")
+        raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them again")
     return layer.mean_layer()
 
 

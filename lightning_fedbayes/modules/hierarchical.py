@@ -74,7 +74,7 @@ class HierarchicalFit:
             return self.fixed, self.fixed_covariance + select @ self.random_covariance @ select.T
         if not isinstance(client, str) or client not in self.clients:
             known = nearest(client, self.clients) if isinstance(client, str) else "give the name of a client"
-            raise FedBayesError(f"client={shown(client)}: {known}; or None for a client that sent nothing")
+            raise FedBayesError(f"client={shown(client)}: {known}; or None for a client without statistics")
         gram, moment = self.clients[client].gram, self.clients[client].moment
         inner = torch.eye(len(random)).double() + self.random_covariance @ gram[random][:, random] / self.noise_variance
         given_fixed = torch.linalg.solve(inner, self.random_covariance)
@@ -158,7 +158,7 @@ class HierarchicalLinearRegression:
 
     def __post_init__(self) -> None:
         check_flag("bias", self.bias, error=FedBayesError)
-        remedy = "give the columns whose coefficients differ from client to client, such as (0, 1)"
+        remedy = "give the columns with coefficients that differ from client to client, such as (0, 1)"
         check_kind("random", self.random, Sequence, remedy, error=FedBayesError)
         for column in self.random:
             check_at_least("a column in random", column, 0, error=FedBayesError)
@@ -253,7 +253,7 @@ class HierarchicalLinearRegression:
         needed = max(coefficients, len(gram))
         if data.num_examples <= needed:
             raise FedBayesError(
-                f"{data.num_examples} examples determine {needed} coefficients and leave nothing to tell the noise by: "
+                f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise: "
                 "give clients more examples, or take columns out of random"
             )
         _, noise, _, _ = data.estimate(torch.zeros(len(random), len(random), dtype=torch.float64))
@@ -350,6 +350,6 @@ def _maximise(data: _Stacked) -> Tensor:
         raise FedBayesError(
             f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum that "
             "can be found in double precision: standardise inputs and targets, take columns out of random, or give "
-            "clients more examples, so that their own models do not fit exactly"
+            "clients more examples, so that no client's model fits exactly"
         )
     return min(found, key=lambda each: each[0])[1]

@@ -32,7 +32,7 @@ def hybrid(network: nn.Module, bayesian_last: int | None, **options: Any) -> nn.
     ignored = [f"{name}={value!r}" for name, value in options.items() if value != defaults.get(name)]
     if ignored:
         raise ConversionError(
-            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would change nothing. "
+            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would have no effect. "
             "Give bayesian_last=n, or make the layers Bayesian yourself"
         )
     return network
@@ -54,7 +54,7 @@ def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -
 
 
 class HybridBayesianClassifier(LikelihoodModule):
-    r"""Classifies with a network whose last layers are Bayesian.
+    r"""Classifies with a network with Bayesian last layers.
 
     Validation and test score the mean predictive :math:`\bar p = \frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`, see
     :class:`LikelihoodModule`.
@@ -132,7 +132,7 @@ their sizes, so that averages cover all examples; the standard error is 1.2 time
 
 
 class HybridBayesianRegressor(LikelihoodModule):
-    r"""Regresses with a network whose last layers are Bayesian, under Gaussian observation noise.
+    r"""Regresses with a network with Bayesian last layers, under Gaussian observation noise.
 
     .. math:: y = f(x;\theta) + \varepsilon, \quad \varepsilon \sim N(0, \sigma^2), \qquad
               \mathrm{Var}[y|x] = \sigma^2 + \mathrm{Var}_\theta f(x;\theta)
@@ -202,7 +202,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         if noise in OF_SQUARES and gaussian_parameters(self.network):
             raise FedBayesError(
                 f"noise='{noise}' trains on the squared error, and a network with Bayesian layers needs a likelihood "
-                "beside its KL: use noise='learnt' or 'fixed'"
+                "and its KL: use noise='learnt' or 'fixed'"
             )
         self.noise: Noise = noise
         self.save_hyperparameters(ignore=["network", "prior", "optimizer", "scaler"])
@@ -240,7 +240,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         mean = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
         epoch = torch.as_tensor(len(squares) if self.num_examples is None else self.num_examples)
         for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
-            if variance is not None:  # 0 is that of a client that was never measured
+            if variance is not None:  # 0 until a client is measured
                 part = torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
                 variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
 

@@ -104,7 +104,7 @@ class LinearStatistics:
         if self.moment.shape != other.moment.shape:
             raise FedBayesError(
                 f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets: "
-                "take those of the same"
+                "add statistics of the same"
             )
         if self.num_examples + sign * other.num_examples < 0:
             raise FedBayesError(

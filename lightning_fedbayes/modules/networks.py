@@ -39,7 +39,7 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
         check_at_least(name, value, 1, error=FedBayesError)
     side = ((size - 4) // 2 - 4) // 2
     if side < 1:
-        raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
+        raise FedBayesError(f"size={size}: images must be at least 16×16 for two convolutions")
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5),
         nn.ReLU(),

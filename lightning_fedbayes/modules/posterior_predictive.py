@@ -280,8 +280,8 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
         shapes = [states[n]["momentum"].shape if n in states else mean[name].shape for n, name in zip(numbers, names)]
         if len(names) != len(numbers) or shapes != [each.shape for each in mean.values()]:
             raise FedBayesError(
-                "the checkpoint's IVON does not train all parameters of this module in their order, so it is not known "
-                "whose each variance is: give posterior=optimizer.posterior(module) in place of a checkpoint"
+                "the checkpoint's IVON does not train all parameters of this module in their order, so its variances "
+                "cannot be assigned to parameters: give posterior=optimizer.posterior(module) in place of a checkpoint"
             )
         variance = {
             name: states[n]["precision"].reciprocal().to(mean[name])

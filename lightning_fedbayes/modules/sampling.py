@@ -190,7 +190,7 @@ def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, 
         try:
             draw = torch.func.vmap(lambda _: forward(), randomness="different", chunk_size=chunk)
             return draw(torch.empty(samples, device=device))
-        except (RuntimeError, ValueError):  # an error of the network itself shows when it runs alone
+        except (RuntimeError, ValueError):  # an error of the network shows when it runs once per sample
             return None
 
 

@@ -277,7 +277,7 @@ def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variation
     stepped = _stepped(fit, found, terms, prior_std)
     if stepped.is_done or fit.exchanges < most:
         return stepped
-    return replace(stepped, weights=fit.weights, is_done=True)  # nobody has tried the step
+    return replace(stepped, weights=fit.weights, is_done=True)  # the step was not tried
 
 
 def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:

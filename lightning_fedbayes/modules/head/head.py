@@ -210,7 +210,7 @@ class BayesianHead:
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
             raise FedBayesError(
-                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
+                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give sums of at least "
                 f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
             )
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
@@ -219,7 +219,7 @@ class BayesianHead:
         """Return the fit after an exchange of all clients' slopes; raise FedBayesError if that cannot be."""
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
-            raise FedBayesError("the fit is done: there is no further exchange")
+            raise FedBayesError("the fit is done: do not call step() again")
         found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, HeadSlopes, "slopes")
         if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
             raise FedBayesError(
