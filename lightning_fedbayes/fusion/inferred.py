@@ -280,9 +280,9 @@ class Reliability(ReliabilityRule):
     can claim any variance; ``then`` fuses means and variances with the reliabilities as weights.
 
     Args:
-        by: a rule that infers reliabilities: a name (``ivar_vb``, ``icov_vb``, ``geometric_median``, ``multi_krum``, …)
-            or a rule object.
-        then: a rule that takes weights: a name or a rule object.
+        by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``icov_vb``, ``geometric_median``,
+            ``multi_krum``, …
+        then: a rule, or its name, that takes weights.
 
     Raises:
         FusionError: ``by`` infers no reliabilities, or ``then`` takes no weights.

@@ -380,8 +380,7 @@ class InverseCovarianceMLE(_InverseCovariance):
               \Phi = V V^\top + \mathrm{diag}(\sigma^2)
 
     where V and σ² maximise the log-likelihood :math:`-\log|\Phi| - \delta^\top \Phi^{-1} \delta`,
-    :math:`\delta = x - y 1`, by expectation maximisation. It has the stationary points of the gradients (9a) to (9c),
-    and needs no step size.
+    :math:`\delta = x - y 1`, by expectation maximisation, which needs no step size.
 
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
     clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.

@@ -105,9 +105,9 @@ class NearestNeighbourMixing(Preaggregation):
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
-    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one, and
-    its error grows with the differences between clients. Mixing shrinks them first, so that the error has the best
-    possible order. The clients' weights go to the mixed clients.
+    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one;
+    mixing shrinks differences first, so that the error has the best possible order. Clients' weights go to the mixed
+    clients.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
@@ -116,8 +116,7 @@ class NearestNeighbourMixing(Preaggregation):
     Raises:
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
 
-    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2, for points;
-    variances are left to the rule that fuses.
+    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2, for points.
     """
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:

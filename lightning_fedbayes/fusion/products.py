@@ -198,9 +198,9 @@ class AlphaBarycenter(FusionRule):
               D_\alpha(p\|q) = \frac{1 - \int p^\alpha q^{1-\alpha}}{\alpha (1 - \alpha)}
 
     α → 0 is ``reverse_kl_barycenter``, with its mass where all clients have some; α = 1 is ``linear_pool``, with its
-    mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature around every client and
-    the reverse-KL barycenter gives the moments to three digits for α in [0, 1], and less exactly outside. Where a
-    client is a point mass, the result is the reverse-KL barycenter (except for α = 1).
+    mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
+    three digits for α in [0, 1], less exactly outside. Point masses are fused as by the reverse-KL barycenter (except
+    for α = 1).
 
     When to use it: where held-out data are to choose α
     (``python -m benchmarks.images.run benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and
@@ -212,8 +212,8 @@ class AlphaBarycenter(FusionRule):
     Raises:
         FusionError: ``alpha`` is not finite.
 
-    Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; projection onto Gaussians by
-    [FBDL] (12) to (14).
+    Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; projection by [FBDL] (12) to
+    (14).
     """
 
     by_columns: ClassVar[bool] = True

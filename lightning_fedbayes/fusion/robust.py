@@ -192,8 +192,7 @@ class CoordinateMedian(_CoordinateRule):
     For an even number of clients it is the mean of the two in the middle.
 
     When to use it: fewer than half of the clients may send anything, means or variances: every fused value lies between
-    two honest ones. Clients' values of one parameter must be comparable. Dependence across parameters is lost, which
-    matters for small K. It takes no weights.
+    two honest ones. Dependence across parameters is lost, which matters for small K. It takes no weights.
 
     Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
     [Untrusted] baseline; the median of the variances is our addition.
@@ -208,20 +207,19 @@ class CoordinateMedian(_CoordinateRule):
 class TrimmedMean(_CoordinateRule):
     r"""Mean of the clients without the f smallest and the f largest, coordinate by coordinate.
 
-    .. math:: \mu_i = \frac{1}{K - 2f} \sum_{k = f + 1}^{K - f} \mu_{(k)i}
+    .. math:: \mu_i = \frac{1}{K - 2f} \sum_{k = f + 1}^{K - f} \mu_{(k)i}, \qquad \mu_{(1)i} \le \dots \le \mu_{(K)i}
 
-    with :math:`\mu_{(1)i} \le \dots \le \mu_{(K)i}`, and the same for the variances. f = 0 is the plain average, the
-    largest f the coordinate-wise median.
+    and the same for the variances. f = 0 is the plain average, the largest f the coordinate-wise median.
 
-    When to use it: at most f of the clients may send anything, and averaging shall reduce the noise of the others. It
-    takes no weights.
+    When to use it: at most f of the clients may send anything, and averaging shall reduce the others' noise. It takes
+    no weights.
 
     Args:
         trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
             cover that fraction of a small cohort too, but leaves at least one client. An integer is f itself.
 
     Raises:
-        FusionError: a fraction outside [0, 0.5), a negative count, or a count that leaves no client.
+        FusionError: ``trim`` is out of range, or leaves no client.
 
     Source: Yin et al. 2018, Definition 2, for points; the variance is our addition.
     """

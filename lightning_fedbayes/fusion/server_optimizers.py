@@ -161,8 +161,7 @@ class FedAdagrad(AdaptiveServerOptimizer):
 
     When to use it: changes are sparse, as of embeddings: each entry's steps shrink with its history.
 
-    Args: see :class:`AdaptiveServerOptimizer`; :math:`\beta_1` is 0 as in the source. Since v only grows, the default
-        rate is ten times the rate of ``fedadam``.
+    Args: see :class:`AdaptiveServerOptimizer`. Since v only grows, ``lr`` is ten times the rate of ``fedadam``.
 
     Source: Reddi et al. 2021, Algorithm 2.
     """

@@ -61,8 +61,8 @@ class FedNova(Method):
     A client that has moved by :math:`\theta_k - \theta_g` in :math:`\tau_k` steps sends the posterior moved by
     :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the rule's result is moved on to
     :math:`\theta_g + \bar\tau (\theta - \theta_g)` with the weighted mean :math:`\bar\tau = \sum_k \omega_k \tau_k`.
-    Plain averaging of clients with unlike numbers of steps ends at the optimum of another objective. Means of Gaussian
-    parameters move so; variances are fused as they are.
+    Plain averaging of clients with unlike numbers of steps ends at the optimum of another objective. Only means move
+    so.
 
     When to use it: clients' numbers of examples, and so of steps, differ much, and they train with SGD without
     momentum. It trusts the clients' numbers of steps.

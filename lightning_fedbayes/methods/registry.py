@@ -102,9 +102,9 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     """Return the global posterior without a client's part, as the server has counted it.
 
     When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
-    conjugate models; for others train some rounds of the remaining clients from it
-    (``fb.load_posterior(module, posterior)``). Deterministic parameters, which have no factors, stay; the sums of a
-    :class:`~lightning_fedbayes.HeadModule` become the others' sums, exactly.
+    conjugate models; for others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
+    Parameters without variance stay; the sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums,
+    exactly.
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
