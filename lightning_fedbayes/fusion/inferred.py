@@ -402,12 +402,7 @@ class InverseVarianceVB(_InverseVariance):
     client's update less easily than under maximum likelihood, though it can with few clients and parameters. It follows
     clients that agree: clients with unusual data may look like noise.
 
-    Args:
-        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
-            geometric median, the start of the iterations.
-        tolerance: stop when no share changes by more.
-        max_iterations: bound of the number of iterations; each costs O(K²).
+    Args: see :class:`InverseVarianceMLE`; ``floor`` bounds the noise variances.
 
     Source: [Untrusted] eq. (10) to (13).
     """

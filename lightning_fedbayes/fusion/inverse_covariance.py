@@ -385,13 +385,8 @@ class InverseCovarianceMLE(_InverseCovariance):
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
     clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.
 
-    Args:
-        latent: number of latent features D; at most K − 1 are used.
-        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: ε, least noise variance in units of the lower quartile of the clients' mean squared distances to the
-            geometric median, the start of the iterations.
-        tolerance: stop when no coefficient changes by more.
-        max_iterations: bound of the number of iterations.
+    Args: see :class:`InverseCovarianceVB`; iterations stop after ``max_iterations``, or when no coefficient changes by
+        more than ``tolerance``.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
     """

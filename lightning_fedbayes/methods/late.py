@@ -51,7 +51,7 @@ class Late(ABC):
 class FedBuff(Late):
     r"""A late change counts by its staleness weight, added to the present global posterior.
 
-    .. math:: \mu + s(\tau) (\mu_k - \mu_{\text{start}}), \qquad \sigma^2 (\sigma_k^2 / \sigma_{\text{start}}^2)^{s(\tau)}
+    .. math:: \mu + s(\tau) (\mu_k - \mu_\text{start}), \qquad \sigma^2 (\sigma_k^2 / \sigma_\text{start}^2)^{s(\tau)}
 
     The rule fuses a buffer of such messages; the weighted average makes it the published algorithm with a global rate
     of 1, which divides clients' changes by the size of the buffer and not by the sum of their staleness weights.

@@ -141,10 +141,8 @@ class HybridBayesianRegressor(LikelihoodModule):
 
     Args:
         network: maps inputs to means of shape (batch,) or (batch, targets).
-        bayesian_last: the last n linear or convolutional layers become Bayesian; 0 takes ``network`` as it is. None is
-            1, or 0 where the network is Bayesian or drops out, where ``noise`` is "residual" or "none", and where
-            ``predictive`` is not "layers".
-        estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
+        bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
+            where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
             mean over about a third of an epoch, in a buffer that federations average, weighted by examples: where
             training stands still, the σ² of the largest ELBO. "per_client": each client keeps its σ, which weights its
@@ -155,7 +153,6 @@ class HybridBayesianRegressor(LikelihoodModule):
         noise_std: standard deviation σ of the noise, in units of the target; if σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.
         targets: number of targets if each has a σ; None: one σ for all.
-        options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
         scaler: True: the network trains on targets in units of their mean and standard deviation over all clients, and
             predicts in the units of the data; a :class:`~lightning_fedbayes.FederatedScaler` with your numbers; False:
             it sees targets as they are. Draws (:meth:`sample`) are in the units of the network.
@@ -262,9 +259,8 @@ class CoxRegressor(LikelihoodModule):
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).
-        bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is.
-        estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
+        bayesian_last: as in :class:`HybridBayesianClassifier`, like the other arguments; None takes ``network`` as it
+            is.
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.
