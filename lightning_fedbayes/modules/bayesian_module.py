@@ -265,16 +265,7 @@ class BayesianModule(L.LightningModule):
 
 
 class Scores(nn.Module):
-    """Scores of a validation or a test.
-
-    Args:
-        metrics: by attribute, metrics by name that take the same arguments.
-    """
-
-    def __init__(self, **metrics: dict[str, Any]) -> None:
-        super().__init__()
-        for name, each in metrics.items():
-            self.add_module(name, MetricCollection(each, compute_groups=False))
+    """Scores of a validation or a test: collections of metrics that take the same arguments."""
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
@@ -294,19 +285,13 @@ class ClassScores(Scores):
     These are the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
     """
 
-    predictive: MetricCollection
-    sampled: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(
-            predictive={"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
-            sampled={
-                "entropy": PredictiveEntropy(),
-                "epistemic": MutualInformation(),
-                "kwon_aleatoric": KwonAleatoric(),
-                "kwon_epistemic": KwonEpistemic(),
-            },
-        )
+        super().__init__()
+        predictive: Any = {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
+        sampled: Any = {"entropy": PredictiveEntropy(), "epistemic": MutualInformation()}
+        sampled |= {"kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()}
+        self.predictive = MetricCollection(predictive, compute_groups=False)
+        self.sampled = MetricCollection(sampled, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "probs", (samples, N, classes), and "target", (N,)."""
@@ -324,14 +309,12 @@ class ClassScores(Scores):
 class GaussianScores(Scores):
     """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
 
-    gaussian: MetricCollection
-    others: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(
-            gaussian={"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            others={"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)},
-        )
+        super().__init__()
+        gaussian: Any = {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
+        others: Any = {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
+        self.gaussian = MetricCollection(gaussian, compute_groups=False)
+        self.others = MetricCollection(others, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "mean", "variance" and "target", each (N, targets)."""
@@ -344,10 +327,9 @@ class GaussianScores(Scores):
 class SurvivalScores(Scores):
     """Harrell's c and NLL of mean log risks, over the pairs and risk sets of all batches together."""
 
-    survival: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(survival={"c_index": ConcordanceIndex(), "nll": CoxNLL()})
+        super().__init__()
+        self.survival = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "log_risk", (N,), and "target", (N, 2)."""
