@@ -82,10 +82,7 @@ class FusionAccumulator:
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; faster than one by one for a large network; see :meth:`add`.
-
-        Without ``look`` values of large point masses that are not finite are left to :meth:`check_values`.
-        """
+        """Add several clients in order, all or none; without ``look`` :meth:`check_values` checks large point masses."""
         checked = []
         like = self.previous if self.previous is not None else self._like
         for number, (posterior, weight) in enumerate(clients, start=self.count):
@@ -102,10 +99,7 @@ class FusionAccumulator:
         self.add_checked(checked)
 
     def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
-        """Raise FusionError if a value of ``posteriors``, the clients so far, is not finite.
-
-        It reads them only if their mean, in which such a value shows, is unknown or not finite.
-        """
+        """Raise FusionError unless the clients so far are finite; read them only if their mean is not known to be."""
         sums = self.rule if isinstance(self.rule, SumRule) else None
         means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
         if not all(mean is not None and math.isfinite(mean[0].sum()) for mean in means):
@@ -361,10 +355,7 @@ def fuse_distributed(
 def _fuse_shards(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
 ) -> Fused:
-    """Let every process fuse its shard of the parameters of all clients, then join the shards: two collective calls.
-
-    Sums over parameters take further calls. Variances of point masses are not sent.
-    """
+    """Fuse a shard of the parameters of all clients, then join the shards: two collective calls and the rule's."""
     numbers = list(zip(own.clients, own.weights.tolist(), strict=True))
     flat = [posterior.flatten() for posterior in own.posteriors]
     spread = any(not is_zero(each) for posterior in own.posteriors for each in posterior.variance.values())

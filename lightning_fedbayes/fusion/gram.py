@@ -65,10 +65,7 @@ def in_double(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sum(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
-    """Return Σ_k w_k x_k of the rows x_k of :func:`columns`, shape (P,), float64; weights are float64, of any sign.
-
-    Rows of weight 0 and tensors that are known to be 0 in all rows (variances of point masses) are skipped.
-    """
+    """Return Σ_k w_k x_k of the rows x_k of :func:`columns`, shape (P,), float64, for weights of any sign."""
     counted = [k for k, weight in enumerate(weights.tolist()) if weight] or [0]
     weights = weights[counted]
     parts = []
@@ -143,10 +140,7 @@ class GramRule(ReliabilityRule):
 
     @abstractmethod
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """Return the clients' shares, (K,), none negative, of sum 1, and position → why a client was left out.
-
-        ``weights`` have shape (K,), float64, positive, of sum 1.
-        """
+        """Return the clients' shares, (K,), none negative, of sum 1, and position → why a client was left out."""
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
@@ -198,10 +192,7 @@ def gram_of(cohort: Cohort) -> Gram:
 
 
 def squared_distances(products: Tensor) -> Tensor:
-    """Return ‖p_i − p_j‖² of points of Gram matrix ``products``: 0 on the diagonal, symmetric, never negative.
-
-    Squared distances below :data:`ROUNDING` times the distances to the centre are set to 0.
-    """
+    """Return ‖p_i − p_j‖² of points of a Gram matrix: symmetric, never negative, 0 where rounding dominates."""
     squares = products.diagonal()
     sums = squares[:, None] + squares
     distances = sums - 2 * products
@@ -245,10 +236,7 @@ def _around(centre: int, cohort: Cohort) -> Gram:
 def combine(
     posteriors: Sequence[GaussianPosterior], coefficients: Tensor, previous: GaussianPosterior | None
 ) -> Tensor:
-    r"""Return :math:`\sum_k a_k x_k + (1 - \sum_k a_k)\, o` of the clients' means x and the origin o, (P,), float64.
-
-    The ``coefficients`` a, (K,), float64, may have any sign and sum. Without a previous posterior o is 0.
-    """
+    r"""Return :math:`\sum_k a_k x_k + (1 - \sum_k a_k)\, o`, (P,), for means x, any a, and an origin o, else 0."""
     if previous is None:
         return weighted_sum([posterior.mean for posterior in posteriors], coefficients)
     return weighted_sum(points_of(posteriors, previous), torch.cat([coefficients, 1 - coefficients.sum()[None]]))

@@ -56,10 +56,7 @@ def gram_about_last(distances: Tensor) -> Tensor:
 
 
 def squared_lengths(distances: Tensor, directions: Tensor) -> Tensor:
-    """Return ‖Σ_i b_i p_i‖², shape (m,), for columns b of ``directions``, shape (n, m), each of sum 0.
-
-    Only differences of points enter, so a far origin cancels no digits.
-    """
+    """Return ‖Σ_i b_i p_i‖², (m,), for columns b of ``directions``, (n, m), of sum 0: a far origin costs no digits."""
     return (-(directions * (distances @ directions)).sum(0) / 2).clamp_min(0)
 
 
@@ -160,10 +157,7 @@ class InferredRule(ReliabilityRule):
         return fused_by_shares(cohort, mean, shares, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:
-        """Call :meth:`infer`; equal shares for identical clients, the consensus where the result is not finite.
-
-        Nearly equal updates count as one if the origin is ``known``.
-        """
+        """Call :meth:`infer` for one of each group of equal updates; the consensus where the result is not finite."""
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -256,11 +250,7 @@ def average_rounds(
 
 
 def positive_semidefinite(products: Tensor) -> Tensor:
-    """Return a Gram matrix close to ``products`` with the same diagonal.
-
-    Averages over different rounds need not be products of any points: negative eigenvalues of their correlations become
-    0.
-    """
+    """Return a Gram matrix near averages over different rounds, with their diagonal and no negative eigenvalues."""
     lengths = products.diagonal().clamp_min(0).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     values, vectors = torch.linalg.eigh(products * scale[:, None] * scale)
@@ -431,10 +421,7 @@ class InverseVarianceVB(_InverseVariance):
 def coordinate_ascent(
     distances: Tensor, noise: Tensor, signal: Tensor, least: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the coefficients of the posterior mean, the new noise and the new signal variances: eq. (10) to (13).
-
-    The noise σ² has shape (K,) and no value below ``least``; the signal τ² is a scalar.
-    """
+    """Return coefficients of the posterior mean, noise (K,), at ``least``, and signal variance: eq. (10) to (13)."""
     posterior_variance = 1 / (1 / signal + (1 / noise).sum())
     coefficients = posterior_variance / noise
     point = torch.cat([coefficients, 1 - coefficients.sum(0, keepdim=True)])

@@ -126,10 +126,9 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
 def climb(
     latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
 ) -> Latent:
-    """Maximise the free energy over features, noise and signal by L-BFGS, from ``latent``.
+    """Maximise the free energy over the estimates ``moved``, with no noise below ``least``, by L-BFGS from ``latent``.
 
-    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small. No noise
-    becomes less than ``least``; only the estimates in ``moved`` change.
+    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
@@ -251,10 +250,7 @@ class InverseCovarianceVB(_InverseCovariance):
         return average
 
     def improved(self, begin: Tensor, distances: Tensor, size: int) -> Tensor:
-        """Maximise the free energy, solve eq. (3), and move ``begin`` towards the first result that is plausible.
-
-        If none is with y's prior, a flat prior makes only differences between clients count.
-        """
+        """Move ``begin`` towards the first plausible solution of eq. (3), with y's prior or with a flat one."""
         scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
         for model, moved in ((begun, MOVED), (replace(begun, signal=FLAT * begun.signal), ("features", "noise"))):
@@ -428,10 +424,7 @@ class InverseCovarianceMLE(_InverseCovariance):
 def expectation_maximisation(
     features: Tensor, noise: Tensor, residual: Tensor, least: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    r"""Return V and σ² of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` after a step of factor analysis.
-
-    ``residual``, (K, K), are mean products of the clients' differences to y; no σ² becomes less than ``least``.
-    """
+    r"""Return V and σ² of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` after a step of factor analysis."""
     towards = torch.linalg.solve(features @ features.T + torch.diag(noise), features)
     moments = torch.eye(features.shape[1], dtype=noise.dtype) - towards.T @ features + towards.T @ residual @ towards
     loaded = residual @ towards

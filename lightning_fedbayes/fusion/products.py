@@ -262,8 +262,8 @@ def alpha_moments(
 ) -> tuple[Tensor, Tensor]:
     r"""Return mean and variance, (P,), of :math:`(\sum_k \omega_k q_k^\alpha)^{1/\alpha}`, normalised, per parameter.
 
-    The integrals are expectations under an even mixture of the clients and the reverse-KL barycenter (``middle``,
-    ``spread``), which is nowhere much smaller than the integrand. The clients' moments have shape (K, P), α is not 0.
+    The integrals are expectations under an even mixture of the clients, (K, P), and the reverse-KL barycenter
+    (``middle``, ``spread``), which is nowhere much smaller than the integrand.
     """
     nodes, masses = (torch.from_numpy(each).to(means) for each in np.polynomial.hermite_e.hermegauss(NODES))
     centres, widths = torch.cat([means, middle[None]]), torch.cat([variances, spread[None]]).sqrt()

@@ -96,10 +96,7 @@ class FusionRule(ABC):
         return {}
 
     def check_state(self, state: Any, parameters: int) -> None:  # noqa: B027
-        """Raise FusionError unless ``state`` comes from :meth:`apply` for this many ``parameters``.
-
-        Override it in a rule with a state: a checkpoint may be damaged, or of another network.
-        """
+        """Raise FusionError unless ``state``, from a checkpoint, fits this rule and so many ``parameters``."""
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """Fuse a cohort. Override it in a rule that has a state or infers reliabilities.
@@ -171,10 +168,7 @@ class SumRule(FusionRule):
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """Return the weighted mean of the clients' means as (numerator, denominator); None if ``statistics`` lack it.
-
-        It saves a second sum where the mean is also needed elsewhere.
-        """
+        """Return the weighted mean of the means as (numerator, denominator), or None if it is not in ``statistics``."""
         return None
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:

@@ -34,11 +34,7 @@ _METHODS: dict[str, type[Method]] = {
 
 
 def register_method(name: str) -> Callable[[M], M]:
-    """Decorate a :class:`~lightning_fedbayes.Method` that needs no arguments, for ``fusion="name"``.
-
-    Raises:
-        FusionError: the name is taken, or the decorated object is no method.
-    """
+    """Decorate a :class:`~lightning_fedbayes.Method` that needs no arguments, for ``fusion="name"``, free so far."""
     check_kind("name", name, str, "give a string, the name by which users choose the method", error=FusionError)
 
     def register(method: M) -> M:
@@ -78,11 +74,7 @@ def available_methods() -> list[str]:
 
 
 def get_method(method: Any) -> Method:
-    """Return the method for a name, a method, a fusion rule, its function or an ``AutoFusion``.
-
-    Raises:
-        FusionError: there is no such method; the message gives the nearest name.
-    """
+    """Return the method for a name, method, fusion rule, function or ``AutoFusion``; else raise FusionError."""
     if isinstance(method, Method):
         if not hasattr(method, "rule"):
             raise FusionError(f"{type(method).__name__} has no rule: call super().__init__('weighted_average'), say")

@@ -318,10 +318,7 @@ class _Stacked:
 
 
 def _maximise(data: _Stacked) -> Tensor:
-    """Return the lower triangular root of Ψ/σ² at the maximum of the restricted likelihood, the best of a few searches.
-
-    The search moves L times the root mean square of each random column, so that units do not matter.
-    """
+    """Return the triangular root of Ψ/σ² at the best maximum of a few searches, in units of the columns' norms."""
     size = len(data.random)
     rows, columns = torch.tril_indices(size, size)
     unit = data.scale[data.random].unsqueeze(1) / math.sqrt(data.num_examples)

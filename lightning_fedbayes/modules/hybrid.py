@@ -20,11 +20,7 @@ Init = Literal["fresh", "pretrained"]
 
 
 def hybrid(network: nn.Module, bayesian_last: int | None, **options: Any) -> nn.Module:
-    """Return ``network`` if ``bayesian_last`` is None, else a copy with Bayesian last layers; see :func:`bayesianize`.
-
-    Raises:
-        ConversionError: ``bayesian_last`` is None and another argument is not its default; or see :func:`bayesianize`.
-    """
+    """Return a copy with Bayesian last layers (:func:`bayesianize`), or ``network`` if no argument is given."""
     if bayesian_last is not None:
         return bayesianize(network, last=bayesian_last, **options)
     check_estimator(options["estimator"])

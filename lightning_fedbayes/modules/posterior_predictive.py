@@ -191,11 +191,7 @@ class PosteriorPredictive(ScoredModule):
             return function(*arguments, vectorized=False, **options)
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
-        """Return the likelihood, which the first batch of outputs (without draws) and targets may tell.
-
-        Raises:
-            FedBayesError: no likelihood or several are possible.
-        """
+        """Return the likelihood, if need be by the first outputs and targets; raise FedBayesError if that is unclear."""
         found = said_by(self)
         if found is None and isinstance(targets, Tensor):
             self.likelihood = found = likelihood_of(self.network, outputs, targets)
@@ -261,11 +257,7 @@ class PosteriorPredictive(ScoredModule):
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
-    """Return the posterior of a Lightning checkpoint, from a federation or from an IVON on all of the module.
-
-    Raises:
-        FedBayesError: it holds none, or its variances cannot be assigned to parameters.
-    """
+    """Return the posterior in a checkpoint of a federation or of an IVON on the whole module; else raise FedBayesError."""
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and {"posterior", "rounds"} <= state.keys():
             return GaussianPosterior.from_state_dict(state["posterior"])

@@ -55,10 +55,7 @@ def draws_from_posterior(
 
 
 def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
-    """Take each client as one draw: its mean if it is deterministic, else a draw from its posterior.
-
-    [FedAG] calls this the non-parametric bootstrap.
-    """
+    """Take each client as one draw, from its posterior if it has variances: [FedAG]'s non-parametric bootstrap."""
     check_kind("clients", clients, Sequence, "give the clients' posteriors, at least one", error=FedBayesError)
     if not clients:
         raise FedBayesError("there are no clients to draw: give their posteriors, at least one")
@@ -195,10 +192,7 @@ def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, 
 
 
 def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
-    """Return True if most of the work is convolutions of inputs or kernels that differ between draws, on a CPU.
-
-    They take twice as long vectorised as one after the other, if the batch fills the caches.
-    """
+    """Return True if vectorising is slower: most work is convolutions that differ between draws, on a CPU."""
     if inputs.device.type != "cpu" or inputs.numel() < LARGE_BATCH:
         return False
     noisy = False

@@ -228,8 +228,7 @@ class HeadFit:
 def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
     """Return the fit of sums: the Gaussian model, or a softmax's first step, from W = 0.
 
-    Where few examples are fitted exactly, the noise is the least that a fit can tell from 0. Raise FedBayesError if all
-    targets are 0.
+    Where few examples are fitted exactly, the noise is the least that a fit can tell from 0.
     """
     examples, gram = sums.num_examples, sums.gram
     if likelihood == "softmax":
@@ -254,10 +253,7 @@ def gaussian_fit(sums: LinearStatistics, likelihood: str, prior_precision: float
 
 
 def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:
-    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end, at the ``most``.
-
-    ``found`` is of all clients, at :attr:`HeadFit.weights`, or if ``variational`` expected under the posterior.
-    """
+    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end, at the ``most``."""
     fit = replace(fit, exchanges=fit.exchanges + 1)
     if fit._last is not None:
         before, slope, loss = fit._last

@@ -201,11 +201,7 @@ class BayesianHead:
         )
 
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
-        """Return the fit of the sums of all clients; done, unless the likelihood is a softmax.
-
-        Raises:
-            FedBayesError: no sums, sums of other features or outputs, or all targets are 0.
-        """
+        """Return the fit of all clients' sums; a softmax is not done yet. Raise FedBayesError if all targets are 0."""
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
