@@ -82,7 +82,7 @@ class FusionAccumulator:
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; without ``look`` :meth:`check_values` checks large point masses."""
+        """Add several clients in order, all or none; without ``look`` :meth:`check_values` checks point masses."""
         checked = []
         like = self.previous if self.previous is not None else self._like
         for number, (posterior, weight) in enumerate(clients, start=self.count):

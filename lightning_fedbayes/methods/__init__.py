@@ -1,7 +1,6 @@
 """Federated methods: what clients minimise, send and keep, and how the server fuses it."""
 
-from lightning_fedbayes.methods.averaging import Averaging
-from lightning_fedbayes.methods.drift import FedNova, FedProx, Scaffold
+from lightning_fedbayes.methods.averaging import Averaging, FedNova, FedProx, Scaffold
 from lightning_fedbayes.methods.late import FedAsync, FedBuff, Late
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Quadratic, Report, Shared, Trained
 from lightning_fedbayes.methods.personal import Ditto, Population

@@ -19,8 +19,7 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.store import Store
 from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions
-from lightning_fedbayes.methods.averaging import Averaging
-from lightning_fedbayes.methods.drift import FedNova, FedProx, Scaffold
+from lightning_fedbayes.methods.averaging import Averaging, FedNova, FedProx, Scaffold
 from lightning_fedbayes.methods.method import Method
 from lightning_fedbayes.methods.personal import Ditto, Population
 from lightning_fedbayes.methods.sites import Sites

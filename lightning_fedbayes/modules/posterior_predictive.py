@@ -191,7 +191,7 @@ class PosteriorPredictive(ScoredModule):
             return function(*arguments, vectorized=False, **options)
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
-        """Return the likelihood, if need be by the first outputs and targets; raise FedBayesError if that is unclear."""
+        """Return the likelihood, if need be by the first outputs and targets; raise FedBayesError if unclear."""
         found = said_by(self)
         if found is None and isinstance(targets, Tensor):
             self.likelihood = found = likelihood_of(self.network, outputs, targets)
@@ -257,7 +257,7 @@ class PosteriorPredictive(ScoredModule):
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
-    """Return the posterior in a checkpoint of a federation or of an IVON on the whole module; else raise FedBayesError."""
+    """Return the posterior in a checkpoint of a federation or an IVON on the whole module; else raise FedBayesError."""
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and {"posterior", "rounds"} <= state.keys():
             return GaussianPosterior.from_state_dict(state["posterior"])
