@@ -12,7 +12,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import DeepEnsembleRegressor, FedBayesError, HybridBayesianRegressor
 from lightning_fedbayes.layers import MCDropout
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.modules.ready import mean_and_variance
+from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
 from tests.federations import trainer
 
 FEATURES, MEMBERS = 3, 5
