@@ -213,14 +213,10 @@ class InverseCovarianceVB(_InverseCovariance):
     estimate only as far as the updates show that this is better: see :func:`bounded_average`, :func:`plausible`,
     :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
 
-    What holds (``tests/fusion/test_inverse_covariance.py``): from some 1,000 parameters on, an error that half of the
-    clients share costs at most 10 % more than the best linear estimate. With 50 parameters, where three of five clients
-    have the same data, the result is the average or better. With 3,000, one of five or three of ten clients that send
-    the opposite, zeros, ten times their update or noise cost at most 10 %.
-
-    What does not: noise of one to three times the honest length, from two of five clients, or with 50 parameters from
-    one, counts as in the average. Where clients differ by more than errors independent of y (other steps, other
-    curvature), the estimate can be worse than the average, by a tenth with five examples per parameter.
+    An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
+    parameters on; with few parameters the result stays at the average. Where clients differ by more than errors
+    independent of y (other steps, other curvature), it can be worse than the average, by a tenth with five examples per
+    parameter. ``benchmarks/untrusted`` has figures.
 
     y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
     which stays at nearly equal weights where clients share data.

@@ -131,10 +131,6 @@ class HierarchicalLinearRegression:
     least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` they have the same
     coefficients.
 
-    On the Exam data (4059 pupils of 65 schools; ``normexam`` on ``standLRT``, random intercept and slope) it gives β =
-    (-0.01165, 0.55653), Ψ = (0.09212, 0.01834, 0.01497), σ² = 0.55364 and log-likelihood -4663.8002, in 0.1 s, as
-    statsmodels' MixedLM does from the pooled data, up to 3 in the sixth decimal.
-
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.
         bias: column 0 of the statistics is the column of ones that :meth:`LinearStatistics.of` puts there.

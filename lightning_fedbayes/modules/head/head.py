@@ -70,12 +70,10 @@ class BayesianHead:
         likelihood: see above.
         prior_std: s > 0, of weights and biases; None: by evidence, of a softmax with a half-Cauchy prior of s of scale
             1, without which few data, or redundant features, often leave no width.
-        inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p):
-            compared with NUTS 0.97 to 0.99 of the mutual information and all but 0.001 of the predictive
-            (benchmarks/posterior/NUTS.md), and nearly the true s. Its exchanges tell clients the posterior's
-            covariance, and so sums over all features. "laplace": about half as many exchanges, which tell clients only
-            the weights; 0.97 to 1.29 of the mutual information, 0.014 off the predictive, and s too small for wide
-            posteriors.
+        inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
+            Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
+            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and
+            s too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
