@@ -110,8 +110,8 @@ class FusionAccumulator:
         """Add clients that have been checked: numbers, posteriors with equal order of parameters, and weights.
 
         Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
-        the processor's cache; meanwhile ``watch`` is called for every piece of every client that counts. The result is
-        the same as one by one.
+        the processor's cache; meanwhile ``watch`` is called for every piece of every client that counts. This changes
+        no result.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]

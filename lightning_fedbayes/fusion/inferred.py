@@ -189,7 +189,7 @@ def alike(distances: Tensor) -> Tensor:
     """Return a mask of clients that send nearly the same update, shape (K, K): each row is a group or empty.
 
     A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
-    shorter of their updates.
+    shorter update.
 
     >>> alike(torch.tensor([[0.0, 9.0, 8.0, 5.0], [9.0, 0.0, 0.0, 4.0], [8.0, 0.0, 0.0, 4.0], [5.0, 4.0, 4.0, 0.0]]))
     tensor([[ True, False, False],
@@ -215,7 +215,7 @@ def average_rounds(
     :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
     :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
     does not affect clients that missed it. Earlier rounds are discounted by ``memory``; "counts" and "rounds" are sums
-    of the rounds' weights.
+    of weights.
     """
     if memory == 0:
         return now, {}
@@ -270,8 +270,7 @@ class Reliability(ReliabilityRule):
     can claim any variance; ``then`` fuses means and variances with the reliabilities as weights.
 
     Args:
-        by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``icov_vb``, ``geometric_median``,
-            ``multi_krum``, …
+        by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``geometric_median``, …
         then: a rule, or its name, that takes weights.
 
     Raises:

@@ -214,9 +214,10 @@ class InverseCovarianceVB(_InverseCovariance):
     :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
 
     An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
-    parameters on; with few parameters the result stays at the average. Where clients differ by more than errors
-    independent of y (other steps, other curvature), it can be worse than the average, by a tenth with five examples per
-    parameter. ``benchmarks/untrusted`` has figures.
+    parameters on; with few parameters the result stays at the average. Noise of up to three times the honest length
+    from two of five clients counts as in the average. Where clients differ by more than errors independent of y (other
+    steps, other curvature), it can be worse than the average, by a tenth with five examples per parameter.
+    ``benchmarks/untrusted`` has figures.
 
     y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
     which stays at nearly equal weights where clients share data.
@@ -277,8 +278,8 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
     quartile, which a majority that sends noise does not raise. Distances would not do: three of five clients with a
     common error lie near each other and far from the other two, but all five have nearly the same length.
 
-    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with that average is below 0 by three
-    standard errors.
+    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
+    errors.
     """
     lengths = products.diagonal()
     least = lengths[lower_quartile(lengths)]
@@ -377,8 +378,8 @@ class InverseCovarianceMLE(_InverseCovariance):
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
     clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.
 
-    Args: see :class:`InverseCovarianceVB`; iterations stop after ``max_iterations``, or when no coefficient changes by
-        more than ``tolerance``.
+    Args: see :class:`InverseCovarianceVB`; iterations end at ``max_iterations``, or if no coefficient moves by
+        ``tolerance``.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
     """

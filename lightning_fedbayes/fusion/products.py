@@ -97,8 +97,7 @@ class WeightedConflation(_ProductRule):
     .. math:: \mu = \frac{\sum_k \omega_k \mu_k / \sigma_k^2}{\sum_k \omega_k / \sigma_k^2}, \qquad
               \sigma^2 = \frac{\max_k \omega_k}{\sum_k \omega_k/\sigma_k^2}
 
-    When to use it: like conflation, for clients of different sizes. Its variance is at most the variance of the client
-    with the largest weight.
+    When to use it: like conflation, for clients of different sizes. Its variance is at most the largest client's.
 
     Source: [FBDL] eq. (16).
     """
@@ -138,8 +137,7 @@ class DistributedWeightConsolidation(_ProductRule):
             ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
-        FusionError: no previous posterior; or a fused precision that is not positive, where clients are vaguer than
-            q_o.
+        FusionError: no previous posterior; or a fused precision that is not positive, as clients are vaguer than q_o.
 
     Source: [FBDL] eq. (17); McClure et al. 2018.
     """
@@ -199,8 +197,7 @@ class AlphaBarycenter(FusionRule):
 
     α → 0 is ``reverse_kl_barycenter``, with its mass where all clients have some; α = 1 is ``linear_pool``, with its
     mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
-    three digits for α in [0, 1], less exactly outside. Point masses are fused as by the reverse-KL barycenter (except
-    for α = 1).
+    three digits for α in [0, 1], less exactly outside. Unless α = 1, point masses are fused as for α = 0.
 
     When to use it: where held-out data are to choose α
     (``python -m benchmarks.images.run benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and

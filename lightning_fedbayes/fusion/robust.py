@@ -42,8 +42,7 @@ class GeometricMedian(GramRule):
 
     When to use it: clients with less than half of the weight may send anything; the honest clients set a bound on the
     result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
-    than half of the weight. If clients on one line split evenly the minimiser is not unique; their order does not
-    matter.
+    than half of the weight. If clients on one line split evenly the minimiser is not unique.
 
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
@@ -87,8 +86,7 @@ def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
 
     With :math:`r_k` the weighted median of the distances from client k to all clients, itself included, the scale is
     the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. So a minority of the weight moves the
-    first iterate by no more than the scale. If :math:`r_k = 0`, that point holds half of the weight and gets all the
-    shares.
+    first iterate by no more than the scale. If :math:`r_k = 0`, that point, with half of the weight, gets all shares.
     """
     ordered, order = distances.sort(1)
     half = (weights[order].cumsum(1) < 0.5 - 1e-12).sum(1, keepdim=True)
@@ -223,8 +221,7 @@ class TrimmedMean(_CoordinateRule):
 
     and the same for the variances. f = 0 is the plain average, the largest f the coordinate-wise median.
 
-    When to use it: at most f of the clients may send anything, and averaging shall reduce the others' noise. It takes
-    no weights.
+    When to use it: at most f of the clients may send anything, and averaging shall reduce noise. It takes no weights.
 
     Args:
         trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
@@ -347,8 +344,7 @@ class NearestNeighbourMixing(Preaggregation):
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
     When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one;
-    mixing shrinks differences first, so that the error has the best possible order. Clients' weights go to the mixed
-    clients.
+    mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
@@ -396,14 +392,13 @@ class NormClipping(Preaggregation):
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
-        radius: r, in units of the parameters. None: the median of the norms, which a minority cannot raise beyond
-            honest norms.
+        radius: r, in units of the parameters. None: the median of the norms, which a minority cannot raise.
 
     Raises:
         FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
 
-    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3; the median as
-    radius is our addition.
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3, with a given
+    radius.
     """
 
     needs_previous: ClassVar[bool] = True

@@ -94,8 +94,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
     When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
     conjugate models; for others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
-    Parameters without variance stay; the sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums,
-    exactly.
+    Parameters without variance stay; the sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums.
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint

@@ -29,8 +29,8 @@ class Sums(Method):
 
     So a client counts once however often it takes part, one that joins late is added, changed data are corrected, and
     :func:`~lightning_fedbayes.remove_client` takes a client out. Values with names that do not begin with "sums." are
-    sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` each message is clipped and gets
-    noise, so take one round.
+    sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` take one round: each message gets
+    noise.
 
     When to use it: for a module with parameters that are sums. No bound on a client's influence applies.
     """

@@ -57,8 +57,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         FedBayesError: no network, or two with equal initial parameters, which would stay equal; at the first batch:
             outputs that are not two per target.
 
-    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; a baseline of [FedAG],
-    §4.3.
+    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
 
     >>> model = DeepEnsembleRegressor([nn.Linear(3, 2) for _ in range(5)])
     >>> prediction = model.predict_step(torch.zeros(4, 3))

@@ -90,8 +90,7 @@ class HierarchicalFit:
         .. math:: N(x^\top m_k,\; \sigma^2 + x^\top \mathrm{Cov}_k\, x)
 
         Args:
-            inputs: shape (batch, features), without the column of ones; the result has their dtype, the default for
-                integers.
+            inputs: shape (batch, features), without the column of ones; the result has their dtype.
             client: see :meth:`posterior_of`.
 
         Raises:
@@ -128,8 +127,7 @@ class HierarchicalLinearRegression:
     factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
 
     When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same; at
-    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` they have the same
-    coefficients.
+    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all have the same.
 
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.

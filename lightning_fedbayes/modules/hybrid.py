@@ -243,20 +243,17 @@ class CoxRegressor(LikelihoodModule):
 
     The likelihood is :class:`~lightning_fedbayes.Cox`; a target has two columns, event (1 observed, 0 censored) and
     time. The loss is the partial likelihood of the batch divided by its number of examples, plus a share of the KL, so
-    its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, in a federation
-    stratified by client.
+    its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, stratified by client.
 
     When to use it: times to an event, some of which are censored. The likelihood does not fix a constant in log risks,
     so leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``), which would widen predictions.
 
     Validation and test log "c_index", Harrell's c of the mean log risk, and "nll", its negative log partial likelihood
-    per example in nats, over the pairs and risk sets of all batches. They and the first epoch of training check
-    targets.
+    per example in nats, over the pairs and risk sets of all batches. They and the first epoch check targets.
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).
-        bayesian_last: as in :class:`HybridBayesianClassifier`, like the other arguments; None takes ``network`` as it
-            is.
+        bayesian_last: as in :class:`HybridBayesianClassifier`, like other arguments; None takes ``network`` as is.
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.

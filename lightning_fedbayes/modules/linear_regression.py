@@ -39,8 +39,7 @@ class LinearStatistics:
         num_examples: number of rows of X.
 
     Raises:
-        FedBayesError: shapes that do not fit, values that are not finite or not float64, or a Gram matrix that is not
-            symmetric.
+        FedBayesError: shapes that do not fit, values that are not finite or not float64, or an asymmetric Gram matrix.
 
     >>> LinearStatistics.of(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 2.0])).moment
     tensor([3., 7.], dtype=torch.float64)
@@ -383,8 +382,7 @@ def most_evident(
               \gamma = \sum_d \frac{g_d}{g_d + \sigma^2 / s^2}
 
     with the eigenvalues g of the Gram matrix. A ``prior_std`` s or ``noise`` σ² that is None is chosen, too. s is
-    infinite where the data do not determine it, and tiny where weights of 0 are most evident; the noise is 0 if it
-    converges to 0.
+    infinite where the data do not determine it, and tiny where weights of 0 are most evident; the noise may be 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """

@@ -146,8 +146,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
     One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
     layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample. Without randomness there is one
-    sample.
+    value, layers of bayesian-torch that draw noise in place) runs once per sample. One without randomness runs once.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second). In

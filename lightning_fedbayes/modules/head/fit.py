@@ -22,8 +22,7 @@ class HeadSlopes:
     r"""Sums over a client's examples at the server's weights W: slope and curvature of a softmax. They add up by ``+``.
 
     With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`, or expectations of a
-    variational posterior. Raises FedBayesError for shapes that do not fit and values that are not finite or not
-    float64.
+    variational posterior. Raises FedBayesError for wrong shapes, and values that are not finite float64.
 
     Args:
         loss: :math:`-\sum_i \log p_{i y_i}`, in nats, a scalar tensor.

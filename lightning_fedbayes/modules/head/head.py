@@ -47,8 +47,7 @@ class BayesianHead:
       :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so logits are :math:`f(x) / \sigma^2`; where the Gaussian does
       not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each exchange is of slopes and curvature at the server's weights
-      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for the s
-      of most evidence.
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for s.
 
     Sums of clients add up to the sums of the pooled data: the split of the data makes no difference, a client comes or
     goes by ``+`` and ``-``, and there is no learning rate. ::
@@ -58,8 +57,8 @@ class BayesianHead:
         predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
 
         fit = head.fit(sum_of_all_clients)                              # or by exchanges: of head.sums(...)
-        while not fit.is_done:
-            fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit, features, labels)
+        while not fit.is_done: fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit,
+            features, labels)
 
     When to use it: the backbone stays as it is. Where it has to change, give adapters a posterior
     (:class:`~lightning_fedbayes.IVON`).
@@ -71,8 +70,8 @@ class BayesianHead:
             1, without which few data, or redundant features, often leave no width.
         inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
             Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
-            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and
-            s too small for wide posteriors.
+            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and s
+            too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
