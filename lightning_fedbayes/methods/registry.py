@@ -86,7 +86,7 @@ def get_method(method: Any) -> Method:
         known = available_methods()
         if method not in known and method.lower().replace("-", "").replace("_", "") not in ALGORITHMS:
             raise FusionError(f"unknown fusion rule '{method}': {nearest(method, known)}")
-    return Averaging(method)
+    return Averaging(method)  # pyright: ignore[reportArgumentType]
 
 
 def remove_client(federation: Any, client: int) -> GaussianPosterior:
