@@ -47,8 +47,7 @@ class AutoFusion:
     """
 
     def __init__(self, candidates: Sequence[str | FusionRule] = CANDIDATES, score: Score | None = None) -> None:
-        why = "give a list of rules"
-        check_kind("candidates", candidates, list | tuple, why, error=FusionError)
+        check_kind("candidates", candidates, list | tuple, "give a list of rules", error=FusionError)
         self.rules = tuple(get_rule(candidate) for candidate in candidates)
         self.names = tuple(names_of(self.rules))
         self.score = score
