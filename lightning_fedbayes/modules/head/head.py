@@ -57,8 +57,8 @@ class BayesianHead:
         predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
 
         fit = head.fit(sum_of_all_clients)                              # or by exchanges: of head.sums(...)
-        while not fit.is_done: fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit,
-            features, labels)
+        while not fit.is_done:
+            fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit, features, labels)
 
     When to use it: the backbone stays as it is. Where it has to change, give adapters a posterior
     (:class:`~lightning_fedbayes.IVON`).
