@@ -28,7 +28,7 @@ from benchmarks.uci.sets import UCIDataModule
 from benchmarks.uci.training import Plan, federate, predictions, regressor
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.modules.predictive import Predictive
+from lightning_fedbayes.modules.sampling import Predictive
 
 PREDICTIONS: dict[Predictive, str] = {"bootstrap": "clients' networks", "omc": "draws"}
 STARTS, TARGETS = ("PyTorch's start", "Glorot's start"), ("centred target", "target as it is")

@@ -20,7 +20,7 @@ from benchmarks.untrusted.synthetic import FEATURES, SIZE
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import Cohort, FusionRule, get_rule
-from lightning_fedbayes.fusion.latent_noise import least_squares
+from lightning_fedbayes.fusion.inverse_covariance import least_squares
 
 TITLES = {rule: RULES[rule] for rule in ("weighted_average", "geometric_median", "ivar_vb", "icov_vb")}
 ORACLE = {"oracle": "oracle: covariances known"}

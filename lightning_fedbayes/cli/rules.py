@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from lightning_fedbayes.cli.messages import plain
 from lightning_fedbayes.fusion import FusionRule, SumRule, available_fusions, get_rule, rule_name
-from lightning_fedbayes.fusion.alpha import AlphaBarycenter
 from lightning_fedbayes.fusion.inferred import InferredRule
-from lightning_fedbayes.fusion.preaggregation import Preaggregation
+from lightning_fedbayes.fusion.products import AlphaBarycenter
 from lightning_fedbayes.fusion.registry import FunctionRule
-from lightning_fedbayes.fusion.robust import CoordinateMedian, TrimmedMean
+from lightning_fedbayes.fusion.robust import CoordinateMedian, Preaggregation, TrimmedMean
 from lightning_fedbayes.fusion.rule import ReliabilityRule
 
 FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {

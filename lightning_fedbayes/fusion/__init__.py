@@ -1,7 +1,6 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
-from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.averages import (
     GaussianFit,
@@ -12,13 +11,13 @@ from lightning_fedbayes.fusion.averages import (
     WeightedSum,
 )
 from lightning_fedbayes.fusion.gram import Gram, GramRule, gram_of
-from lightning_fedbayes.fusion.inferred import InferredRule, Reliability
+from lightning_fedbayes.fusion.inferred import InferredRule, InverseVarianceMLE, InverseVarianceVB, Reliability
 from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
-from lightning_fedbayes.fusion.inverse_variance import InverseVarianceMLE, InverseVarianceVB
-from lightning_fedbayes.fusion.preaggregation import NearestNeighbourMixing, NormClipping, Preaggregation
 from lightning_fedbayes.fusion.products import (
+    AlphaBarycenter,
     Conflation,
     DistributedWeightConsolidation,
+    HellingerBarycenter,
     ReverseKLBarycenter,
     WeightedConflation,
 )
@@ -29,7 +28,16 @@ from lightning_fedbayes.fusion.registry import (
     rule_name,
     unregister_fusion,
 )
-from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
+from lightning_fedbayes.fusion.robust import (
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NearestNeighbourMixing,
+    NormClipping,
+    Preaggregation,
+    TrimmedMean,
+)
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
 

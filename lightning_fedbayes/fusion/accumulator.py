@@ -1,9 +1,10 @@
-"""Accumulation of client posteriors one at a time; :func:`fuse`, which fuses them outside a federation."""
+"""Fusion of client posteriors: one at a time, in one call (:func:`fuse`), or over several processes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_number, shown
+from lightning_fedbayes.core.exchange import Collective, shard_bounds, shards
 from lightning_fedbayes.core.posterior import (
     PIECE,
     Cuts,
@@ -25,19 +27,21 @@ from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 
 Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
-"""Function of the number of a piece; its means as a vector; the client's weight; the rule's :meth:`SumRule.average` of
-the clients so far, this one included."""
+"""Function of a piece's number, its means as a vector, the client's weight, and :meth:`SumRule.average` of the
+clients so far, this one included."""
 AT_ONCE = 8
-"""Clients of a list that are summed up together."""
+"""Clients of a list that are summed together."""
+SHARD = "shard"
+"""Name of the only parameter of a posterior that is a shard of all parameters."""
 
 
 class FusionAccumulator:
-    """Collection of client posteriors for a rule: running sums for sum-type rules, copies for the others.
+    """Client posteriors for a rule: running sums for a :class:`SumRule`, copies for other rules.
 
     Args:
         rule: the fusion rule.
         previous: the global posterior that the clients started from, for rules that need it.
-        relative: divide weights by the first client's, so that the weight of a single client is exactly 1. False where
+        relative: divide weights by the first client's, so that a single client has weight 1 exactly. Pass False where
             other processes accumulate other clients.
 
     Attributes:
@@ -68,24 +72,16 @@ class FusionAccumulator:
         self._clients: list[int] = []
 
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
-        """Add one client; a client of weight 0 changes nothing.
+        """Add one client; weight 0 changes nothing.
 
         Raises:
-            FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
-                or not finite. The clients added before are kept as they were.
+            FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
+                earlier clients are kept as they were.
         """
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; for a large network in less time than one by one.
-
-        Args:
-            clients: posterior and weight of each.
-            look: look for values that are not finite. False leaves large point masses to :meth:`check_values`.
-
-        Raises:
-            FusionError: see :meth:`add`.
-        """
+        """Add several clients in order, all or none; without ``look`` :meth:`check_values` checks point masses."""
         checked = []
         like = self.previous if self.previous is not None else self._like
         for number, (posterior, weight) in enumerate(clients, start=self.count):
@@ -102,30 +98,19 @@ class FusionAccumulator:
         self.add_checked(checked)
 
     def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
-        """Raise FusionError if a value of ``posteriors``, the clients so far, is not finite.
-
-        They are only looked at if the mean over them, in which such a value shows, is not known or not finite.
-        """
+        """Raise FusionError unless the clients so far are finite; read them only if their mean is not known to be."""
         sums = self.rule if isinstance(self.rule, SumRule) else None
         means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
         if not all(mean is not None and math.isfinite(mean[0].sum()) for mean in means):
             for number, posterior in enumerate(posteriors):
                 check_finite(posterior, f"client {number}")
 
-    def add_checked(
-        self,
-        clients: Sequence[tuple[int, GaussianPosterior, float]],
-        watch: Watch | None = None,
-    ) -> None:
-        """Add clients whose posteriors have been checked.
+    def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]], watch: Watch | None = None) -> None:
+        """Add clients that have been checked: numbers, posteriors with equal order of parameters, and weights.
 
-        Of a large network each piece is summed up over all these clients before the next one, so that the sums stay in
-        the processor's cache. The result is that of adding them one by one.
-
-        Args:
-            clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
-                parameters in the order of the others'; and its weight, at least 0.
-            watch: is called for every piece of every client that counts, while it is in the cache.
+        Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
+        the processor's cache; meanwhile ``watch`` is called for every piece of every client that counts. This changes
+        no result.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -145,7 +130,11 @@ class FusionAccumulator:
             self._posteriors += [posterior.clone() for _, posterior, _ in counted]
             if watch is None:
                 return
-        room = self._room(first)
+        room = None  # for the means of a piece, so that each piece need not map memory again
+        if self._cuts is not None and len(self._cuts) > 1 and self.rule.by_columns:
+            device = next(iter(first.mean.values())).device
+            entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
+            room = torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
         pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
         for place, parts in enumerate(pieces):
             if sums is not None and place == len(self._sums):
@@ -157,14 +146,6 @@ class FusionAccumulator:
                 if watch is not None and given > 0:
                     watch(place, mean, given, None if sums is None else sums.average(self._sums[place]))
 
-    def _room(self, client: GaussianPosterior) -> Tensor | None:
-        """Return a vector for the means of a piece, so that memory is not mapped anew for each; None if it is whole."""
-        if self._cuts is None or len(self._cuts) == 1 or not self.rule.by_columns:
-            return None
-        device = next(iter(client.mean.values())).device
-        entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
-        return torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
-
     @property
     def total(self) -> float:
         """Sum of the weights so far, relative to the first client's if ``relative``."""
@@ -172,14 +153,14 @@ class FusionAccumulator:
 
     @property
     def like(self) -> GaussianPosterior:
-        """A posterior of the clients' names and shapes, of any values."""
+        """A posterior with the clients' names and shapes; its values have no meaning."""
         like = self._like if self._like is not None else self.previous
         assert like is not None
         return like
 
     @property
     def statistics(self) -> Statistics:
-        """The running sums of a sum-type rule, over all parameters: scalars, and vectors of shape (P,)."""
+        """The running sums of a :class:`SumRule` over all parameters: scalars, and vectors of shape (P,)."""
         lengths = [piece.num_parameters for piece in self._pieces(self.like)] if self._sums else []
         joined: Statistics = {}
         for name, value in ((name, value) for sums in self._sums for name, value in sums.items()):
@@ -193,18 +174,12 @@ class FusionAccumulator:
     def compute(self) -> GaussianPosterior:
         """Return the global posterior of all clients so far, by the rule in its initial state."""
         self.check_not_empty(self.total)
-        state = self.rule.init()
-        if not isinstance(self.rule, SumRule):
-            return self.rule.apply(self.cohort(self.total), state).posterior
-        return self.result(state, {}).posterior
+        if isinstance(self.rule, SumRule):
+            return self.result(self.rule.init(), {}).posterior
+        return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a sum-type rule for all clients so far.
-
-        Args:
-            state: that the rounds before have left.
-            weights: client → its weight, not normalised; empty outside a federation.
-        """
+        """Return the result of a :class:`SumRule` for all clients so far; see :meth:`SumRule.advance`."""
         assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)
         if len(likes) == 1:
@@ -218,17 +193,17 @@ class FusionAccumulator:
             return self.finish(self.statistics, state, weights)  # so that the message speaks of the whole network
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
-        """Return what the rule sums up separately."""
+        """Return the parts of ``posterior`` that the rule sums separately."""
         whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
         return [posterior] if whole else posterior.pieces(self._cuts)
 
     def finish(self, statistics: Statistics, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a sum-type rule from the sums over all clients; for the others see :meth:`result`."""
+        """Return the result of a :class:`SumRule` from the sums over all clients of all processes."""
         assert isinstance(self.rule, SumRule)
         return self.rule.advance(statistics, self.like, self.previous, state, weights)
 
     def cohort(self, total: float) -> Cohort:
-        """Return the clients for a rule that is no sum; ``total`` is the sum of the weights in all processes."""
+        """Return the clients for other rules; ``total`` is the sum of the weights in all processes."""
         weights = torch.tensor(self._weights, dtype=torch.float64) / total
         return Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
 
@@ -250,15 +225,14 @@ def fuse(
     """Fuse client posteriors into one global posterior, linearised if all of them are.
 
     Args:
-        rule: a registered name or alias (see :func:`available_fusions`), or a rule object.
-        posteriors: the clients. An iterator is consumed one by one: sum-type rules never hold more than one client.
-        weights: one per client, none negative, not all 0; they are normalised. None gives every client the same.
-            Rules that take no weights ignore them.
+        rule: a registered name or alias (see :func:`available_fusions`), a rule object or a function.
+        posteriors: the clients. An iterator is consumed one by one: a :class:`SumRule` holds one client at a time.
+        weights: one per client, at least 0, not all 0; they are normalised. None gives every client the same.
         previous: the global posterior that the clients started from; ``dwc`` needs it.
 
     Raises:
-        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of
-            the wrong number, negative or all 0; a fusion that is not defined (see the rule).
+        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of the
+            wrong number, negative or all 0; a fusion that is not defined (see the rule).
 
     >>> import torch
     >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
@@ -267,8 +241,7 @@ def fuse(
     >>> q.mean["w"], q.variance["w"]
     (tensor([1.6000]), tensor([0.4000]))
     """
-    resolved = get_rule(rule)
-    accumulator = FusionAccumulator(resolved, previous)
+    accumulator = FusionAccumulator(get_rule(rule), previous)
     values: list[float] | None = None
     if weights is not None:
         values = as_weights(weights).tolist()
@@ -278,11 +251,9 @@ def fuse(
         values = [value / largest for value in values]
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
-    remaining = iter(posteriors)
+    remaining, linearised = iter(posteriors), True
     held = posteriors if isinstance(posteriors, list | tuple) else None
-    linearised = True
-    at_once = 1 if held is None else AT_ONCE  # a generator shall hold no more than one client
-    while group := list(islice(remaining, at_once)):
+    while group := list(islice(remaining, AT_ONCE if held else 1)):  # a generator shall hold only one client
         start = accumulator.count
         if values is not None and start + len(group) > len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
@@ -303,7 +274,7 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
         if "complex" in str(getattr(weights, "dtype", "")):  # torch would drop the imaginary part
             raise TypeError
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().reshape(-1)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's words for what is no sequence of numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's errors for other than numbers
         raise FusionError(f"{who}weights={shown(weights)}; give a sequence of weights, one per client") from None
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         wrong = next(each for each in values.tolist() if not (math.isfinite(each) and each >= 0))
@@ -312,7 +283,7 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
 
 
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
-    """Raise FusionError unless ``posterior`` is a sound one, with the names and shapes of ``like``."""
+    """Raise FusionError unless ``posterior`` is valid and has the names and shapes of ``like``."""
     if _is_like(posterior, like):
         return
     check_posterior(posterior, who, error=FusionError)
@@ -320,7 +291,7 @@ def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: 
 
 
 def _is_like(posterior: Any, like: GaussianPosterior) -> bool:
-    """Return True if nothing is wrong with the structure, at a fifth of the price of finding out what."""
+    """Return True if the structure is right: five times faster than finding out what is wrong."""
     if type(posterior) is not GaussianPosterior or type(posterior.mean) is not dict:
         return False
     mean, variance, shapes = posterior.mean, posterior.variance, like.mean
@@ -354,3 +325,68 @@ def check_finite(posterior: GaussianPosterior, who: str) -> None:
             wrong = int((~torch.isfinite(value)).sum())
             if wrong:
                 raise FusionError(f"{who}: {kind} of '{name}' is not finite at {wrong} of {value.numel()} entries")
+
+
+def fuse_distributed(
+    rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
+) -> Fused:
+    """Fuse the clients of all processes, whose weights sum to 1; the result is the same in each.
+
+    A rule ``by_columns`` gets a shard of the parameters of all clients in each process, any other rule all clients. A
+    process may have no clients of its ``own``.
+
+    Raises:
+        FusionError: the rule cannot fuse these posteriors.
+    """
+    if collective.size == 1:
+        return rule.apply(own, state)
+    if rule.by_columns:
+        return _fuse_shards(rule, own, like, state, collective)
+    sent = [posterior.to("cpu") for posterior in own.posteriors]
+    received = collective.all_gather(list(zip(own.clients, own.weights.tolist(), sent, strict=True)))
+    everyone = sorted((each for part in received for each in part), key=lambda each: each[0])
+    clients, weights, posteriors = zip(*everyone, strict=True)
+    device = next(iter(like.mean.values())).device
+    moved = [posterior.to(device) for posterior in posteriors]
+    return rule.apply(Cohort(moved, torch.tensor(weights, dtype=torch.float64), own.previous, clients), state)
+
+
+def _fuse_shards(
+    rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
+) -> Fused:
+    """Fuse a shard of the parameters of all clients, then join the shards: two collective calls and the rule's."""
+    numbers = list(zip(own.clients, own.weights.tolist(), strict=True))
+    flat = [posterior.flatten() for posterior in own.posteriors]
+    spread = any(not is_zero(each) for posterior in own.posteriors for each in posterior.variance.values())
+    means, variances = ([each[i].cpu() for each in flat] for i in (0, 1))
+    vectors = [*means, *(variances if spread else ())]
+    rows = torch.stack(vectors) if vectors else torch.zeros(0, like.num_parameters, dtype=torch.float64)
+    received = collective.all_to_all([(numbers, shard) for shard in shards(rows, collective.size)])
+    everyone = []
+    for facts, shard in received:
+        rows = torch.from_numpy(shard)
+        variances = rows[len(facts) :] if len(rows) > len(facts) else torch.zeros_like(rows)
+        everyone += [(*fact, _shard(*pair)) for fact, *pair in zip(facts, rows, variances)]
+    clients, weights, posteriors = zip(*sorted(everyone, key=lambda each: each[0]), strict=True)
+    previous = None
+    if own.previous is not None:
+        start, end = shard_bounds(like.num_parameters, collective.size)[collective.rank :][:2]
+        previous = _shard(*(each[start:end].cpu() for each in own.previous.flatten()))
+    cohort = Cohort(posteriors, torch.tensor(weights, dtype=torch.float64), previous, clients, collective)
+    try:
+        fused: Fused | FusionError = rule.apply(cohort, state)
+    except FusionError as error:  # perhaps only in this shard: the other processes must know
+        fused = error
+    result = torch.stack(fused.posterior.flatten()).cpu().numpy() if isinstance(fused, Fused) else fused
+    results = collective.all_gather(result)
+    for each in results:
+        if isinstance(each, FusionError):
+            raise each
+    assert isinstance(fused, Fused)
+    mean, variance = torch.cat([torch.from_numpy(each) for each in results], 1)
+    return replace(fused, posterior=like.unflatten(mean, variance))
+
+
+def _shard(mean: Tensor, variance: Tensor) -> GaussianPosterior:
+    """Return a shard of all parameters as a posterior of one parameter."""
+    return GaussianPosterior({SHARD: mean}, {SHARD: variance})

@@ -10,7 +10,7 @@ from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
 
 Score = Callable[[Any, Any], Any]
-"""Mean loss of a module on a batch: (module, batch) → number or scalar tensor, the lower the better."""
+"""Mean loss of a module on a batch, the lower the better: (module, batch) → number or scalar tensor."""
 
 CANDIDATES = (
     "weighted_average",
@@ -25,30 +25,29 @@ CANDIDATES = (
 
 
 class AutoFusion:
-    """Choice, in every round, of the rule whose posterior has the least loss on held-out data at the server.
+    """Choose in every round the rule with the least loss of its posterior on the server's held-out data.
 
     ::
 
         FederatedBayes(fusion="auto")  # the rules of CANDIDATES, by negative log-likelihood
         FederatedBayes(fusion=AutoFusion(["rklb", "linear_pool", AlphaBarycenter(0.5)]))
 
-    The held-out data are the Trainer's validation data, so the server must have some. The chosen rule's loss on these
-    data is optimistic; test on others. Rules that cannot fuse a round's clients drop out of that round.
+    The held-out data are the Trainer's validation data: test on other data, since the chosen rule's loss on them is
+    optimistic. Rules that cannot fuse a round's clients drop out of that round.
 
     When to use it: the server holds some data, since no rule is best everywhere ([BA-BFL], [FBDL]).
 
     Args:
         candidates: names or rule objects, at least two.
-        score: the mean loss of a module on a batch, the lower the better; None: the negative log-likelihood under
-            the prediction of ``predict_step``, for modules of this package.
+        score: the mean loss of a module on a batch, the lower the better; None: the negative log-likelihood of
+            ``predict_step``, for modules of this package.
 
     Raises:
         FusionError: fewer than two candidates, one twice, or an unknown name.
     """
 
     def __init__(self, candidates: Sequence[str | FusionRule] = CANDIDATES, score: Score | None = None) -> None:
-        why = "give a list of rules"
-        check_kind("candidates", candidates, list | tuple, why, error=FusionError)
+        check_kind("candidates", candidates, list | tuple, "give a list of rules", error=FusionError)
         self.rules = tuple(get_rule(candidate) for candidate in candidates)
         self.names = tuple(names_of(self.rules))
         self.score = score
@@ -59,7 +58,7 @@ class AutoFusion:
 
 
 def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
-    """Yield a name for each rule, with its arguments where there are any."""
+    """Yield a name for each rule, with its arguments if it has any."""
     for rule in rules:
         options = {
             key: next(names_of([value])) if isinstance(value, FusionRule) else value
@@ -71,7 +70,7 @@ def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
 
 
 def candidates(rule: FusionRule | AutoFusion) -> dict[str, FusionRule]:
-    """Return a rule by its name with its arguments; of an ``AutoFusion``, all candidates."""
+    """Return a rule, or all candidates of an ``AutoFusion``, by names with arguments."""
     if isinstance(rule, AutoFusion):
         return dict(zip(rule.names, rule.rules, strict=True))
     return {next(names_of([rule])): rule}

@@ -1,7 +1,7 @@
 r"""Rules whose mean is the weighted average of the client means, :math:`\mu = \sum_k \omega_k \mu_k`.
 
-They differ in the variance: a power mean of the clients' variances, or, for the linear pool and the Gaussian fit, one
-that contains the clients' disagreement. A point mass (σ² = 0) needs no special case.
+The variance is a power mean of the clients' variances or, for the linear pool and the Gaussian fit, contains the
+clients' disagreement. Point masses (σ² = 0) need no special case.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_number, of_zeros
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, of_zeros
 
 
 class _AverageRule(SumRule):
-    """Weighted average of the means, and one more weighted sum for the variance."""
+    """Weighted average of the means, and another weighted sum for the variance."""
 
     by_columns: ClassVar[bool] = True
     weight_power = 1
@@ -29,19 +29,16 @@ class _AverageRule(SumRule):
     """Weighted average of these terms → the variance."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """See :meth:`SumRule.update`."""
-        add_number(statistics, "weight", weight, mean)
+        add(statistics, "weight", mean.new_tensor(weight))
         add(statistics, "mean", mean, weight)
         add(statistics, "spread", self.transform(of_zeros(variance)), weight**self.weight_power)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`."""
         weight, mean = statistics["weight"], statistics["mean"]
         variance = self.invert(statistics["spread"] / weight**self.weight_power)
         return mean / weight, variance.expand(mean.shape)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`SumRule.average`."""
         return statistics["mean"], statistics["weight"]
 
 
@@ -72,7 +69,7 @@ class WeightedSum(WeightedAverage):
 class WassersteinBarycenter(_AverageRule):
     r"""Minimiser of :math:`\sum_k \omega_k W_2^2(q_k, q)`: :math:`\sigma = \sum_k \omega_k \sigma_k`.
 
-    When to use it: a barycenter that is defined for point masses and keeps the clients' spread.
+    When to use it: for a barycenter that is defined for point masses and keeps the clients' spread.
 
     Source: [BA-BFL] Theorem 2, eq. (9).
     """
@@ -84,7 +81,7 @@ class WassersteinBarycenter(_AverageRule):
 class LogVarianceAverage(_AverageRule):
     r"""Geometric mean of the variances: :math:`\sigma^2 = \exp \sum_k \omega_k \log \sigma_k^2`.
 
-    When to use it: variances that differ by orders of magnitude. One point mass makes the fused variance 0.
+    When to use it: variances differ by orders of magnitude. One point mass makes the fused variance 0.
 
     Source: [BA-BFL] "AALV".
     """
@@ -96,11 +93,10 @@ class LogVarianceAverage(_AverageRule):
 class LinearPool(SumRule):
     r"""Moments of the mixture :math:`\sum_k \omega_k q_k`, the minimiser of :math:`\sum_k \omega_k KL(q_k\|q)`.
 
-    .. math:: \mu = \sum_k \omega_k \mu_k, \qquad
-              \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
+    .. math:: \mu = \sum_k \omega_k \mu_k, \qquad \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
 
-    When to use it: the variance of the global posterior shall contain the clients' disagreement. It is accumulated by
-    West's weighted form of Welford's recursion, which does not cancel.
+    When to use it: the global variance shall contain the clients' disagreement. West's weighted form of Welford's
+    recursion accumulates it without cancellation.
 
     Source: [FBDL] eqs. (12)–(14).
     """
@@ -139,8 +135,8 @@ class GaussianFit(LinearPool):
 
     .. math:: \mu = \tfrac1K \sum_k \mu_k, \qquad \sigma^2 = \tfrac1K \sum_k (\mu_k - \mu)^2
 
-    When to use it: clients train deterministic networks, and the global posterior shall be probabilistic nevertheless.
-    It takes no weights, and uses only the mean of a probabilistic client.
+    When to use it: clients train deterministic networks, and the global posterior shall be probabilistic. It takes no
+    weights, and uses only the mean of a probabilistic client.
 
     Source: [FedAG] Algorithm 1, line 9.
     """
@@ -158,7 +154,7 @@ class GaussianFit(LinearPool):
 
 
 def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor | float) -> None:
-    """Add a group of clients of mean ``mean`` and total weight ``weight`` to the running mean and Σω(μ_k − μ)²."""
+    """Add clients of mean ``mean`` and total weight ``weight`` to the running mean and Σω(μ_k − μ)²."""
     weight = float(weight)
     if "mean" not in statistics:
         statistics.update(weight=mean.new_tensor(weight), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape))

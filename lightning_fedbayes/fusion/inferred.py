@@ -1,7 +1,6 @@
-"""Rules that infer each client's noise from the updates of all rounds, their geometry, and a rule that uses them.
+"""Rules that infer each client's noise from the updates of all rounds, and a rule that uses them.
 
-Squared distances are those of K clients and, last, the origin, shape (K + 1, K + 1), or of any n points where a
-docstring says so.
+Squared distances are between K clients and, last, the origin, shape (K + 1, K + 1), unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_number, is_whole, shown
-from lightning_fedbayes.fusion.columns import weighted_median
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number, is_whole, shown
 from lightning_fedbayes.fusion.gram import Gram, combine, fused_by_shares, gram_of, squared_distances
-from lightning_fedbayes.fusion.registry import get_rule, rule_name
+from lightning_fedbayes.fusion.registry import get_rule, register_fusion, rule_name
 from lightning_fedbayes.fusion.robust import GeometricMedian
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, check_part
 
 FAR = 1e8
 """Squared distance to its nearest clients, in units of the others', from which a client is left out of a round."""
 NOTHING = 1e-9
-"""Ratio of noise variances below which the smaller is 0 except for rounding."""
+"""Ratio of noise variances below which the smaller is rounding."""
 
 
 def consensus(distances: Tensor) -> Tensor:
@@ -36,12 +34,12 @@ def consensus(distances: Tensor) -> Tensor:
 
 
 def residuals(distances: Tensor, shares: Tensor) -> Tensor:
-    """Return the squared distances of n points to their combination with ``shares``, which sum to 1, shape (n,)."""
+    """Return the squared distances of n points to their combination with ``shares``, of sum 1, shape (n,)."""
     return squared_lengths(distances, torch.eye(len(shares), dtype=torch.float64) - shares[:, None])
 
 
 def signal_of(distances: Tensor, shares: Tensor) -> Tensor:
-    """Return the squared distance of the clients' combination with ``shares`` to the origin, a scalar."""
+    """Return the squared distance from the clients' combination with ``shares`` to the origin, a scalar."""
     return squared_lengths(distances, torch.cat([shares, -shares.sum(0, keepdim=True)])[:, None])[0]
 
 
@@ -58,24 +56,21 @@ def gram_about_last(distances: Tensor) -> Tensor:
 
 
 def squared_lengths(distances: Tensor, directions: Tensor) -> Tensor:
-    """Return ‖Σ_i b_i p_i‖² for columns b of ``directions``, shape (n, m), each of sum 0, from distances of n points.
-
-    Only differences of points enter, so nothing cancels however far all of them are from the origin.
-    """
+    """Return ‖Σ_i b_i p_i‖², (m,), for columns b of ``directions``, (n, m), of sum 0: a far origin costs no digits."""
     return (-(directions * (distances @ directions)).sum(0) / 2).clamp_min(0)
 
 
 def least_noise(noise: Tensor, floor: float) -> float:
     """Return ``floor`` in units of the lower quartile of ``noise``, which a majority that sends noise does not raise.
 
-    Where the quartile is 0 compared with the median, some clients are the consensus itself: the unit is then the
-    median, or, where that is 0 too, the largest.
+    Where the quartile is 0 compared with the median, some clients are the consensus: the unit is then the median, or,
+    where it is 0 too, the largest.
     """
     return floor * (float(noise[lower_quartile(noise)]) or 1.0)
 
 
 def lower_quartile(values: Tensor) -> int:
-    """Return the position of the lower quartile of ``values``, or of another as :func:`least_noise` says."""
+    """Return the position of the lower quartile of ``values``, or of its replacement in :func:`least_noise`."""
     order = values.argsort().tolist()
     quartile, median, largest = (order[place] for place in (len(order) // 4, len(order) // 2, -1))
     if values[quartile] > NOTHING * values[median]:
@@ -84,27 +79,24 @@ def lower_quartile(values: Tensor) -> int:
 
 
 LEAST_WEIGHT = 1e-9
-"""Of a round; of 0 there is no average."""
+"""Least weight of a round; weights of 0 have no average."""
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
 ALIKE = 1e-4
-"""Part of an update's squared length below which the squared distance to another makes the two count as one."""
+"""Part of an update's squared length below which two updates' squared distance makes them count as one."""
 
 
 class InferredRule(ReliabilityRule):
     r"""A rule under the model :math:`x_{ij} \sim N(y_i, \cdot)`: updates are noisy observations of one ground truth.
 
-    An update is the difference of a client's mean to the previous global mean (to 0 if that is not known). Such a rule
-    needs only the squared distances between clients and to the origin. Its state holds averages of the clients'
-    products around each round's consensus, per pair, so clients may miss rounds.
-
-    Clients that send nearly the same update count as one, and share its reliability, if the previous global posterior
-    is known: else those who agree on what to send would look the most reliable. The variance of a probabilistic
-    parameter is the clients' median, weighted by the inferred shares.
+    An update is a client's mean minus the previous global mean (or 0). The rule needs only the squared distances
+    between clients and to the origin. Its state averages the clients' products around each round's consensus, per pair,
+    so clients may miss rounds. If the previous global posterior is known, clients that send nearly the same update
+    count as one and share its reliability. Variances are medians of the clients', weighted by the inferred shares.
 
     Args:
-        memory: discount of earlier rounds per round, from 0 (each round is scored alone) to 1 (all rounds count the
-            same, as in [Untrusted] Algorithm 1). A value below 1 is for clients that change.
+        memory: discount of earlier rounds per round, from 0 (each round by itself) to 1 (all rounds count the same, as
+            in [Untrusted] Algorithm 1). Below 1 is for clients that change.
 
     Raises:
         FusionError: ``memory`` is not in [0, 1].
@@ -120,14 +112,9 @@ class InferredRule(ReliabilityRule):
 
     @abstractmethod
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Infer the coefficients of the ground truth, and the clients' reliabilities.
+        """Return coefficients of the updates in the ground truth, (K,), and reliabilities, (K,), at least 0, of sum 1.
 
-        Args:
-            distances: shape (K + 1, K + 1), float64: mean squared differences per parameter between the K clients
-                and the origin, which comes last.
-            size: number of parameters P.
-
-        Returns: coefficients of the updates, shape (K,), and reliabilities, shape (K,), none negative, of sum 1.
+        Distances are mean squared differences per parameter; ``size`` is the number of parameters P.
         """
 
     def check_state(self, state: Any, parameters: int) -> None:
@@ -138,7 +125,7 @@ class InferredRule(ReliabilityRule):
         if not isinstance(clients, list) or not all(map(is_whole, clients)) or len({*clients}) < len(clients):
             raise FusionError(
                 f"{type(self).__name__}: 'clients' of its state is {shown(clients)}, and not a list of different "
-                "numbers: the checkpoint is damaged; go on from another one, or start anew"
+                "numbers: the checkpoint is damaged; use another one, or start again"
             )
         for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
             check_part(self, state, name, (len(clients),) * dimensions)
@@ -167,14 +154,10 @@ class InferredRule(ReliabilityRule):
             if share < NEGLIGIBLE / len(shares)
         }
         mean = combine(cohort.posteriors, coefficients, cohort.previous)
-        variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
-        return fused_by_shares(cohort, mean, variance, shares, reasons, new_state)
+        return fused_by_shares(cohort, mean, shares, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:
-        """As :meth:`infer`; equal shares for identical clients, and the consensus where the result is not finite.
-
-        Nearly equal updates count as one if the origin is ``known``.
-        """
+        """Call :meth:`infer` for one of each group of equal updates; the consensus where the result is not finite."""
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -192,14 +175,10 @@ class InferredRule(ReliabilityRule):
 
 
 def progress(distances: Tensor, moved: float | None) -> float:
-    """Return the squared length of the fused update of the round before, in units of this round's, at most 1.
+    """Return the squared length of the last round's fused update, ``moved``, in this round's units, at most 1.
 
     Where the global model no longer moves, updates are the errors that it has been fitted to: they sum to 0 with the
-    coefficients that were used, whichever those are, and say nothing of which are right.
-
-    Args:
-        distances: squared distances of the K clients and, last, the origin, shape (K + 1, K + 1).
-        moved: that squared length; None in a first round, which counts 1.
+    coefficients that were used, so they do not tell which are right. A first round, without ``moved``, counts 1.
     """
     lengths = distances[:-1, -1]
     length = float(lengths[lower_quartile(lengths)])
@@ -207,13 +186,10 @@ def progress(distances: Tensor, moved: float | None) -> float:
 
 
 def alike(distances: Tensor) -> Tensor:
-    """Return which clients send nearly the same update, shape (K, K), bool: each row a group, or part of none.
+    """Return a mask of clients that send nearly the same update, shape (K, K): each row is a group or empty.
 
     A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
-    shorter of their updates.
-
-    Args:
-        distances: squared distances of the K clients and, last, the origin, shape (K + 1, K + 1).
+    shorter update.
 
     >>> alike(torch.tensor([[0.0, 9.0, 8.0, 5.0], [9.0, 0.0, 0.0, 4.0], [8.0, 0.0, 0.0, 4.0], [5.0, 4.0, 4.0, 0.0]]))
     tensor([[ True, False, False],
@@ -233,22 +209,13 @@ def alike(distances: Tensor) -> Tensor:
 def average_rounds(
     state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float, weight: float = 1.0
 ) -> tuple[Tensor, RuleState]:
-    r"""Return squared distances between clients, and to the origin, averaged over the rounds so far.
+    r"""Return squared distances between clients and to the origin, averaged over the rounds so far, and the new state.
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
-    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds that both have taken part in, as in
-    [Untrusted] Remark 1, :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds.
-    Since each round has a consensus of its own, an outlier in one round does not affect clients that missed it.
-
-    Args:
-        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty; "counts" and
-            "rounds" are sums of weights.
-        clients: numbers of this round's clients.
-        now: this round's squared distances between them and the origin, which comes last, shape (K + 1, K + 1).
-        memory: discount of the earlier rounds.
-        weight: of this round; the earlier ones had weights of their own.
-
-    Returns: the distances, shape (K + 1, K + 1), and the new state.
+    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
+    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
+    does not affect clients that missed it. Earlier rounds are discounted by ``memory``; "counts" and "rounds" are sums
+    of weights.
     """
     if memory == 0:
         return now, {}
@@ -283,11 +250,7 @@ def average_rounds(
 
 
 def positive_semidefinite(products: Tensor) -> Tensor:
-    """Return a Gram matrix close to ``products`` with the same diagonal.
-
-    The entries of ``products`` are averages over different rounds, so they need not be the products of any points:
-    negative eigenvalues of their correlations are set to 0.
-    """
+    """Return a Gram matrix near averages over different rounds, with their diagonal and no negative eigenvalues."""
     lengths = products.diagonal().clamp_min(0).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
     values, vectors = torch.linalg.eigh(products * scale[:, None] * scale)
@@ -303,13 +266,12 @@ class Reliability(ReliabilityRule):
 
         FederatedBayes(fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"))
 
-    When to use it: Bayesian networks whose clients cannot be trusted. ``by`` uses the means only, since a client
-    can claim any variance; ``then`` fuses means and variances with the reliability as the clients' weights.
+    When to use it: Bayesian networks with clients that cannot be trusted. ``by`` uses only the means, since a client
+    can claim any variance; ``then`` fuses means and variances with the reliabilities as weights.
 
     Args:
-        by: a rule that infers reliabilities: a name (``ivar_vb``, ``icov_vb``, ``geometric_median``, ``multi_krum``, …)
-            or a rule object.
-        then: a rule that takes weights: a name or a rule object.
+        by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``geometric_median``, …
+        then: a rule, or its name, that takes weights.
 
     Raises:
         FusionError: ``by`` infers no reliabilities, or ``then`` takes no weights.
@@ -361,3 +323,107 @@ class Reliability(ReliabilityRule):
             state["then"],
         )
         return replace(inferred, posterior=fused.posterior, state={"by": inferred.state, "then": fused.state})
+
+
+class _InverseVariance(InferredRule):
+    """Arguments of both estimators: the least noise, and when to stop."""
+
+    def __init__(
+        self, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-10, max_iterations: int = 1000
+    ) -> None:
+        super().__init__(memory)
+        check_number("floor", floor, "(0, inf)", error=FusionError)
+        check_number("tolerance", tolerance, "(0, inf)", error=FusionError)
+        check_at_least("max_iterations", max_iterations, 1, error=FusionError)
+        self.floor = floor
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+
+
+@register_fusion("ivar_mle")
+class InverseVarianceMLE(_InverseVariance):
+    r"""Maximum likelihood of the ground truth y and of one noise variance per client.
+
+    .. math:: y_i \leftarrow \frac{\sum_{j \in J_i} x_{ij} / \sigma_j^2}{\sum_{j \in J_i} 1/\sigma_j^2}, \qquad
+              \sigma_j^2 \leftarrow \max\Bigl(\varepsilon, \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
+
+    When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
+    bad clients. The likelihood is unbounded (y can be one client's update, with a variance going to 0), so the method
+    starts at the geometric median, keeps variances above ε and bounds the number of iterations. Still y may end at one
+    client's update, mostly with a handful of nearly equal clients or very few parameters; ``ivar_vb`` prevents that.
+
+    Args:
+        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        floor: ε in units of the lower quartile of the clients' mean squared distances to the geometric median.
+        tolerance: stop when no share changes by more.
+        max_iterations: bound of the number of iterations; each costs O(K²).
+
+    Source: [Untrusted] Algorithm 1, eq. (6), (7).
+    """
+
+    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`InferredRule.infer`."""
+        clients = distances[:-1, :-1]
+        shares = consensus(distances)
+        noise = residuals(clients, shares)
+        least = least_noise(noise, self.floor)
+        for _ in range(self.max_iterations):
+            before, precision = shares, 1 / noise.clamp_min(least)
+            shares = precision / precision.sum()
+            noise = residuals(clients, shares)
+            if bool((shares - before).abs().max() <= self.tolerance):
+                break
+        return shares, shares
+
+
+@register_fusion("ivar_vb")
+class InverseVarianceVB(_InverseVariance):
+    r"""Posterior of the ground truth y under a Gaussian prior, with one noise variance per client.
+
+    .. math:: \lambda_i = \Bigl(\frac{1}{\tau^2} + \sum_{j \in J_i} \frac{1}{\sigma_j^2}\Bigr)^{-1}, \qquad
+              \bar y_i = \lambda_i \sum_{j \in J_i} \frac{x_{ij}}{\sigma_j^2}
+
+    and the variances that maximise the evidence, :math:`\tau^2 = \lambda + \|\bar y\|^2 / P` and
+    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so the prior
+    pulls towards the previous global posterior, noticeably only if the noise is much larger than the update.
+
+    When to use it: the default if clients cannot be trusted. λ is part of every noise variance, so y ends at one
+    client's update less easily than under maximum likelihood, though it can with few clients and parameters. It follows
+    clients that agree: clients with unusual data may look like noise.
+
+    Args: see :class:`InverseVarianceMLE`; ``floor`` bounds the noise variances.
+
+    Source: [Untrusted] eq. (10) to (13).
+    """
+
+    def __init__(
+        self, memory: float = 1.0, floor: float = 1e-6, tolerance: float = 1e-10, max_iterations: int = 1000
+    ) -> None:
+        super().__init__(memory, floor, tolerance, max_iterations)
+
+    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`InferredRule.infer`."""
+        shares = consensus(distances)
+        noise = residuals(distances[:-1, :-1], shares)
+        least = least_noise(noise, self.floor)
+        noise, signal = noise.clamp_min(least), signal_of(distances, shares)
+        coefficients = shares
+        for _ in range(self.max_iterations):
+            before = shares
+            coefficients, noise, signal = coordinate_ascent(distances, noise, signal, least)
+            shares = coefficients / coefficients.sum()
+            if bool((shares - before).abs().max() <= self.tolerance):
+                break
+        return coefficients, shares
+
+
+def coordinate_ascent(
+    distances: Tensor, noise: Tensor, signal: Tensor, least: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return coefficients of the posterior mean, noise (K,), at ``least``, and signal variance: eq. (10) to (13)."""
+    posterior_variance = 1 / (1 / signal + (1 / noise).sum())
+    coefficients = posterior_variance / noise
+    point = torch.cat([coefficients, 1 - coefficients.sum(0, keepdim=True)])
+    squares = squared_lengths(distances, torch.eye(len(point), dtype=torch.float64) - point[:, None])
+    moments = posterior_variance + squares
+    return coefficients, moments[:-1].clamp_min(least), moments[-1]

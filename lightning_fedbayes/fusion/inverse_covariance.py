@@ -1,14 +1,20 @@
-"""Inverse-covariance weighting: the covariance of the clients' errors is inferred from the updates."""
+r"""Inverse-covariance weighting: the covariance of the clients' errors is inferred from the updates.
+
+In all functions ``products``, shape (K, K), are the mean products :math:`S_{jk} = x_j \cdot x_k / P` of the clients'
+updates, and ``size`` is the number of parameters P.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.inferred import (
@@ -21,11 +27,12 @@ from lightning_fedbayes.fusion.inferred import (
     residuals,
     signal_of,
 )
-from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 
+MOVED = ("features", "noise", "signal")
+"""Estimates that :func:`climb` changes."""
 UNLIKE = 0.2
-"""Part by which the products of the clients that gain may differ from those across."""
+"""Part by which the products among clients that gain may differ from the products across."""
 CERTAIN = 3.0
 """Standard errors from which on a client certainly lacks part of y."""
 SURE = 2.0
@@ -38,8 +45,139 @@ OUTER, INNER = 2, 60
 """Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
 
+@dataclass(frozen=True)
+class Latent:
+    r"""Estimates of the latent noise model, K clients and D features: errors of clients have common causes.
+
+    .. math:: x_j = y + u^\top v_j + e_j, \qquad e_j \sim N(0, \sigma_j^2), \quad u \sim N(0, I_D), \quad
+              y \sim N(0, \tau^2)
+
+    for every parameter, with features :math:`v_j \in R^D` of the clients that all parameters share: [Untrusted] eq. (8)
+    with :math:`\sigma_u = 1` (v has the scale) and the noise per client of Algorithm 2, line 2.
+
+    Args:
+        features: posterior means of v, shape (K, D).
+        spread: their posterior covariances Ψ, shape (K, D, D).
+        feature_variance: prior variance of the features σ_v², a scalar.
+        noise: σ_j², shape (K,).
+        signal: τ², a scalar.
+    """
+
+    features: Tensor
+    spread: Tensor
+    feature_variance: Tensor
+    noise: Tensor
+    signal: Tensor
+
+    def covariance(self) -> Tensor:
+        r"""Return the covariance of the clients' errors, :math:`V V^\top + \mathrm{diag}(\sigma^2)`, shape (K, K)."""
+        return self.features @ self.features.T + torch.diag(self.noise)
+
+
+def least_squares(covariance: Tensor) -> Tensor:
+    r"""Return :math:`\Phi^{-1} 1 / (1^\top \Phi^{-1} 1)`, shape (K,): generalised least squares, eq. (3)."""
+    solution = torch.linalg.solve(covariance, torch.ones(len(covariance), dtype=covariance.dtype))
+    return solution / solution.sum()
+
+
+def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
+    r"""Return the Gaussian q(y, u): one precision for all parameters, and a mean that is linear in x.
+
+    With :math:`z_j = (1, v_j)` its precision is
+    :math:`A = \mathrm{diag}(1/\tau^2, I) + \sum_j \sigma_j^{-2} (z_j z_j^\top + \mathrm{diag}(0, \Psi_j))` and its mean
+    :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. The source's factorised bound, eq. (14) to (17), is looser.
+
+    Returns: A, shape (D + 1, D + 1), and the rows :math:`z_j / \sigma_j^2`, shape (K, D + 1).
+    """
+    precision = 1 / latent.noise
+    ones = torch.ones(len(precision), 1, dtype=precision.dtype)
+    loadings = torch.cat([ones, latent.features], 1)
+    rows = loadings * precision[:, None]
+    prior = torch.cat([1 / latent.signal[None], torch.ones(latent.features.shape[1], dtype=precision.dtype)])
+    uncertain = torch.einsum("k,kij->ij", precision, latent.spread)
+    return loadings.T @ rows + torch.diag(prior) + torch.nn.functional.pad(uncertain, (1, 0, 1, 0)), rows
+
+
+def free_energy(latent: Latent, products: Tensor, size: int) -> Tensor:
+    """Return the lower bound of the log evidence per parameter for the best q(y, u)."""
+    clients, count = latent.features.shape
+    precision, rows = posterior_of_truth(latent)
+    explained = (torch.linalg.inv(precision) * (rows.T @ products @ rows)).sum()
+    data = clients * math.log(2 * math.pi) + latent.noise.log().sum() + latent.signal.log() + torch.logdet(precision)
+    data = data + (products.diagonal() / latent.noise).sum() - explained
+    squares = latent.features.square().sum() + latent.spread.diagonal(dim1=1, dim2=2).sum()
+    divergence = squares / latent.feature_variance - clients * count * (1 - latent.feature_variance.log())
+    return -(data + (divergence - torch.logdet(latent.spread).sum()) / size) / 2
+
+
+def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
+    """Update the posterior covariances of the features, eq. (18), and then their prior variance, eq. (22)."""
+    precision, rows = posterior_of_truth(latent)
+    inverse = torch.linalg.inv(precision)
+    towards = rows @ inverse
+    moments = (inverse + towards.T @ products @ towards)[1:, 1:]
+    eye = torch.eye(len(moments), dtype=products.dtype)
+    spread = torch.linalg.inv(eye / latent.feature_variance + size * moments / latent.noise[:, None, None])
+    squares = latent.features.square().sum() + spread.diagonal(dim1=1, dim2=2).sum()
+    variance = squares / max(latent.features.numel(), 1)
+    return replace(latent, spread=spread, feature_variance=variance)
+
+
+def climb(
+    latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
+) -> Latent:
+    """Maximise the free energy over the estimates ``moved``, with no noise below ``least``, by L-BFGS from ``latent``.
+
+    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
+    """
+    above = (latent.noise - least).clamp_min(1e-3 * least)
+    begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
+    free = {name: begun[name].detach().clone().requires_grad_() for name in moved}
+    best, highest = latent, float(free_energy(latent, products, size))
+
+    def at() -> Latent:
+        values = {**begun, **free}
+        noise = values["noise"].exp() + least
+        return replace(latent, features=values["features"], noise=noise, signal=values["signal"].exp())
+
+    def loss() -> Tensor:
+        nonlocal best, highest
+        optimizer.zero_grad()
+        reached = at()
+        value = free_energy(reached, products, size)
+        if not bool(torch.isfinite(value)):
+            raise LinAlgError("beyond double precision")
+        if value.item() > highest:
+            highest = value.item()
+            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in MOVED})
+        value = -value
+        value.backward()
+        return value
+
+    optimizer = torch.optim.LBFGS(
+        free.values(),
+        max_iter=steps,
+        history_size=20,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
+    with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: keep the best so far
+        optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    return best
+
+
+def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent:
+    """Return first estimates for ``count`` features: 0.3 times the leading principal components of ``residual``."""
+    values, vectors = torch.linalg.eigh(residual)
+    features = 0.3 * vectors.flip(1)[:, :count] * values.flip(0)[:count].clamp_min(0).sqrt()
+    prior = features.square().mean().clamp_min(float(noise.mean()) * 1e-3) if count else signal
+    spread = torch.eye(count, dtype=noise.dtype).expand(len(noise), count, count) * (prior * 1e-3)
+    return Latent(features.contiguous(), spread, prior, noise, signal)
+
+
 class _InverseCovariance(InferredRule):
-    """Arguments of both ways of estimating: the number of features, and the least noise."""
+    """Arguments of both estimators: the number of features, and the least noise."""
 
     def __init__(self, latent: int, memory: float, floor: float) -> None:
         super().__init__(memory)
@@ -49,9 +187,8 @@ class _InverseCovariance(InferredRule):
         self.floor = floor
 
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`InferredRule.infer`."""
-        alone = len(distances) == 2  # clients that all send nearly the same count as one
-        coefficients = torch.ones(1, dtype=torch.float64) if alone else self.solve(distances, size)
+        one = len(distances) == 2  # clients that all send nearly the same count as one
+        coefficients = torch.ones(1, dtype=torch.float64) if one else self.solve(distances, size)
         positive = coefficients.clamp_min(0)
         return coefficients, positive / positive.sum()
 
@@ -71,37 +208,25 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    The model has errors independent of y, and then of two combinations of sum 1 the shorter has the smaller error.
-    Clients that do not hold the whole of y violate that. So the result starts from an average and leaves it for the
-    estimate of the model only as far as the updates show that this is better:
+    In the model, errors are independent of y, so of two combinations of sum 1 the shorter has the smaller error.
+    Clients that hold only a part of y violate that. So the result starts from an average and moves to the model's
+    estimate only as far as the updates show that this is better: see :func:`bounded_average`, :func:`plausible`,
+    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
 
-    * Clients that certainly lack y or send its opposite count 0, long updates less, see :func:`bounded_average`.
-    * The clients that gain must be able to hold the whole of y, see :func:`plausible`.
-    * The result goes towards the estimate up to the shortest point, less a standard error, see
-      :func:`as_far_as_certain`. With few parameters that is not far.
-    * A round counts less the less the fused update of the round before moved the global model, see
-      :func:`~lightning_fedbayes.fusion.inferred.progress`.
+    An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
+    parameters on; with few parameters the result stays at the average. Noise of up to three times the honest length
+    from two of five clients counts as in the average. Where clients differ by more than errors independent of y (other
+    steps, other curvature), it can be worse than the average, by a tenth with five examples per parameter.
+    ``benchmarks/untrusted`` has figures.
 
-    What holds (``tests/fusion/test_inverse_covariance.py``): an error that half of the clients share costs next to
-    nothing, however large it is, from some 1,000 parameters on (at most 10 % more than the best linear estimate). In
-    regression on 50 parameters, where three of five clients have the same data, the result is the average or better.
-    One of five clients, or three of ten, that send the opposite, nothing, ten times their update or noise cost at most
-    10 % with 3,000 parameters.
-
-    What does not: noise of one to three times the honest length from two of five clients is taken in as by the
-    average, and with 50 parameters so is such noise from one. Products of updates need not tell: three of five clients
-    with one error, and three that are right beside two who hold less of y and have one, can have the same. Where
-    clients differ otherwise than by errors that are independent of y (other steps, other curvature), the estimate can
-    be worse than the average, by a tenth in regression with five examples for each parameter.
-
-    y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
-    factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
+    y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
+    which stays at nearly equal weights where clients share data.
 
     Args:
         latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
-            geometric median, where the search starts.
+            geometric median, the start of the search.
 
     Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
     """
@@ -112,7 +237,7 @@ class InverseCovarianceVB(_InverseCovariance):
         super().__init__(latent, memory, floor)
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Go from the average of those that may hold y towards the estimate among them, as far as is certain."""
+        """Go from the average of clients that may hold y towards the estimate among them, as far as is certain."""
         average = bounded_average(gram_about_last(distances), size)
         holders = average > 0
         points = torch.cat([holders, torch.ones(1, dtype=torch.bool)])
@@ -122,10 +247,7 @@ class InverseCovarianceVB(_InverseCovariance):
         return average
 
     def improved(self, begin: Tensor, distances: Tensor, size: int) -> Tensor:
-        """Maximise the free energy, solve eq. (3), and move ``begin`` towards the first result that is plausible.
-
-        If that with y's prior is not, the prior is made flat: only differences between clients count then.
-        """
+        """Move ``begin`` towards the first plausible solution of eq. (3), with y's prior or with a flat one."""
         scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
         for model, moved in ((begun, MOVED), (replace(begun, signal=FLAT * begun.signal), ("features", "noise"))):
@@ -142,11 +264,10 @@ class InverseCovarianceVB(_InverseCovariance):
         shares = consensus(distances)
         noise = residuals(distances[:-1, :-1], shares)
         least = least_noise(noise, self.floor)
-        scale = noise.clamp_min(least).median()
+        noise, signal = noise.clamp_min(least), signal_of(distances, shares).clamp_min(least)
+        scale = noise.median()
         residual = centred_products(distances[:-1, :-1], shares)
-        signal = signal_of(distances, shares).clamp_min(least)
-        count = min(self.latent, len(noise) - 1)
-        begun = start(residual / scale, noise.clamp_min(least) / scale, signal / scale, count)
+        begun = start(residual / scale, noise / scale, signal / scale, min(self.latent, len(noise) - 1))
         return scale, begun, least / float(scale)
 
 
@@ -154,15 +275,11 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
     A client counts :math:`\min(1, 4 l / l_j)^2`, where :math:`l_j` is the squared length of its update and l the lower
-    quartile, which a majority that sends noise does not raise. Lengths, and not distances: where three of five clients
-    have a common error they lie near each other and far from the other two, but all five have nearly the same length.
+    quartile, which a majority that sends noise does not raise. Distances would not do: three of five clients with a
+    common error lie near each other and far from the other two, but all five have nearly the same length.
 
-    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with that average is below 0 by three
-    standard errors.
-
-    Args:
-        products: mean products of the clients' updates, shape (K, K).
-        size: number of parameters P.
+    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
+    errors.
     """
     lengths = products.diagonal()
     least = lengths[lower_quartile(lengths)]
@@ -177,15 +294,10 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
 def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
     r"""Return a mask, shape (K,): True for a client that certainly holds less than half of y.
 
-    Where errors are independent of y, :math:`x_j \cdot x_k` is y's squared length, unless j and k share an error. So
-    that length is the median over the clients of each one's median product with the others, if most hold y and no more
-    than half of one's products are with a group of its own. A client lacks y if its median product is below half of
-    that, and its mean product with the others of whom that is not so is below it by three standard errors.
-
-    Args:
-        products: mean products of the clients' updates, shape (K, K).
-        weights: of the others in the mean, shape (K,).
-        size: number of parameters P.
+    Where errors are independent of y, :math:`x_j \cdot x_k` is y's squared length, unless j and k share an error. The
+    median over the clients of each one's median product estimates that length, if most hold y and at most half of the
+    others share a client's error. A client lacks y if its median product is below half of that, and its mean product,
+    with ``weights``, with the clients that do not lack y is below half by three standard errors.
     """
     count = len(products)
     apart = ~torch.eye(count, dtype=torch.bool)
@@ -200,19 +312,13 @@ def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: int) -> Tensor:
-    r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from coefficients b to a, both of sum 1.
+    r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from ``begin`` b to ``towards`` a, of sum 1.
 
     .. math:: \kappa = \frac{x_b^\top d - \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
-    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains errors alone; if they are
-    independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part of the way at which the error is least, with a
-    standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
-
-    Args:
-        begin: b, shape (K,).
-        towards: a, shape (K,).
-        products: mean products of the clients' updates, shape (K, K).
-        size: number of parameters P.
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors; if they are
+    independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part with the least error, with a standard error of
+    :math:`\|y\| / (\|d\| \sqrt P)`.
     """
     apart = begin - towards
     spread, length = apart @ products @ apart, towards @ products @ towards
@@ -224,24 +330,18 @@ def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: in
 
 
 def plausible(coefficients: Tensor, products: Tensor, size: int) -> bool:
-    r"""Return whether those who gain over the average may hold as much of y in common as they share with the others.
+    r"""Return True if clients that gain over the average may hold as much of y as they share with the others.
 
-    With gains :math:`a = (c - 1/K)_+` and losses :math:`b = (1/K - c)_+`, where errors are independent of y and the
-    two sides share none, both sides of
+    With ``coefficients`` c of sum 1, gains :math:`a = (c - 1/K)_+` and losses :math:`b = (1/K - c)_+`, where errors are
+    independent of y and the two sides share none, both sides of
 
     .. math:: \frac{\sum_{j \ne k} a_j a_k \, x_j \cdot x_k}{\sum_{j \ne k} a_j a_k} \approx
               \frac{\sum_{jk} a_j b_k \, x_j \cdot x_k}{\sum_{jk} a_j b_k}
 
-    are y's squared length. Clients that hold a part g of y alone, since they take fewer steps say, have :math:`g^2` on
-    the left and g on the right; those who send noise have 0, and the opposite of y a negative right side. So they must
-    not differ by more than a fifth and two standard errors, and the right side must be above 0 by as many. One client
-    that gains alone has no such products. Fewer than half of the clients may be those who hold the same part of y, so
-    with their coefficients at least four fifths of the average's update must be left.
-
-    Args:
-        coefficients: c, shape (K,), of sum 1.
-        products: mean products of the clients' updates, shape (K, K).
-        size: number of parameters P.
+    are y's squared length. Clients that hold a part g of y have :math:`g^2` on the left and g on the right; noise has
+    0, the opposite of y a negative right side. So the sides must differ by at most a fifth and two standard errors, and
+    the right side must exceed 0 by as many. One client that gains has no such products. If fewer than half of the
+    clients gain, they may hold the same part of y: at least four fifths of the average's update must be left.
     """
     count = len(coefficients)
     gains, losses = (coefficients - 1 / count).clamp_min(0), (1 / count - coefficients).clamp_min(0)
@@ -273,19 +373,13 @@ class InverseCovarianceMLE(_InverseCovariance):
               \Phi = V V^\top + \mathrm{diag}(\sigma^2)
 
     where V and σ² maximise the log-likelihood :math:`-\log|\Phi| - \delta^\top \Phi^{-1} \delta`,
-    :math:`\delta = x - y 1`, by expectation maximisation, which has the stationary points of the gradients (9a) to
-    (9c) and no step size.
+    :math:`\delta = x - y 1`, by expectation maximisation, which needs no step size.
 
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
     clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.
 
-    Args:
-        latent: number of latent features D; at most K − 1 are used.
-        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: ε, least noise variance in units of the lower quartile of the clients' mean squared distances to the
-            geometric median, where the iterations start.
-        tolerance: stop when no coefficient changes by more.
-        max_iterations: bound of the number of iterations.
+    Args: see :class:`InverseCovarianceVB`; iterations end at ``max_iterations``, or if no coefficient moves by
+        ``tolerance``.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
     """
@@ -327,14 +421,7 @@ class InverseCovarianceMLE(_InverseCovariance):
 def expectation_maximisation(
     features: Tensor, noise: Tensor, residual: Tensor, least: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    r"""Return V and σ² of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` after one step (factor analysis).
-
-    Args:
-        features: V, shape (K, D).
-        noise: σ², shape (K,).
-        residual: mean products of the clients' differences to y, shape (K, K).
-        least: bound below the noise variances.
-    """
+    r"""Return V and σ² of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` after a step of factor analysis."""
     towards = torch.linalg.solve(features @ features.T + torch.diag(noise), features)
     moments = torch.eye(features.shape[1], dtype=noise.dtype) - towards.T @ features + towards.T @ residual @ towards
     loaded = residual @ towards

@@ -1,29 +1,39 @@
-r"""Rules that multiply densities: they add precisions :math:`1/\sigma_k^2`.
+r"""Rules that multiply densities, so precisions :math:`1/\sigma_k^2` add up, and α-barycenters.
 
-A point mass has infinite precision. Where clients are point masses the limit of equal, vanishing variances is taken:
-the (weighted) mean of the point masses, with variance 0; clients with a positive variance do not count there.
+A point mass has infinite precision. Where clients are point masses, the limit of equal, vanishing variances is taken:
+their (weighted) mean with variance 0; clients with a positive variance do not count there.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_number, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
+from lightning_fedbayes.fusion.averages import LinearPool
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add_number, add_precisions
+from lightning_fedbayes.fusion.rule import FusionRule, Moments, Posteriors, Statistics, SumRule, add, add_precisions
+
+NODES = 32
+"""Gauss–Hermite nodes around each client, per parameter."""
+ENTRIES = 2**21
+"""Number of log densities that are held at once."""
+NEGLIGIBLE = 1e-6
+"""Distance of α from 0 or 1 below which the limit is taken."""
 
 
 class _ProductRule(SumRule):
-    """A rule on sums of weighted precisions and of precision-weighted means; point masses are summed apart."""
+    """A rule on sums of weighted precisions and of precision-weighted means; point masses are summed separately."""
 
     by_columns: ClassVar[bool] = True
 
     scale: ClassVar[str | None] = None
-    """Statistic that the variance is a multiple of, over the summed precision; None: of 1."""
+    """Statistic that is divided by the summed precision to give the variance; None: 1."""
 
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """Return mean and variance where no client is a point mass; any values elsewhere."""
@@ -31,19 +41,16 @@ class _ProductRule(SumRule):
         return statistics["precision_mean"] / precision, (statistics[self.scale] if self.scale else 1) / precision
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """See :meth:`SumRule.update`."""
         weight = weight if self.uses_weights else 1.0
-        add_number(statistics, "weight", weight, mean)
+        add(statistics, "weight", mean.new_tensor(weight))
         if "max_weight" not in statistics or weight > statistics["max_weight"]:
             statistics["max_weight"] = mean.new_tensor(weight)
         add_precisions(statistics, mean, variance, weight, weight)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`SumRule.average`; the sums of point masses contain it."""
         return None if "precision" in statistics else (statistics["atom_mean"], statistics["atom_weight"])
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
-        """See :meth:`SumRule.merge`; the largest weight is a maximum, all else are sums."""
         if not other:
             return
         largest = other["max_weight"]
@@ -52,7 +59,6 @@ class _ProductRule(SumRule):
         statistics["max_weight"] = largest
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`."""
         if "atom_weight" not in statistics:
             return self.combine(statistics, like, previous)
         atom_mean = statistics["atom_mean"] / statistics["atom_weight"]
@@ -60,7 +66,7 @@ class _ProductRule(SumRule):
             return atom_mean, zeros_like(atom_mean)
         atom = statistics["atom_weight"] > 0
         regular = {**statistics, "precision": statistics["precision"].masked_fill(atom, 1)}
-        if previous is not None:  # which knows nothing where clients are point masses
+        if previous is not None:  # it does not count where clients are point masses
             before, spread = previous.flatten()
             previous = previous.unflatten(before, spread.masked_fill(atom, torch.inf))
         mean, variance = self.combine(regular, like, previous)
@@ -91,8 +97,7 @@ class WeightedConflation(_ProductRule):
     .. math:: \mu = \frac{\sum_k \omega_k \mu_k / \sigma_k^2}{\sum_k \omega_k / \sigma_k^2}, \qquad
               \sigma^2 = \frac{\max_k \omega_k}{\sum_k \omega_k/\sigma_k^2}
 
-    When to use it: like conflation, for clients of different sizes. Its variance is at most that of the client with the
-    largest weight.
+    When to use it: like conflation, for clients of different sizes. Its variance is at most the largest client's.
 
     Source: [FBDL] eq. (16).
     """
@@ -108,8 +113,8 @@ class ReverseKLBarycenter(_ProductRule):
     .. math:: \mu = \sigma^2 \sum_k \omega_k \frac{\mu_k}{\sigma_k^2}, \qquad
               \sigma^2 = \Bigl(\sum_k \frac{\omega_k}{\sigma_k^2}\Bigr)^{-1}
 
-    When to use it: clients with a small variance are to count more, parameter by parameter, and identical clients to
-    leave the variance as it is. Under a fixed prior it is too wide after many rounds.
+    When to use it: clients with a small variance shall count more, parameter by parameter, and identical clients shall
+    keep their variance. Under a fixed prior it is too wide after many rounds.
 
     Source: [BA-BFL] Corollary 1, eq. (8); [FBDL] §2.5.4 (log-linear pooling).
     """
@@ -124,16 +129,15 @@ class DistributedWeightConsolidation(_ProductRule):
     .. math:: \frac{1}{\sigma^2} = \sum_k \frac{1}{\sigma_k^2} - \frac{K-1}{\sigma_o^2}, \qquad
               \mu = \sigma^2 \Bigl(\sum_k \frac{\mu_k}{\sigma_k^2} - (K-1)\frac{\mu_o}{\sigma_o^2}\Bigr)
 
-    When to use it: every client started from the global posterior q_o *as its prior* (``prior="global"``); then the
-    result is the posterior of the pooled data, exactly so for conjugate models. Pre-train q_o. It takes no weights.
+    When to use it: every client started from the global posterior q_o *as its prior* (``prior="global"``). The result
+    is then the posterior of the pooled data, exact for conjugate models. Pre-train q_o. It takes no weights.
 
     Args:
         min_precision: least fused precision, positive; entries below it get the conflation's mean and the variance
             ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
-        FusionError: no previous posterior; or a fused precision that is not positive, because clients are vaguer
-            there than q_o.
+        FusionError: no previous posterior; or a fused precision that is not positive, as clients are vaguer than q_o.
 
     Source: [FBDL] eq. (17); McClure et al. 2018.
     """
@@ -182,3 +186,99 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
         "global posterior. Pre-train it, use prior='global', or pass "
         "DistributedWeightConsolidation(min_precision=...)"
     )
+
+
+@register_fusion("alpha_barycenter")
+class AlphaBarycenter(FusionRule):
+    r"""Gaussian with the moments of the minimiser of :math:`\sum_k \omega_k D_\alpha(q_k \| q)`, per parameter.
+
+    .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k\, q_k(\theta)^\alpha\Bigr)^{1/\alpha}, \qquad
+              D_\alpha(p\|q) = \frac{1 - \int p^\alpha q^{1-\alpha}}{\alpha (1 - \alpha)}
+
+    α → 0 is ``reverse_kl_barycenter``, with its mass where all clients have some; α = 1 is ``linear_pool``, with its
+    mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
+    three digits for α in [0, 1], less exactly outside. Unless α = 1, point masses are fused as for α = 0.
+
+    When to use it: where held-out data are to choose α
+    (``python -m benchmarks.images.run benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and
+    costs O(K² · P) with a large constant: for up to about a million parameters.
+
+    Args:
+        alpha: α, any finite number; [0, 1] is the range between the two named rules.
+
+    Raises:
+        FusionError: ``alpha`` is not finite.
+
+    Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; projection by [FBDL] (12) to
+    (14).
+    """
+
+    by_columns: ClassVar[bool] = True
+
+    def __init__(self, alpha: float = 0.5) -> None:
+        check_number("alpha_barycenter: alpha", alpha, error=FusionError)
+        self.alpha = alpha
+
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
+        """See :meth:`FusionRule.fuse`."""
+        if abs(self.alpha - 1) < NEGLIGIBLE:
+            return LinearPool().fuse(posteriors, weights, previous)
+        limit = ReverseKLBarycenter().fuse(posteriors, weights, previous)
+        if abs(self.alpha) < NEGLIGIBLE:
+            return limit
+        mean, variance = (each.clone() for each in limit.flatten())
+        clients = [posterior.flatten() for posterior in posteriors]
+        random = torch.stack([client[1] for client in clients]).amin(0) > 0
+        means = torch.stack([client[0][random] for client in clients])
+        variances = torch.stack([client[1][random] for client in clients])
+        middle = mean[random], variance[random]
+        width = max(1, ENTRIES // (len(clients) * (len(clients) + 1) * NODES))
+        blocks = zip(*(each.split(width, -1) for each in (means, variances, *middle)), strict=True)
+        parts = [alpha_moments(m, v, centre, spread, weights, self.alpha) for m, v, centre, spread in blocks]
+        if parts:
+            mean[random], variance[random] = (torch.cat(each) for each in zip(*parts, strict=True))
+        return posteriors[0].unflatten(mean, variance)
+
+
+@register_fusion("hellinger_barycenter")
+class HellingerBarycenter(AlphaBarycenter):
+    r"""The α-barycenter of α = ½, the minimiser of :math:`\sum_k \omega_k H^2(q_k, q)`, projected onto Gaussians.
+
+    .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k \sqrt{q_k(\theta)}\Bigr)^2, \qquad
+              H^2(p, q) = 1 - \int \sqrt{p\,q}
+
+    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``; its divergence is symmetric.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+
+
+def alpha_moments(
+    means: Tensor, variances: Tensor, middle: Tensor, spread: Tensor, weights: Tensor, alpha: float
+) -> tuple[Tensor, Tensor]:
+    r"""Return mean and variance, (P,), of :math:`(\sum_k \omega_k q_k^\alpha)^{1/\alpha}`, normalised, per parameter.
+
+    The integrals are expectations under an even mixture of the clients, (K, P), and the reverse-KL barycenter
+    (``middle``, ``spread``), which is nowhere much smaller than the integrand.
+    """
+    nodes, masses = (torch.from_numpy(each).to(means) for each in np.polynomial.hermite_e.hermegauss(NODES))
+    centres, widths = torch.cat([means, middle[None]]), torch.cat([variances, spread[None]]).sqrt()
+    shares = torch.cat([weights.to(means) / 2, means.new_tensor([0.5])])
+    around = nodes[:, None] * widths[:, None]  # node n around each centre: shape (K + 1, nodes, P)
+    from_clients = ((centres - means[:, None])[:, :, None] + around).flatten(1, 2)  # exact where a client is a spike
+    points = ((centres - middle)[:, None] + around).flatten(0, 1)
+    mass = (shares[:, None] * masses / masses.sum()).flatten()
+    log_clients = _log_density(from_clients, variances[:, None])
+    log_weights = weights.to(means).log()[:, None, None]
+    log_mixture = torch.logaddexp((log_weights + log_clients).logsumexp(0), _log_density(points, spread)) - math.log(2)
+    log_ratio = (log_weights + alpha * log_clients).logsumexp(0) / alpha - log_mixture
+    values = mass[:, None] * (log_ratio - log_ratio.amax(0)).exp()
+    values = values / values.sum(0)
+    offset = (values * points).sum(0)
+    return middle + offset, (values * (points - offset).square()).sum(0)
+
+
+def _log_density(distance: Tensor, variance: Tensor) -> Tensor:
+    """Return the log density of Gaussians at ``distance`` from their mean."""
+    return -0.5 * (distance.square() / variance + variance.log() + math.log(2 * math.pi))

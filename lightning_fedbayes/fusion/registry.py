@@ -1,4 +1,4 @@
-"""Registry of fusion rules by name."""
+"""Fusion rules by name."""
 
 from __future__ import annotations
 
@@ -17,27 +17,22 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.fusion.rule import FusionRule, Posteriors
 
 FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
 Registered = TypeVar("Registered")
 
-_OF_CLIENTS = (
-    "it changes how clients train, not how their posteriors are fused: put its term into your training_step, and fuse "
-    "with 'weighted_average'"
-)
-_OF_METHODS = "it is a method of the federation, FederatedBayes(fusion=...), and has more than a rule"
-_OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
+_OF_CLIENTS = "it changes local training: put its term into your training_step, and fuse with 'weighted_average'"
+_OF_METHODS = "it is a method of the federation: give it to FederatedBayes(fusion=...)"
+_OF_SERVERS = "choose a server optimizer: 'fedavgm', 'fedadam', 'fedyogi' or 'fedadagrad'"
 ALGORITHMS = {
     **dict.fromkeys(("moon", "feddecorr", "fedlc"), _OF_CLIENTS),
     **dict.fromkeys(("ditto", "fednova", "fedprox", "population", "scaffold", "sites", "sums"), _OF_METHODS),
     **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
-    "feddyn": "its duals add up what short local training leaves over; fusion='sites' measures gradients instead",
-    **dict.fromkeys(("pvi", "bayesadmm"), "fusion='sites' has one factor for each client, too, and measures it"),
-    "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
-    "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
-    "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "
-    "the normalisation layers, and buffers='local'",
+    "feddyn": "its duals sum what short local training leaves over; fusion='sites' measures gradients instead",
+    **dict.fromkeys(("pvi", "bayesadmm"), "fusion='sites' also has one factor per client, and measures it"),
+    **dict.fromkeys(("fedper", "fedrep"), "fuse by 'weighted_average', with local_parameters=['head.*']"),
+    "fedbn": "fuse by 'weighted_average', with the normalisation layers as local_parameters and buffers='local'",
 }
 """Known algorithm that is no fusion rule, in lower case without hyphens → what to do instead."""
 
@@ -46,20 +41,18 @@ _ALIASES: dict[str, str] = {}
 
 
 class FunctionRule(FusionRule):
-    """Rule that calls a plain function ``(posteriors, weights, previous) -> GaussianPosterior``."""
+    """Rule that calls a function ``(posteriors, weights, previous) -> GaussianPosterior``."""
 
     def __init__(self, function: FuseFunction) -> None:
         self.function = function
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
         return self.function(posteriors, weights, previous)
 
 
 def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registered], Registered]:
-    """Decorate a class or function to register it as the fusion rule ``name``, with ``aliases``.
+    """Decorate a class or function to register it as the fusion rule ``name``.
 
     Args:
         name: the name that users give as ``fusion="name"``.
@@ -81,10 +74,10 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
     aliases = check_strings("aliases", aliases, remedy, error=FusionError)
 
     def register(rule: Registered) -> Registered:
-        usable = issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)
-        if not usable:
-            remedy = "a rule is a FusionRule subclass or a function"
-            raise FusionError(f"cannot register {shown(rule)} as '{name}': {remedy}")
+        if not (issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)):
+            raise FusionError(
+                f"cannot register {shown(rule)} as '{name}': a rule is a FusionRule subclass or a function"
+            )
         keys = (name, *aliases)
         for i, key in enumerate(keys):
             if key in _RULES or key in _ALIASES or key in keys[:i]:
@@ -97,11 +90,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 
 def unregister_fusion(name: str) -> None:
-    """Remove the rule ``name`` and its aliases.
-
-    Raises:
-        FusionError: there is none; the message gives the nearest.
-    """
+    """Remove the rule ``name`` and its aliases; raise FusionError, with the nearest name, if there is none."""
     check_choice("name", name, _RULES, error=FusionError)
     del _RULES[name]
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
@@ -127,11 +116,7 @@ def rule_name(rule: str | FusionRule) -> str:
 
 
 def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
-    """Return the rule object for a name, an alias, a rule object or a function.
-
-    Raises:
-        FusionError: no rule has that name; the message gives the nearest.
-    """
+    """Return the rule object for a name, an alias, a rule object or a function; raise FusionError for anything else."""
     if isinstance(rule, FusionRule):
         return rule
     if isinstance(rule, str):

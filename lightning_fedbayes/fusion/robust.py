@@ -1,21 +1,32 @@
-"""Robust rules: they bound how far a minority of clients, whatever it sends, can move the global posterior."""
+"""Robust rules, which bound how far a minority of clients can move the global posterior, and pre-aggregation."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.fusion.columns import columns
-from lightning_fedbayes.fusion.gram import Gram, GramRule, squared_distances_to
-from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.fusion.averages import WeightedAverage
+from lightning_fedbayes.fusion.gram import (
+    Gram,
+    GramRule,
+    columns,
+    fused_by_shares,
+    gram_of,
+    median_distances,
+    points_of,
+    squared_distances_to,
+    weighted_sum,
+)
+from lightning_fedbayes.fusion.registry import get_rule, register_fusion
+from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, Posteriors, RuleState
 
 
 @register_fusion("geometric_median", aliases=("rfa",))
@@ -26,22 +37,17 @@ class GeometricMedian(GramRule):
               \beta_k = \frac{\omega_k}{\max(\nu, \|\mu_k - y\|)}, \qquad
               y \leftarrow \frac{\sum_k \beta_k \mu_k}{\sum_k \beta_k}
 
-    and σ² the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
-    :math:`a_k = \beta_k / \sum_j \beta_j`, which is also the reliability of client k. All iterates are combinations of
-    the clients, so their Gram matrix suffices.
+    σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
+    :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: some clients may send anything, and those hold less than half of the weight. Then the result stays
-    within a bound that the honest clients set. The weighting ``"train_size"`` trusts the sizes that clients report: a
-    client that claims many examples may get more than half of the weight. Use ``weighting="equal"`` where sizes cannot
-    be trusted.
-
-    A point with at least half of the weight is the minimiser. For clients on one line that split evenly the minimiser
-    is not unique; which one is returned does not depend on their order.
+    When to use it: clients with less than half of the weight may send anything; the honest clients set a bound on the
+    result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
+    than half of the weight. If clients on one line split evenly the minimiser is not unique.
 
     Args:
-        smoothing: ν in units of the scale of the distances: the least median distance of a client to all clients. The
-            minimiser of the smoothed objective is at most ν / 2 worse in the objective.
-        tolerance: stop when an iteration moves y by less than this, in the same units.
+        smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
+            objective is at most ν / 2 worse.
+        tolerance: stop when an iteration moves y by less, in the same units.
         max_iterations: bound of the number of iterations; each costs O(K²).
 
     Raises:
@@ -67,7 +73,8 @@ class GeometricMedian(GramRule):
         products, least = gram.products[:-1, :-1], self.tolerance * scale
         for _ in range(self.max_iterations if scale > 0 else 0):
             distances = squared_distances_to(products, shares).sqrt()
-            before, shares = shares, normalised(weights / distances.clamp_min(self.smoothing * scale))
+            pulls = weights / distances.clamp_min(self.smoothing * scale)
+            before, shares = shares, pulls / pulls.sum()
             step = shares - before
             if float(step @ products @ step) <= least * least:  # a power would raise where this overflows
                 break
@@ -75,28 +82,19 @@ class GeometricMedian(GramRule):
 
 
 def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    r"""Return the clients' shares at the first iterate, shape (K,), and the scale of the distances.
+    r"""Return the clients' shares at the first iterate, shape (K,), and the scale of the distances, (K, K).
 
     With :math:`r_k` the weighted median of the distances from client k to all clients, itself included, the scale is
-    the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. A minority of the weight, however
-    far away, then moves the first iterate by no more than the scale. If :math:`r_k = 0`, half of the weight is at that
-    point, which gets all the shares.
-
-    Args:
-        distances: between clients, shape (K, K).
-        weights: shape (K,), float64, positive, of sum 1.
+    the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. So a minority of the weight moves the
+    first iterate by no more than the scale. If :math:`r_k = 0`, that point, with half of the weight, gets all shares.
     """
     ordered, order = distances.sort(1)
     half = (weights[order].cumsum(1) < 0.5 - 1e-12).sum(1, keepdim=True)
     spread = ordered.gather(1, half).squeeze(1)
     scale = spread.min()
     nearness = torch.where(spread > 0, scale / spread, 1.0)
-    return normalised(weights * nearness.square()), float(scale)
-
-
-def normalised(values: Tensor) -> Tensor:
-    """Return ``values`` divided by their sum."""
-    return values / values.sum()
+    shares = weights * nearness.square()
+    return shares / shares.sum(), float(scale)
 
 
 @register_fusion("multi_krum")
@@ -106,12 +104,11 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` clients nearest to k other than itself, and S the m clients with the lowest
-    scores. Among equal scores the client with the smaller sum of squared distances to all comes first, then the first
-    in the cohort. One or two clients have no neighbours to be scored by, and are averaged.
+    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. Of equal
+    scores the smaller sum of squared distances to all comes first. One or two clients are averaged.
 
-    When to use it: at most f of the clients may send anything, and it does no harm to lose a few honest ones. With m
-    near :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
+    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. With m near
+    :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
 
     Args:
         byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
@@ -162,16 +159,13 @@ class MultiKrum(GramRule):
 
 @register_fusion("krum")
 class Krum(MultiKrum):
-    r"""The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
+    """The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
 
-    When to use it: for comparison. The result is one of the clients (of two, their average), so it loses what the
-    others have learned; where their data differ, prefer ``multi_krum`` or ``geometric_median``.
+    When to use it: for comparison. The result is one of the clients (the average of two), so it loses what the others
+    have learned; where data differ, prefer ``multi_krum`` or ``geometric_median``.
 
     Args:
-        byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
-
-    Raises:
-        FusionError: ``byzantine`` too large for the cohort.
+        byzantine: see :class:`MultiKrum`.
 
     Source: Blanchard et al. 2017, §4.
     """
@@ -181,7 +175,7 @@ class Krum(MultiKrum):
 
 
 class _CoordinateRule(FusionRule):
-    """Average of the clients without the largest and the smallest, per coordinate, of means and of variances alike."""
+    """Average of means and of variances without the largest and the smallest, coordinate by coordinate."""
 
     uses_weights: ClassVar[bool] = False
     by_columns: ClassVar[bool] = True
@@ -189,12 +183,9 @@ class _CoordinateRule(FusionRule):
 
     @abstractmethod
     def dropped(self, count: int) -> int:
-        """Return the number of clients of ``count`` that are dropped at either end, less than half."""
+        """Return the number of clients of ``count`` to drop at either end, less than half."""
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         drop = self.dropped(len(posteriors))
         mean = middle([posterior.mean for posterior in posteriors], drop)
         variances = [posterior.variance for posterior in posteriors]
@@ -210,12 +201,11 @@ class CoordinateMedian(_CoordinateRule):
 
     For an even number of clients it is the mean of the two in the middle.
 
-    When to use it: fewer than half of the clients may send anything, means or variances; every fused value then lies
-    between two honest ones. The clients' values of one parameter must be comparable, and their dependence across
-    parameters is lost, which matters for small K. It takes no weights.
+    When to use it: fewer than half of the clients may send anything, means or variances: every fused value lies between
+    two honest ones. Dependence across parameters is lost, which matters for small K. It takes no weights.
 
-    Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1;
-    [Untrusted] baseline. They fuse points; the median of the variances is our addition.
+    Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
+    [Untrusted] baseline; the median of the variances is our addition.
     """
 
     def dropped(self, count: int) -> int:
@@ -227,23 +217,20 @@ class CoordinateMedian(_CoordinateRule):
 class TrimmedMean(_CoordinateRule):
     r"""Mean of the clients without the f smallest and the f largest, coordinate by coordinate.
 
-    .. math:: \mu_i = \frac{1}{K - 2f} \sum_{k = f + 1}^{K - f} \mu_{(k)i}
+    .. math:: \mu_i = \frac{1}{K - 2f} \sum_{k = f + 1}^{K - f} \mu_{(k)i}, \qquad \mu_{(1)i} \le \dots \le \mu_{(K)i}
 
-    with :math:`\mu_{(1)i} \le \dots \le \mu_{(K)i}`, and the same for the variances. f = 0 is the plain average, the
-    largest f the coordinate-wise median.
+    and the same for the variances. f = 0 is the plain average, the largest f the coordinate-wise median.
 
-    When to use it: at most f of the clients may send anything, and the others shall be averaged to reduce their noise.
-    It takes no weights.
+    When to use it: at most f of the clients may send anything, and averaging shall reduce noise. It takes no weights.
 
     Args:
-        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up so
-            that a fraction ``trim`` of bad clients is covered in a small cohort too, but leaves at least one client.
-            An integer is f itself.
+        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
+            cover that fraction of a small cohort too, but leaves at least one client. An integer is f itself.
 
     Raises:
-        FusionError: a fraction outside [0, 0.5), a negative count, or a count that leaves no client.
+        FusionError: ``trim`` is out of range, or leaves no client.
 
-    Source: Yin et al. 2018, Definition 2. They fuse points; the variance is our addition.
+    Source: Yin et al. 2018, Definition 2, for points; the variance is our addition.
     """
 
     def __init__(self, trim: float = 0.1) -> None:
@@ -276,3 +263,178 @@ def middle(rows: Sequence[Mapping[str, Tensor]], drop: int) -> Tensor:
     kept = slice(drop, len(rows) - drop)
     parts = [block.T.contiguous().sort(1).values[:, kept].mean(1) for block in columns(rows)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+class Preaggregation(CohortRule):
+    """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
+
+    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are not
+    formed if that rule is a :class:`GramRule`, as their Gram matrix follows from the clients', or the weighted average,
+    since its shares are known. Any other rule gets K posteriors of the clients' dtypes.
+
+    Args:
+        then: the rule that fuses: a name, an alias or a rule object.
+
+    Raises:
+        FusionError: no rule has that name.
+    """
+
+    def __init__(self, then: str | FusionRule) -> None:
+        self.then = get_rule(then)
+        # of this object, not of its class: they follow from the rule that fuses
+        followed = ("uses_weights", "by_columns", "resists", "narrows", "keeps_prior")
+        vars(self).update({name: getattr(self.then, name) for name in followed})
+        vars(self).update(needs_previous=self.needs_previous or self.then.needs_previous)
+
+    @abstractmethod
+    def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """Return the combinations that replace the clients.
+
+        These are coefficients of the means, shape (K, K + 1), row k of the clients and the origin in new client k; and
+        the clients' parts of the new ones, shape (K, K), none negative, for reliabilities. Rows sum to 1. New client k
+        keeps client k's variances, since a mixture would spread a false one.
+        """
+
+    def init(self) -> RuleState:
+        """See :meth:`FusionRule.init`."""
+        return self.then.init()
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`."""
+        self.then.check_state(state, parameters)
+
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
+        """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times their shares."""
+        gram = gram_of(cohort)
+        means, parts = self.mix(gram)
+        if isinstance(self.then, GramRule):
+            both = torch.cat([means, torch.eye(means.shape[1], dtype=means.dtype)[-1:]])  # and the origin as it is
+            near = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
+            both = both - both[near]  # about the one in the middle: they may lie much closer than the clients do
+            of_mixed = Gram(both @ gram.products @ both.T, gram.size)
+            shares, reasons = self.then.infer_shares(of_mixed, cohort.weights)
+            mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
+            own = shares @ parts
+            return fused_by_shares(cohort, mean, shares, own, unused(own, reasons), state)
+        if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
+            mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
+            variance = weighted_sum([posterior.variance for posterior in cohort.posteriors], cohort.weights)
+            return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
+        rows = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
+        mixed = [GaussianPosterior(row, old.variance) for row, old in zip(rows, cohort.posteriors, strict=True)]
+        fused = self.then.apply(replace(cohort, posteriors=mixed), state)
+        if not fused.reliability:
+            return fused
+        shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
+        own = shares @ parts
+        return replace(
+            fused,
+            reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
+            excluded={
+                cohort.clients[position]: fused.excluded.get(cohort.clients[position], reason)
+                for position, reason in unused(own, {}).items()
+            },
+        )
+
+
+@register_fusion("nearest_neighbour_mixing", aliases=("nnm",))
+class NearestNeighbourMixing(Preaggregation):
+    r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
+
+    .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
+
+    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one;
+    mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
+
+    Args:
+        then: the rule that fuses, best a robust one: a name, an alias or a rule object.
+        byzantine: f, the number of clients that may send anything; :math:`2f < K`. None: the largest allowed.
+
+    Raises:
+        FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
+
+    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2, for points.
+    """
+
+    def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
+        super().__init__(then)
+        if byzantine is not None:
+            check_at_least("nearest_neighbour_mixing: byzantine", byzantine, 0, error=FusionError)
+        self.byzantine = byzantine
+
+    def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """See :meth:`Preaggregation.mix`."""
+        distances = gram.squared_distances()
+        count = len(distances)
+        byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
+        if not 2 * byzantine < count:
+            raise FusionError(
+                f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, but 2·byzantine must be less "
+                f"than the number of clients; give at most {(count - 1) // 2}, or None for that"
+            )
+        distances.fill_diagonal_(-1)  # itself before clients at distance 0
+        near = distances.sort(dim=1, stable=True).indices[:, : count - byzantine]
+        mixing = torch.zeros_like(distances).scatter_(1, near, 1 / (count - byzantine))
+        return torch.cat([mixing, mixing.new_zeros(count, 1)], 1), mixing
+
+
+@register_fusion("norm_clipping")
+class NormClipping(Preaggregation):
+    r"""Updates longer than a radius are scaled down to it; then a rule fuses.
+
+    .. math:: \mu_k' = \mu_o + \min\Bigl(1, \frac{r}{\|\mu_k - \mu_o\|}\Bigr) (\mu_k - \mu_o), \qquad
+              {\sigma_k'}^2 = \sigma_k^2
+
+    with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
+
+    When to use it: clients may send scaled updates, as in a model replacement attack. No client then moves the global
+    posterior further than the others do. It bounds neither wrong directions (let a robust rule follow) nor variances.
+
+    Args:
+        then: the rule that fuses: a name, an alias or a rule object.
+        radius: r, in units of the parameters. None: the median of the norms, which a minority cannot raise.
+
+    Raises:
+        FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
+
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3, with a given
+    radius.
+    """
+
+    needs_previous: ClassVar[bool] = True
+
+    def __init__(self, then: str | FusionRule = "weighted_average", radius: float | None = None) -> None:
+        super().__init__(then)
+        if radius is not None:
+            why = "None takes the median of the norms"
+            check_number("norm_clipping: radius", radius, "(0, inf)", error=FusionError, why=why)
+        self.radius = radius
+
+    def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """See :meth:`Preaggregation.mix`."""
+        squares = gram.products.diagonal()
+        norms = (squares[:-1] + squares[-1] - 2 * gram.products[:-1, -1]).clamp_min(0).sqrt()
+        radius = norms.quantile(0.5) if self.radius is None else self.radius
+        kept = torch.where(norms > radius, radius / norms, 1.0)
+        return torch.cat([kept.diag(), 1 - kept[:, None]], 1), torch.eye(len(kept), dtype=kept.dtype)
+
+
+def unused(shares: Tensor, reasons: Mapping[int, str]) -> dict[int, str]:
+    """Return position → reason for clients without a share: from ``reasons`` if the rule that fuses gave one."""
+    why = "it is part of no mixture of neighbours that the rule kept"
+    return {position: reasons.get(position, why) for position, share in enumerate(shares.tolist()) if share == 0}
+
+
+def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:
+    """Return a combination of ``rows`` per row of ``coefficients``, with the first row's names, shapes and dtypes."""
+    new: list[dict[str, Tensor]] = [{} for _ in coefficients]
+    for name, like in rows[0].items():
+        tensors = [{name: row[name]} for row in rows]
+        if all(is_zero(each[name]) for each in tensors):
+            parts = [zeros_like(like)] * len(new)
+        else:
+            blocks = [(coefficients.to(block.device) @ block).to(like.dtype) for block in columns(tensors)]
+            parts = torch.cat(blocks, 1).to(like.device).view(len(new), *like.shape).unbind(0)
+        for row, part in zip(new, parts, strict=True):
+            row[name] = part
+    return new

@@ -1,4 +1,4 @@
-"""Fusion rules, which turn client posteriors into one global posterior; their input, a cohort; and their result."""
+"""Fusion rules, which turn client posteriors into one global posterior."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from lightning_fedbayes.core.exchange import ALONE, Collective, Statistics
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_dense, is_zero
 
 RuleState = dict[str, Any]
-"""State of a rule from round to round: tensors, numbers, strings, and dicts and lists of them."""
+"""State of a rule between rounds: tensors, numbers, strings, and dicts and lists of them."""
+Posteriors = Sequence[GaussianPosterior]
 Moments = tuple[Tensor, Tensor]
-"""Mean and variance of a posterior as flat float64 vectors, shape (P,) each."""
+"""Mean and variance of a posterior, flat float64 vectors of shape (P,)."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,15 @@ class Cohort:
     """The clients of a round.
 
     Args:
-        posteriors: one per client, of equal names and shapes, all values finite.
+        posteriors: one per client, with equal names and shapes and finite values.
         weights: shape (clients,), float64, positive, of sum 1.
         previous: the global posterior that the clients started from, if it is known.
         clients: their numbers, by which a rule with a state recognises them in later rounds.
-        collective: the processes that hold the other parameters of these clients, if this one holds a shard; sums
-            over parameters are then completed by its ``all_reduce``.
+        collective: if this process holds a shard of the parameters, the processes that hold the others; complete sums
+            over parameters by its ``all_reduce``.
     """
 
-    posteriors: Sequence[GaussianPosterior]
+    posteriors: Posteriors
     weights: Tensor
     previous: GaussianPosterior | None
     clients: tuple[int, ...]
@@ -46,8 +47,7 @@ class Fused:
 
     Args:
         posterior: the global posterior.
-        reliability: client → its share of the fusion as the rule infers it, at least 0, of sum 1; empty for rules that
-            infer none.
+        reliability: client → its share of the fusion, at least 0, of sum 1; empty if the rule infers none.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
         figures: diagnostics of the rule, name → value.
@@ -63,73 +63,64 @@ class Fused:
 class FusionRule(ABC):
     """A rule that sees all client posteriors at once.
 
-    Subclass it (and decorate the class with :func:`~lightning_fedbayes.fusion.register_fusion`) when the rule needs
-    the clients side by side; subclass :class:`SumRule` when sums over clients are enough.
+    Decorate a subclass with :func:`~lightning_fedbayes.fusion.register_fusion` to give it a name. Subclass
+    :class:`SumRule` instead if sums over clients are enough.
     """
 
     uses_weights: ClassVar[bool] = True
-    """True if the clients' weights count; a rule without weights ignores those that it is given."""
+    """True if the clients' weights count; other rules ignore them."""
     needs_previous: ClassVar[bool] = False
     """True if the rule needs the previous global posterior."""
     by_columns: ClassVar[bool] = False
-    """True if the rule may be given a shard of the parameters of all clients: it works parameter by parameter, and
-    completes sums over parameters by ``cohort.collective``, as :func:`~lightning_fedbayes.fusion.gram.gram_of` does.
-    Processes that share the clients then exchange shards; otherwise each process receives all clients."""
+    """True if the rule may fuse a shard of the parameters: it works parameter by parameter, and completes sums over
+    parameters by ``cohort.collective``, as :func:`~lightning_fedbayes.fusion.gram.gram_of` does. Processes that
+    share the clients then exchange shards; otherwise each process receives all clients."""
 
     resists: ClassVar[bool] = False
-    """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for
-    other rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
+    """True if the rule bounds what a minority of clients can do. It then gets updates as they were sent; for other
+    rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
 
     narrows: ClassVar[bool] = False
-    """True if K clients that agree have 1/K of their variance: over rounds with ``prior="global"`` it goes to 0."""
+    """True if K clients that agree give 1/K of their variance: over rounds with ``prior="global"`` it goes to 0."""
     keeps_prior: ClassVar[bool] = True
-    """True if the prior that all clients' posteriors contain is in the fused one: over rounds under a fixed prior its
-    variance becomes the prior's."""
+    """True if the fused posterior contains the clients' common prior: over rounds under a fixed prior its variance
+    goes to the prior's."""
 
     @abstractmethod
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
-        """Return the global posterior; the arguments are those of :class:`Cohort`."""
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
+        """Return the global posterior; for the arguments see :class:`Cohort`."""
 
     def init(self) -> RuleState:
         """Return the state of the rule before the first round."""
         return {}
 
     def check_state(self, state: Any, parameters: int) -> None:  # noqa: B027
-        """Raise FusionError unless ``state`` is what :meth:`apply` has left, of so many ``parameters``; here anything.
-
-        A rule with a state overrides this: a checkpoint may be damaged, or of another network.
-        """
+        """Raise FusionError unless ``state``, from a checkpoint, fits this rule and so many ``parameters``."""
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
-        """Fuse a round's cohort; a rule with a state, or one that infers reliabilities, overrides this.
+        """Fuse a cohort. Override it in a rule that has a state or infers reliabilities.
 
-        Args:
-            cohort: the clients of the round and their posteriors.
-            state: after the rounds before; it is not changed, the new state is in the result. After a checkpoint its
-                tensors are on the device of the posterior.
+        ``state`` comes from the rounds before and is not to be changed: the new state is in the result. After a
+        checkpoint its tensors are on the posterior's device.
         """
         return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), state=state)
 
 
 class CohortRule(FusionRule):
-    """A rule that is :meth:`apply`, whose ``fuse`` is that of the initial state; clients count from 0."""
+    """A rule that is defined by :meth:`apply`; its ``fuse`` starts from the initial state and counts clients from 0."""
 
     @abstractmethod
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
         cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
         return self.apply(cohort, self.init()).posterior
 
 
 class ReliabilityRule(CohortRule):
-    """A rule that infers each client's reliability from the updates. It needs no weights."""
+    """A rule that infers each client's reliability from the updates and needs no weights."""
 
     uses_weights: ClassVar[bool] = False
     resists: ClassVar[bool] = True
@@ -138,29 +129,25 @@ class ReliabilityRule(CohortRule):
 class SumRule(FusionRule):
     """A rule that is a closed form of sums over clients.
 
-    It streams: memory is O(P) whatever the number of clients, partial sums of several processes merge, and the sums
-    survive secure aggregation. Formulas work on flat float64 vectors of all P parameters; with ``by_columns = True`` on
-    those of a piece: a large network is then summed up piece by piece, in a fraction of the time.
+    It streams: memory is O(P) for any number of clients, partial sums of several processes merge, and the sums survive
+    secure aggregation. Formulas work on flat float64 vectors of all P parameters. With ``by_columns = True`` they work
+    on pieces of them, which is several times faster for a large network.
     """
 
     @abstractmethod
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """Add one client to ``statistics``, in place (an empty dict at first).
+        """Add a client of weight ω > 0, not normalised, to ``statistics``, the sums for :meth:`compute`, in place.
 
-        Args:
-            statistics: the sums so far that :meth:`compute` needs.
-            mean, variance: the client's posterior, shape (P,), float64; with ``by_columns`` valid until the call ends.
-            weight: the client's weight ω > 0, not normalised.
+        Its posterior, shape (P,), float64, is with ``by_columns`` valid until the call ends.
         """
 
     @abstractmethod
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """Return mean and variance of the global posterior from the finished ``statistics``.
+        """Return mean and variance of the global posterior from the sums over all clients.
 
         Args:
-            statistics: the sums over all clients.
-            like: any client's posterior: names and shapes, for messages.
-            previous: the global posterior that the clients started from.
+            statistics, previous: the sums, and the global posterior that the clients started from.
+            like: any client's posterior, for names and shapes in messages.
         """
 
     def advance(
@@ -171,20 +158,16 @@ class SumRule(FusionRule):
         state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """Return the result of a round, by default without a state; see :class:`SumRule`.
+        """Return the result of a round. Override it in a rule with a ``state``, which is not to be changed.
 
         Args:
-            statistics, like, previous: see :meth:`compute`.
-            state: after the rounds before; it is not changed.
+            statistics, like, previous, state: see :meth:`compute` and :meth:`FusionRule.apply`.
             weights: client → its weight ω, not normalised, in all processes; empty outside a federation.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """Return the weighted mean of the clients' means, if ``statistics`` contain it, as (numerator, denominator).
-
-        Whoever needs the mean as well need then not sum it up. None, "they do not", is always right.
-        """
+        """Return the weighted mean of the means as (numerator, denominator), or None if it is not in ``statistics``."""
         return None
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
@@ -192,9 +175,7 @@ class SumRule(FusionRule):
         for key, value in other.items():
             add(statistics, key, value)
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
+    def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
         statistics: Statistics = {}
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
@@ -203,7 +184,7 @@ class SumRule(FusionRule):
 
 
 def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:
-    """``statistics[key] += scale * value``; a missing key counts as 0."""
+    """Compute ``statistics[key] += scale * value``; a missing key counts as 0."""
     if key not in statistics:
         statistics[key] = value * scale
     elif statistics[key].numel() < value.numel():  # one number for all parameters so far, see of_zeros
@@ -212,29 +193,16 @@ def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> 
         statistics[key].add_(value, alpha=scale)
 
 
-def add_number(statistics: Statistics, key: str, number: float, like: Tensor) -> None:
-    """``statistics[key] += number``, a scalar of the dtype and device of ``like``; a missing key counts as 0."""
-    if key in statistics:
-        statistics[key].add_(number)
-    else:
-        statistics[key] = like.new_tensor(number)
-
-
 def of_zeros(variance: Tensor) -> Tensor:
-    """Return a variance that is known to be all zero as one number, shape (1,), which broadcasts; others unchanged."""
+    """Return a variance known to be 0 everywhere as one number, shape (1,), which broadcasts; others unchanged."""
     return variance[:1] if is_zero(variance) else variance
 
 
 def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weight: float, atom_weight: float) -> None:
     r"""Add a client's weighted precision :math:`\omega/\sigma^2` and :math:`\omega\mu/\sigma^2` to ``statistics``.
 
-    Where it is a point mass, of infinite precision, its mean is summed apart ("atom_mean", "atom_weight").
-
-    Args:
-        statistics: the sums so far; "precision" and "precision_mean", shape (P,), are missing without a variance.
-        mean, variance: of the client, shape (P,), float64.
-        weight: :math:`\omega` of its Gaussian parameters.
-        atom_weight: that of its point masses.
+    Means of point masses, of infinite precision, are summed separately ("atom_mean", "atom_weight") by
+    ``atom_weight``. "precision" and "precision_mean" are missing until a client has a variance.
     """
     if is_zero(variance):
         add(statistics, "atom_weight", of_zeros(variance) + 1, atom_weight)
@@ -254,7 +222,7 @@ def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weigh
 
 
 def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return ``state[name]``, a finite tensor of ``shape``, or with None a mapping; raise FusionError if it is not."""
+    """Return ``state[name]``; raise FusionError unless it is a finite tensor of ``shape``, or with None a mapping."""
     value: Any = state.get(name) if isinstance(state, Mapping) else None
     if shape is None and isinstance(value, Mapping):
         return value
@@ -262,6 +230,6 @@ def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] |
         wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
         raise FusionError(
             f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
-            "damaged, or of another network; go on from another one, or start anew"
+            "damaged, or of another network; use another one, or start again"
         )
     return value

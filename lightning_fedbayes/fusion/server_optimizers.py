@@ -17,16 +17,16 @@ from lightning_fedbayes.fusion.rule import Fused, Moments, RuleState, Statistics
 
 
 class ServerOptimizer(SumRule):
-    r"""The global mean takes a step towards the clients; the variances are those of the rule that fuses them.
+    r"""The global mean takes a step towards the clients; the variances come from the rule that fuses.
 
     .. math:: \Delta = \mu_\text{fused} - \mu_\text{previous}, \qquad \mu = \mu_\text{previous} + \eta\, s(\Delta)
 
     Args:
         lr: :math:`\eta` > 0.
-        then: the rule that fuses, a sum over clients: a name, an alias or a rule object.
+        then: the rule that fuses, a :class:`SumRule`: a name, an alias or a rule object.
 
     Raises:
-        FusionError: an argument is out of range, or ``then`` is no sum over clients.
+        FusionError: an argument is out of range, or ``then`` is no :class:`SumRule`.
 
     Source: Reddi et al. 2021, Algorithm 1.
     """
@@ -39,7 +39,7 @@ class ServerOptimizer(SumRule):
         if not isinstance(rule, SumRule) or isinstance(rule, ServerOptimizer):
             raise FusionError(f"{who}: {type(rule).__name__} is no plain sum over clients: take weighted_average")
         self.lr, self.then = lr, rule
-        # attributes of this object, not of its class: they are those of the rule that fuses
+        # of this object, not of its class: they follow from the rule that fuses
         vars(self).update(uses_weights=rule.uses_weights, narrows=rule.narrows, keeps_prior=rule.keeps_prior)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
@@ -48,12 +48,7 @@ class ServerOptimizer(SumRule):
 
     @abstractmethod
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
-        """Return the step s, shape (P,), and the optimizer's new state.
-
-        Args:
-            state: after the rounds before, empty at first; it is not changed.
-            change: Δ, shape (P,), float64.
-        """
+        """Return the step s, (P,), for the change Δ, (P,), float64, and the optimizer's new state, at first empty."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -75,11 +70,7 @@ class ServerOptimizer(SumRule):
         state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """See :meth:`SumRule.advance`; the state holds that of the optimizer, and of the rule that fuses.
-
-        Raises:
-            FusionError: there is no previous posterior.
-        """
+        """See :meth:`SumRule.advance`; raise FusionError if there is no previous posterior."""
         if previous is None:
             raise FusionError(f"{type(self).__name__} takes a step from the previous posterior: give previous=")
         fused = self.then.advance(statistics, like, previous, state.get("then", self.then.init()), weights)
@@ -104,11 +95,11 @@ class FedAvgM(ServerOptimizer):
 
     .. math:: m \leftarrow \beta m + \Delta, \qquad s = m
 
-    When to use it: clients whose data differ, few of whom take part in a round, so that rounds pull to and fro.
+    When to use it: clients' data differ and few clients take part in a round, so that rounds pull to and fro.
 
     Args:
         lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses. The default, :math:`1 - \beta`, goes as far
-            as that rule where all rounds pull in one direction.
+            as that rule if all rounds pull in one direction.
         momentum: :math:`\beta` in [0, 1).
         then: see :class:`ServerOptimizer`.
 
@@ -131,12 +122,12 @@ class AdaptiveServerOptimizer(ServerOptimizer):
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad s = \frac{m}{\sqrt{v} + \tau}
 
-    with m from 0 and v from :math:`\tau^2`; no bias is corrected, as in the source.
+    with m from 0 and v from :math:`\tau^2`; as in the source, no bias is corrected.
 
     Args:
         lr: :math:`\eta` > 0, about the length of a step of one entry.
         beta1: :math:`\beta_1` in [0, 1).
-        epsilon: :math:`\tau` > 0: changes of an entry that are far smaller are noise.
+        epsilon: :math:`\tau` > 0: far smaller changes of an entry are noise.
         then: see :class:`ServerOptimizer`.
 
     Source: Reddi et al. 2021, Algorithm 2.
@@ -152,7 +143,7 @@ class AdaptiveServerOptimizer(ServerOptimizer):
 
     @abstractmethod
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the new v from the old one and Δ², shape (P,) each."""
+        """Return the new v from the old one and Δ²."""
 
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
         """See :meth:`ServerOptimizer.step`."""
@@ -168,10 +159,9 @@ class FedAdagrad(AdaptiveServerOptimizer):
 
     .. math:: v \leftarrow v + \Delta^2
 
-    When to use it: sparse changes, as of embeddings, whose steps shall shrink with their own history.
+    When to use it: changes are sparse, as of embeddings: each entry's steps shrink with its history.
 
-    Args: see :class:`AdaptiveServerOptimizer`; the source's :math:`\beta_1` is 0. Since v only grows, the rate is ten
-        times that of ``fedadam``.
+    Args: see :class:`AdaptiveServerOptimizer`. Since v only grows, ``lr`` is ten times the rate of ``fedadam``.
 
     Source: Reddi et al. 2021, Algorithm 2.
     """
@@ -192,7 +182,7 @@ class FedAdam(AdaptiveServerOptimizer):
 
     .. math:: v \leftarrow \beta_2 v + (1 - \beta_2) \Delta^2
 
-    When to use it: clients whose data differ, and layers whose changes have unlike sizes.
+    When to use it: clients' data differ, and changes differ in size from layer to layer.
 
     Args: see :class:`AdaptiveServerOptimizer`, and ``beta2`` in [0, 1).
 

@@ -1,20 +1,33 @@
-"""Averaging: clients start from the global posterior, and any fusion rule makes a new one of theirs."""
+"""Averaging of the posteriors of clients that start from the global one, and its variants for unlike clients."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from lightning_fedbayes.core.errors import FusionError, check_choice
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_choice, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.methods.method import Method, Shared
+from lightning_fedbayes.methods.method import (
+    LocalProblem,
+    Method,
+    Participant,
+    Quadratic,
+    Report,
+    Shared,
+    Tensors,
+    Trained,
+)
 
 MANY = 3
 """Rounds after which a variance that shrinks in each of them has lost its meaning."""
 LATE = 20
-"""Rounds after which averages under a fixed prior are on their way to its width (benchmarks/posterior/ROUNDS.md)."""
+"""Rounds after which averages under a fixed prior approach its width (benchmarks/posterior/ROUNDS.md)."""
 
 
 class Averaging(Method):
@@ -25,13 +38,12 @@ class Averaging(Method):
 
     Args:
         rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
-        prior: "fixed": the network's own in every round. "global": the global posterior that a round starts from, as
-            ``dwc`` wants it.
+        prior: "fixed": the network's in every round. "global": the round's global posterior, as ``dwc`` wants it.
 
     Raises:
         FusionError: there is no such rule or prior.
 
-    Source: McMahan et al. 2017; of each rule its own.
+    Source: McMahan et al. 2017; for the rules see there.
     """
 
     def __init__(
@@ -55,14 +67,14 @@ class Averaging(Method):
         """See :meth:`Method.check_late`: averages take late messages as :class:`.FedBuff` does."""
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Say where the variances of a rule go that repeats what its posteriors have in common."""
+        """See :meth:`Method.advice`: where the variances go if a rule repeats what its posteriors have in common."""
         if isinstance(self.rule, AutoFusion) or posterior.is_point_mass:
             return None
         name, narrows = rule_name(self.rule), self.rule.narrows
         if narrows and self._prior == "global" and round == MANY:
             return (
                 f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
-                "means nothing any more. fusion='sites' keeps its meaning."
+                "has lost its meaning. fusion='sites' keeps its meaning."
             )
         if self.rule.keeps_prior and not narrows and self._prior == "fixed" and round == LATE and clients > 1:
             return (
@@ -70,3 +82,137 @@ class Averaging(Method):
                 "rounds can predict worse. fusion='sites' counts it once."
             )
         return None
+
+
+class FedProx(Averaging):
+    r"""Averaging, with a term in each client's loss that holds what it trains near the global value.
+
+    .. math:: \tfrac\mu2 \|\theta - \theta_g\|^2
+
+    It holds means and ρ of Bayesian layers, not a client's local parameters; under IVON it adds μ to the curvature.
+
+    When to use it: clients with unlike data take many steps.
+
+    Args:
+        strength: :math:`\mu` > 0; 0.001 to 1 are usual.
+        rule: a fusion rule; of point masses the default is the weighted average.
+
+    Raises:
+        FusionError: an argument cannot be used.
+
+    Source: Li et al. 2020.
+    """
+
+    registered: ClassVar[str] = "fedprox"
+
+    def __init__(self, strength: float = 0.1, rule: str | FusionRule = "reverse_kl_barycenter") -> None:
+        check_number("strength", strength, "(0, inf)", error=FusionError, why="it scales the term of FedProx")
+        super().__init__(rule)
+        self.strength = strength
+
+    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+        """See :meth:`Method.problem`."""
+        return LocalProblem(Quadratic(self.strength))
+
+
+class FedNova(Method):
+    r"""Averaging of the clients' moves per step, times their mean number of steps.
+
+    A client that has moved by :math:`\theta_k - \theta_g` in :math:`\tau_k` steps sends the posterior moved by
+    :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the rule's result is moved on to
+    :math:`\theta_g + \bar\tau (\theta - \theta_g)` with the weighted mean :math:`\bar\tau = \sum_k \omega_k \tau_k`.
+    Plain averaging ends, for unlike numbers of steps, at another optimum. Only means move so.
+
+    When to use it: clients' numbers of examples, and so of steps, differ much, and they train with SGD without
+    momentum. It trusts the clients' numbers of steps.
+
+    Args:
+        rule: a fusion rule.
+
+    Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
+    """
+
+    registered: ClassVar[str] = "fednova"
+    sends: ClassVar[bool] = True
+
+    def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
+        super().__init__(rule)
+
+    def init(self, posterior: GaussianPosterior) -> Tensors:
+        """Return a number of steps, which the server sends only for its form."""
+        return {"steps": torch.zeros((), device=next(iter(posterior.mean.values())).device)}
+
+    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+        """See :meth:`Method.report`."""
+        steps = torch.full_like(shared.tensors["steps"], client.steps)
+        return Report(moved(shared.posterior, trained.posterior, 1 / client.steps), sent={"steps": steps})
+
+    def fuse(
+        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+    ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+        """See :meth:`Method.fuse`."""
+        return moved(shared.posterior, fused, float(averages["steps"])), averages
+
+
+def moved(start: GaussianPosterior, end: GaussianPosterior, times: float) -> GaussianPosterior:
+    """Return ``end`` with means ``times`` as far from the means of ``start``."""
+    mean = {name: start.mean[name] + times * (mean - start.mean[name]) for name, mean in end.mean.items()}
+    return GaussianPosterior(mean, end.variance, end.linearised)
+
+
+class Scaffold(Method):
+    r"""Averaging, with each client's mean gradient replaced by the mean gradient of all clients as far as it is known.
+
+    A client's loss gains :math:`\langle c - c_k, \theta - \theta_g \rangle`: its steps follow :math:`g_k - c_k + c`.
+    After T steps of rate η it has :math:`c_k^+ = c_k - c + (\theta_g - \theta_k) / (T \eta)`, the mean gradient of its
+    loss, and sends :math:`c_k^+ - c_k` with its posterior; the server adds the cohort's weighted mean of it to c, times
+    the cohort's share of all clients. Control variates, of means, are as large as the network, in every message.
+
+    When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
+    on c. If few clients take part in a round, c lags behind.
+
+    Args:
+        rule: a fusion rule.
+
+    Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
+    """
+
+    registered: ClassVar[str] = "scaffold"
+    keeps: ClassVar[str] = "its control variate, which the server's mean still counts"
+    sends: ClassVar[bool] = True
+
+    def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
+        super().__init__(rule)
+
+    def init(self, posterior: GaussianPosterior) -> Tensors:
+        """Return c = 0."""
+        return {name: torch.zeros_like(mean) for name, mean in posterior.mean.items()}
+
+    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+        """See :meth:`Method.problem`; raise FederationError unless the optimizer is plain SGD with one rate above 0."""
+        if not client.rate:
+            raise FederationError(
+                "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only: "
+                "torch.optim.SGD(parameters, lr=...) with one rate above 0, without momentum and weight decay"
+            )
+        return LocalProblem(Quadratic(slope={n: self._own(client, n, c) - c for n, c in shared.tensors.items()}))
+
+    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+        """See :meth:`Method.report`."""
+        assert client.rate is not None
+        length, changes = client.steps * client.rate, {}
+        for name, control in shared.tensors.items():
+            changes[name] = (shared.posterior.mean[name] - trained.posterior.mean[name]) / length - control
+        kept = {name: self._own(client, name, change) + change for name, change in changes.items()}
+        return Report(trained.posterior, kept, changes)
+
+    def fuse(
+        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+    ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+        """See :meth:`Method.fuse`."""
+        return fused, {name: control + heard * averages[name] for name, control in shared.tensors.items()}
+
+    @staticmethod
+    def _own(client: Participant, name: str, like: Tensor) -> Tensor:
+        """Return the client's control variate, 0 before its first round."""
+        return client.kept[name].to(like) if name in client.kept else torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""Late messages: how a rule without sites takes what a client has trained from an older global model."""
+"""Late messages: how a rule without sites takes messages that started from an older global model."""
 
 from __future__ import annotations
 
@@ -36,17 +36,10 @@ class Late(ABC):
     def taken(
         self, sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior, staleness: int
     ) -> GaussianPosterior:
-        """Return what a client would have sent if it had started from the present global posterior.
-
-        Args:
-            sent: by the client.
-            start: the global posterior that it started from.
-            now: the present one.
-            staleness: versions of the global posterior between them.
-        """
+        """Return what a client would have sent from the present posterior, ``staleness`` versions after ``start``."""
 
     def buffers(self, sent: Mapping[str, Tensor], now: Mapping[str, Tensor], staleness: int) -> dict[str, Tensor]:
-        r"""Return buffers between the present and a client's, :math:`(1 - s)\,b + s\,b_k`; counts are its own."""
+        r"""Return buffers between the present and a client's, :math:`(1 - s)\,b + s\,b_k`; counts are the client's."""
         weight = self.weight(staleness)
         return {
             name: now[name].lerp(value.to(now[name]), weight) if name in now and value.is_floating_point() else value
@@ -58,12 +51,12 @@ class Late(ABC):
 class FedBuff(Late):
     r"""A late change counts by its staleness weight, added to the present global posterior.
 
-    .. math:: \mu + s(\tau) (\mu_k - \mu_{\text{start}}), \qquad
-        \sigma^2 (\sigma_k^2 / \sigma_{\text{start}}^2)^{s(\tau)}
+    .. math:: \mu + s(\tau) (\mu_k - \mu_\text{start}), \qquad \sigma^2 (\sigma_k^2 / \sigma_\text{start}^2)^{s(\tau)}
 
-    The rule fuses a buffer of such messages; by the weighted average that is the published algorithm with a global rate
-    of 1, where clients' changes are divided by the size of the buffer and not by the sum of their staleness weights. A
-    message that is not late is taken as it is. When to use it: as the default of rules that average.
+    The rule fuses a buffer of such messages; the weighted average makes it the published algorithm with a global rate
+    of 1, which divides clients' changes by the size of the buffer and not by the sum of their staleness weights.
+
+    When to use it: as the default of rules that average.
 
     Args:
         exponent: see :class:`Late`.
@@ -92,7 +85,7 @@ class FedAsync(Late):
 
     .. math:: (1 - \alpha s(\tau))\,\mu + \alpha s(\tau)\,\mu_k, \qquad \text{variances likewise}
 
-    When to use it: with ``buffer=1``; clients' own models then enter one by one.
+    When to use it: with ``buffer=1``; clients' models then enter one by one.
 
     Args:
         exponent: see :class:`Late`.
@@ -124,7 +117,7 @@ class FedAsync(Late):
 
 
 def moved(sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior) -> GaussianPosterior:
-    """Return the present means, moved as far as a client has moved those that it started from."""
+    """Return the present means, moved as far as a client has moved from its start."""
     return GaussianPosterior.point_mass(
         {name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()}
     )

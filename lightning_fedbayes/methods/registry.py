@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, TypeVar
 
-from lightning_fedbayes.core.errors import FusionError, check_kind, nearest, shown
-from lightning_fedbayes.fusion.auto import AutoFusion
-from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions, get_rule
-from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.methods.averaging import Averaging
-from lightning_fedbayes.methods.ditto import Ditto
-from lightning_fedbayes.methods.fednova import FedNova
-from lightning_fedbayes.methods.fedprox import FedProx
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    nearest,
+    raised_as,
+    shown,
+)
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.store import Store
+from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions
+from lightning_fedbayes.methods.averaging import Averaging, FedNova, FedProx, Scaffold
 from lightning_fedbayes.methods.method import Method
-from lightning_fedbayes.methods.population import Population
-from lightning_fedbayes.methods.scaffold import Scaffold
+from lightning_fedbayes.methods.personal import Ditto, Population
 from lightning_fedbayes.methods.sites import Sites
 from lightning_fedbayes.methods.sums import Sums
 
@@ -28,11 +33,7 @@ _METHODS: dict[str, type[Method]] = {
 
 
 def register_method(name: str) -> Callable[[M], M]:
-    """Decorate a :class:`~lightning_fedbayes.Method` that can be made without arguments, for ``fusion="name"``.
-
-    Raises:
-        FusionError: the name is taken, or what is decorated is no method.
-    """
+    """Decorate a :class:`~lightning_fedbayes.Method` that needs no arguments, for ``fusion="name"``, free so far."""
     check_kind("name", name, str, "give a string, the name by which users choose the method", error=FusionError)
 
     def register(method: M) -> M:
@@ -57,9 +58,8 @@ def register_method(name: str) -> Callable[[M], M]:
 
 
 def unregister_method(name: str) -> None:
-    """Remove the method ``name``; raise FusionError if there is none; the message gives the nearest."""
-    if name not in _METHODS:
-        raise FusionError(f"name={shown(name)}: {nearest(str(name), _METHODS)}")
+    """Remove the method ``name``; raise FusionError, with the nearest name, if there is none."""
+    check_choice("name", name, _METHODS, error=FusionError)
     _METHODS.pop(name).registered = ""
 
 
@@ -72,32 +72,66 @@ def available_methods() -> list[str]:
     return sorted([*_METHODS, *available_fusions(aliases=True)])
 
 
-def every_method() -> list[type[Method]]:
-    """Return the classes of all methods that do more than average."""
-    return [*_METHODS.values()]
-
-
 def get_method(method: Any) -> Method:
-    """Return the method for a name, a method, a fusion rule, its function or an ``AutoFusion``.
-
-    Raises:
-        FusionError: there is none of that name; the message gives the nearest.
-    """
+    """Return the method for a name, method, fusion rule, function or ``AutoFusion``; else raise FusionError."""
     if isinstance(method, Method):
         if not hasattr(method, "rule"):
             raise FusionError(f"{type(method).__name__} has no rule: call super().__init__('weighted_average'), say")
         return method
     if isinstance(method, type) and issubclass(method, Method):
         raise FusionError(f"{method.__name__} is a class: give an object, {method.__name__}()")
-    if isinstance(method, AutoFusion):
-        return Averaging(method)
-    if isinstance(method, str):
-        if method == "auto":
-            return Averaging(method)
+    if isinstance(method, str) and method != "auto":
         if method in _METHODS:
             return _METHODS[method]()  # pyright: ignore[reportCallIssue]
         known = available_methods()
         if method not in known and method.lower().replace("-", "").replace("_", "") not in ALGORITHMS:
             raise FusionError(f"unknown fusion rule '{method}': {nearest(method, known)}")
-    rule: FusionRule = get_rule(method)
-    return Averaging(rule)
+    return Averaging(method)  # pyright: ignore[reportArgumentType]
+
+
+def remove_client(federation: Any, client: int) -> GaussianPosterior:
+    """Return the global posterior without a client's part, as the server has counted it.
+
+    When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
+    conjugate models; for others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
+    Parameters without variance stay; the sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums.
+
+    Args:
+        federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
+            (``torch.load(path, weights_only=False)``); a :class:`~lightning_fedbayes.Server`, or the checkpoint of
+            Flower's (:func:`~lightning_fedbayes.flower.load_checkpoint`).
+        client: its number.
+
+    Raises:
+        FederationError: there is no such federation, it is damaged, or it has no site of that client.
+        FusionError: the other clients' sites give no posterior.
+    """
+    check_at_least("client", client, 0)
+    with raised_as(FederationError, "the state of the federation cannot be read", "give that of another checkpoint"):
+        state = _state_of(federation)
+        kept = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
+        posterior = GaussianPosterior.from_state_dict(state["posterior"])
+        for method in _METHODS.values():
+            without = method.without(posterior, kept)
+            if without is not None:
+                return without
+        raise FederationError(
+            f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' "
+            "or 'sums', which keep its part"
+        )
+
+
+def _state_of(federation: Any) -> Mapping[str, Any]:
+    """Return a federation's state; raise FederationError if there is none."""
+    stored = getattr(federation, "server", None)  # of Flower's checkpoint
+    if isinstance(federation, Mapping):
+        callbacks = federation.get("callbacks")
+        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else [federation]
+    elif isinstance(stored, Mapping):
+        states = [stored]
+    else:
+        states = [federation.state_dict()] if hasattr(federation, "state_dict") else []
+    for state in states:
+        if isinstance(state, Mapping) and {"rule_states", "sites", "posterior"} <= state.keys():
+            return state
+    raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")

@@ -1,4 +1,4 @@
-"""Sums: clients' statistics add up to those of the pooled data, whoever takes part in which round."""
+"""Sums: clients' statistics add up to the statistics of the pooled data, in any rounds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from lightning_fedbayes.methods.late import Late, moved
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
 
 CUMULATIVE = "sums."
-"""Prefix of sums that a client keeps: a later round adds what has changed since. Others are of a round alone."""
+"""Prefix of sums that a client keeps: a later round adds the change since. Other sums are over one round."""
 COUNT = "sums.gram"
-"""Name of the Gram matrix, whose last entry counts a client's examples."""
+"""Name of the Gram matrix, with a client's number of examples as its last entry."""
 
 
 class Sums(Method):
-    r"""The global values are the sums of what the clients have, not their averages.
+    r"""The global values are the sums of the clients' values, not their averages.
 
-    A client's training starts at 0 and ends at its sums :math:`s_k`, as that of a
-    :class:`~lightning_fedbayes.HeadModule` does; it sends the change since its last round, and the server adds it up:
+    A client's training starts at 0 and ends at its sums :math:`s_k`, as for a :class:`~lightning_fedbayes.HeadModule`;
+    it sends the change since its last round, and the server adds it:
 
     .. math:: S^+ = S + \sum_{k \in \text{cohort}} (s_k - s_k^{\text{kept}})
 
-    So a client counts once however often it takes part, one that joins late is added, one whose data have changed is
-    corrected, and :func:`~lightning_fedbayes.remove_client` takes one out. Values whose names do not begin with "sums."
-    are sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` each message is clipped and gets
-    noise, so take one round.
+    So a client counts once however often it takes part, one that joins late is added, changed data are corrected, and
+    :func:`~lightning_fedbayes.remove_client` takes a client out. Values with names that do not begin with "sums." are
+    sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` take one round: each message gets
+    noise.
 
-    When to use it: for a module whose parameters are sums. Every client counts as it is: no bound on its influence
-    applies.
+    When to use it: for a module with parameters that are sums. No bound on a client's influence applies.
     """
 
     registered: ClassVar[str] = "sums"
@@ -45,16 +44,12 @@ class Sums(Method):
         super().__init__("weighted_average")
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
-        """Return a start at 0, of all that trains."""
+        """See :meth:`Method.problem`: a start at 0, of all that trains."""
         moves = {name: mean for name, mean in shared.posterior.mean.items() if name not in client.frozen}
         return LocalProblem(start={name: torch.zeros_like(mean) for name, mean in moves.items()})
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """See :meth:`Method.report`.
-
-        Raises:
-            FederationError: the sums are not of each example once.
-        """
+        """See :meth:`Method.report`; raise FederationError unless the sums count each example once."""
         sums = {name: value for name, value in trained.posterior.mean.items() if name not in client.frozen}
         if COUNT in sums and not torch.isclose(sums[COUNT][-1, -1], sums[COUNT].new_tensor(client.num_examples)):
             raise FederationError(
@@ -81,24 +76,24 @@ class Sums(Method):
         return GaussianPosterior.point_mass(mean), averages
 
     def check_late(self, posterior: GaussianPosterior) -> None:
-        """See :meth:`Method.check_late`: what a client adds to sums is the same whenever it comes."""
+        """See :meth:`Method.check_late`: a client's change of sums is the same whenever it comes."""
         others = [name for name in posterior.names if not name.startswith(CUMULATIVE)]
         if others:
             raise FederationError(
                 f"schedule= with fusion='sums': {listed(others)} are sums over one round's clients at the present "
-                "solution, as the slopes of a softmax head are: take a head whose sums settle everything (one_hot, "
+                "solution, as the slopes of a softmax head are: take a head that sums determine (one_hot, "
                 "gaussian), or leave schedule= out"
             )
 
     def late(
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
     ) -> GaussianPosterior:
-        """Return the present sums with the client's change added."""
+        """See :meth:`Method.late`: the present sums with the client's change added."""
         return moved(sent, started.posterior, now.posterior) if staleness else sent
 
     @staticmethod
     def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
-        """See :meth:`Method.without`; what a client keeps are its sums."""
+        """See :meth:`Method.without`; a client keeps its sums."""
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():
             return None

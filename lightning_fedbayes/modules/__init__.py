@@ -12,16 +12,14 @@ from lightning_fedbayes.metrics.likelihoods import (
 )
 from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
-from lightning_fedbayes.modules.classifier import HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.export import mean_network
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
-from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.hybrid import CoxRegressor, HybridBayesianClassifier, HybridBayesianRegressor
+from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression, LinearStatistics
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
-from lightning_fedbayes.modules.regressor import HybridBayesianRegressor
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
@@ -29,7 +27,6 @@ from lightning_fedbayes.modules.sampling import (
     outputs_with,
     sample_outputs,
 )
-from lightning_fedbayes.modules.survival import CoxRegressor
 
 __all__ = [
     "BayesianHead",

@@ -15,17 +15,16 @@ from lightning_fedbayes.layers import kl_divergence
 
 
 def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningModule:
-    r"""Return a copy of ``module`` to whose training loss the KL divergence of its Bayesian layers is added.
+    r"""Return a copy of ``module`` that adds the KL divergence of its Bayesian layers to its training loss.
 
     .. math:: \mathcal L + \frac{\beta}{n}\, KL(q\|p)
 
     with the loss :math:`\mathcal L` that ``training_step`` returns, a mean over the batch, and n the number of training
-    examples: of the client whose turn it is in a federation, of the data set otherwise. The copy is of a subclass of
-    the module's class, with the same attributes, hooks and names of parameters.
+    examples, in a federation the present client's. The copy's class is a subclass of the module's class, with the same
+    attributes, hooks and names of parameters.
 
-    When to use it: after :func:`~lightning_fedbayes.bayesianize` of a module of your own whose ``training_step`` you do
-    not want to change. Write :func:`~lightning_fedbayes.kl_divergence` into a loss of your own for anything else, such
-    as a warm-up or a figure of the KL in the log.
+    When to use it: after :func:`~lightning_fedbayes.bayesianize` of your module, if you do not want to change its
+    ``training_step``. For a warm-up or a logged KL, write :func:`~lightning_fedbayes.kl_divergence` into your loss.
 
     Args:
         module: its ``training_step`` returns the loss, or a dict with "loss".
@@ -47,14 +46,7 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     check_number("kl_weight", kl_weight, "[0, inf)", error=FedBayesError)
     if hasattr(module, "kl_examples"):
         raise FedBayesError(f"{type(module).__name__} has the KL divergence in its loss already")
-    changed: Any = copy.deepcopy(module)
-    changed.__class__ = _class_with_kl(type(module))
-    changed.kl_weight, changed.kl_examples = kl_weight, None
-    return changed
-
-
-def _class_with_kl(kind: Any) -> type[L.LightningModule]:
-    """Return the subclass of ``kind`` that :func:`with_kl` makes."""
+    kind: Any = type(module)
 
     class WithKL(kind):
         @functools.wraps(kind.training_step)  # Lightning reads the names of its arguments
@@ -73,11 +65,14 @@ def _class_with_kl(kind: Any) -> type[L.LightningModule]:
                 own(client)
 
     WithKL.__name__ = WithKL.__qualname__ = f"{kind.__name__}WithKL"
-    return WithKL
+    changed: Any = copy.deepcopy(module)
+    changed.__class__ = WithKL
+    changed.kl_weight, changed.kl_examples = kl_weight, None
+    return changed
 
 
 def _plus_kl(module: Any, output: Any) -> Any:
-    """Add the KL per example to what a ``training_step`` returns; None stays None."""
+    """Add the KL per example to the output of a ``training_step``; None stays None."""
     if output is None:
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -1,4 +1,4 @@
-"""Base LightningModule: variational training of a network, and prediction by Monte Carlo."""
+"""Base LightningModules: variational training of a network, prediction by Monte Carlo, and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.layers.base import is_exporting
@@ -36,10 +36,15 @@ from lightning_fedbayes.metrics import (
 )
 from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
 from lightning_fedbayes.metrics.scores import CoxNLL
-from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive, linear_moments
 from lightning_fedbayes.modules.sampling import (
+    NETWORK,
+    PREDICTIVES,
+    GlobalRound,
+    Predictive,
     draws_from_clients,
     draws_from_posterior,
+    linear_layer,
+    linear_moments,
     outputs_with,
     sample_outputs,
     within,
@@ -60,30 +65,28 @@ class BayesianModule(L.LightningModule):
     .. math:: \mathcal L = \frac1B \sum_{i \in batch} -\log p(y_i | x_i, \theta) + \frac{\beta_t}{n}\, KL(q\|p),
               \qquad \theta \sim q,
 
-    with the KL summed over all parameters and n the number of training examples: of the client whose turn it is in
-    a federation, of the data set otherwise. ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`)
-    are logged apart.
+    with the KL summed over all parameters and n the number of training examples, in a federation the present client's.
+    ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`) are logged.
 
     Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
 
-    Predictions draw the parameters from the network's own Bayesian layers, or from the result of a federation: its
-    global posterior, or its clients. The module receives both after every round and keeps them in its checkpoint.
+    Predictions draw parameters from the network's Bayesian layers, or from the result of a federation: its global
+    posterior or its clients. The module receives both after every round and keeps them in its checkpoint.
 
     Args:
-        network: any module; the KL is that of its Bayesian layers.
+        network: any module; the KL is of its Bayesian layers.
         samples: Monte Carlo samples per prediction and validation.
         kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
         warmup_rounds: epochs (rounds) over which β grows linearly from 0.
         learning_rate: of the default optimizer, Adam.
         optimizer: makes another optimizer from the parameters, e.g. ``functools.partial(SGD, lr=0.01)``.
-        predictive: source of the parameters of a prediction: "layers", the Bayesian layers' own noise; "omc",
-            draws from the federation's global posterior; "bootstrap", the parameters that the clients sent in the
-            last round, each of them one draw; "closed_form", for a network that is one linear layer: as "omc", but
-            with exact mean and variance. The last three are meant for ``fusion="gaussian_fit"`` ([FedAG]).
+        predictive: source of the parameters of a prediction: "layers", the Bayesian layers' noise; "omc", draws from
+            the federation's global posterior; "bootstrap", the clients' parameters of the last round, each one draw;
+            "closed_form", as "omc" with exact mean and variance, for a network that is one linear layer. The last three
+            are meant for ``fusion="gaussian_fit"`` ([FedAG]).
 
     Raises:
-        FedBayesError: ``samples`` below 1, ``kl_weight`` or ``warmup_rounds`` negative, or a ``predictive`` that is
-            unknown or does not fit the network.
+        FedBayesError: an argument is out of range, or ``predictive`` does not fit the network.
 
     Source of the loss: [BA-BFL] eq. (3); [FBDL] eq. (6).
     """
@@ -107,7 +110,9 @@ class BayesianModule(L.LightningModule):
         check_number("learning_rate", learning_rate, "[0, inf)", error=FedBayesError)
         if optimizer is not None and not callable(optimizer):
             raise FedBayesError(f"optimizer={shown(optimizer)}: give a function, such as partial(SGD, lr=0.01)")
-        check_predictive(predictive, network)
+        check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
+        if predictive == "closed_form":
+            linear_layer(network)
         self.network = network
         self.predictive: Predictive = predictive
         self.global_round = GlobalRound()
@@ -120,31 +125,20 @@ class BayesianModule(L.LightningModule):
         self._given_examples: int | None = None
         self._fit_examples: int | None = None
 
-    # -- to override ---------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean over the batch of −log p(y | x, θ), a scalar in nats.
-
-        Args:
-            outputs: the network's outputs with one draw of θ, shape (batch, *).
-            targets: shape (batch, *).
-        """
+        """Return −log p(y | x, θ), a mean over the batch in nats, for outputs (batch, *) of one draw of θ."""
 
     def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is trained, without the KL, and the NLL that is logged, two scalars; here they are one.
+        """Return the trained loss without the KL, and the logged NLL, two scalars.
 
-        Override it to train another loss than the negative log-likelihood, such as one that wrong labels harm less.
+        Override it to train on another loss than the NLL, such as one that wrong labels harm less.
         """
         nll = self.negative_log_likelihood(outputs, targets)
         return nll, nll
 
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a batch.
-
-        Raises:
-            FedBayesError: it is no pair.
-        """
+        """Return the inputs and targets of a batch; raise FedBayesError if it is no pair."""
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise FedBayesError(
                 f"a batch is a {type(batch).__name__}, and not (inputs, targets): give a collate_fn that returns them, "
@@ -154,24 +148,22 @@ class BayesianModule(L.LightningModule):
         return inputs, targets
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """The inputs of a batch: a tensor of inputs, or (inputs, targets)."""
+        """Return the inputs of a batch: a tensor of inputs, or (inputs, targets)."""
         return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def forward(self, inputs: Tensor) -> Tensor:
-        """The network's output with one draw of its parameters; what is exported or traced is that at their mean."""
+        """Return the network's output with one draw of its parameters; an export or trace takes their mean."""
         with mean_only(self.network) if is_exporting() else nullcontext():
             output = self.network(inputs)
         output = output[0] if isinstance(output, tuple) else output
         return self.in_units(output) if is_exporting() else output
 
     def in_units(self, outputs: Tensor) -> Tensor:
-        """Return the network's outputs in the units of the targets; here they are."""
+        """Return the network's outputs in the units of the targets."""
         return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Negative ELBO per example."""
+        """Return the negative ELBO per example."""
         inputs, targets = self.unpack(batch)
         loss, nll = self.loss_and_nll(self(inputs), targets)
         kl, factor = kl_divergence(self.network), self.kl_factor()
@@ -181,7 +173,7 @@ class BayesianModule(L.LightningModule):
 
     @property
     def num_examples(self) -> int | None:
-        """Number n that the KL is divided by: of the client, or of the data set. Set it for data without a length."""
+        """Number n that divides the KL, of the client or of the data set. Set it for data without a length."""
         return self._given_examples if self._fit_examples is None else self._fit_examples
 
     @num_examples.setter
@@ -189,7 +181,7 @@ class BayesianModule(L.LightningModule):
         self._given_examples = value
 
     def kl_factor(self) -> float:
-        """Factor β_t / n of the summed KL in the loss per example."""
+        """Return the factor β_t / n of the summed KL; raise FedBayesError if n is not known."""
         if self.num_examples is None:
             raise FedBayesError(
                 f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
@@ -199,15 +191,15 @@ class BayesianModule(L.LightningModule):
         return self.kl_weight * warm / self.num_examples
 
     def on_fit_start(self) -> None:
-        """Assume no federation until :meth:`on_federation_start` is called."""
+        """Assume no federation until :meth:`on_federation_start`."""
         self._federated = False
 
     def on_federation_start(self) -> None:
-        """Called by :class:`~lightning_fedbayes.FederatedBayes` when training starts."""
+        """Note that :class:`~lightning_fedbayes.FederatedBayes` trains the module."""
         self._federated = True
 
     def on_train_start(self) -> None:
-        """Take n from the training data, unless it is set; alone, fill scalers and drop an earlier federation."""
+        """Take n from the training data, unless it is set; without a federation fill scalers and drop an old round."""
         loader: Any = self.trainer.train_dataloader
         dataset = getattr(loader, "dataset", None)
         length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
@@ -218,7 +210,7 @@ class BayesianModule(L.LightningModule):
         self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
-        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.clients.states.Client`)."""
+        """Take n from the client (a :class:`~lightning_fedbayes.clients.states.Client`)."""
         self._fit_examples = client.num_examples
 
     @property
@@ -227,23 +219,21 @@ class BayesianModule(L.LightningModule):
         return self.predictive == "bootstrap"
 
     def on_round_end(self, posterior: GaussianPosterior, clients: list[GaussianPosterior]) -> None:
-        """Keep the result of a round of a federation.
-
-        Args:
-            posterior: the global posterior of this module's parameters.
-            clients: the updates that were fused, if :attr:`needs_client_posteriors`.
-        """
+        """Keep a round's global posterior, and the fused updates if :attr:`needs_client_posteriors`."""
         self.global_round = GlobalRound(posterior, clients)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the last round, if predictions need it."""
-        if self.predictive != "layers" and self.global_round.posterior is not None:
-            checkpoint["global_round"] = self.global_round.state_dict()
+        last = self.global_round
+        if self.predictive != "layers" and last.posterior is not None:
+            clients = [each.state_dict() for each in last.clients]
+            checkpoint["global_round"] = {"posterior": last.posterior.state_dict(), "clients": clients}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the last round."""
         if "global_round" in checkpoint:
-            self.global_round = GlobalRound.from_state_dict(checkpoint["global_round"])
+            state, restore = checkpoint["global_round"], GaussianPosterior.from_state_dict
+            self.global_round = GlobalRound(restore(state["posterior"]), [restore(each) for each in state["clients"]])
 
     def on_fit_end(self) -> None:
         """Reset n: another fit may have other data."""
@@ -255,10 +245,8 @@ class BayesianModule(L.LightningModule):
             return self.optimizer(self.parameters())
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
 
-    # -- prediction ----------------------------------------------------------------------------------------------------
-
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
-        """Draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
+        """Return draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
         count = self.samples if samples is None else samples
         last, device = self.global_round, inputs.device
         if self.predictive == "layers" or last.posterior is None:  # as before the first round
@@ -270,28 +258,14 @@ class BayesianModule(L.LightningModule):
         return outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
-        """The output at the posterior mean, in units of the targets, shape (batch, *), at the cost of one network."""
+        """Return the output at the posterior mean, in units of the targets, shape (batch, *)."""
         with mean_only(self.network):
             output = self(inputs)
         return output if is_exporting() else self.in_units(output)
 
 
 class Scores(nn.Module):
-    """Scores of a validation or a test.
-
-    Args:
-        metrics: by attribute the metrics that take the same arguments, by their names.
-    """
-
-    def __init__(self, **metrics: dict[str, Any]) -> None:
-        super().__init__()
-        for name, each in metrics.items():
-            self.add_module(name, MetricCollection(each, compute_groups=False))
-
-    @property
-    def has_rows(self) -> bool:
-        """True if there was an update since the last :meth:`take`: a subclass may score by a step of its own."""
-        return any(each.update_called for each in self.modules() if isinstance(each, Metric))
+    """Scores of a validation or a test: collections of metrics that take the same arguments."""
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
@@ -306,24 +280,18 @@ class Scores(nn.Module):
 
 
 class ClassScores(Scores):
-    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score; and its uncertainty.
+    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score, and its uncertainty.
 
-    That is the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
+    These are the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
     """
 
-    predictive: MetricCollection
-    sampled: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(
-            predictive={"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
-            sampled={
-                "entropy": PredictiveEntropy(),
-                "epistemic": MutualInformation(),
-                "kwon_aleatoric": KwonAleatoric(),
-                "kwon_epistemic": KwonEpistemic(),
-            },
-        )
+        super().__init__()
+        predictive: Any = {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
+        sampled: Any = {"entropy": PredictiveEntropy(), "epistemic": MutualInformation()}
+        sampled |= {"kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()}
+        self.predictive = MetricCollection(predictive, compute_groups=False)
+        self.sampled = MetricCollection(sampled, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "probs", (samples, N, classes), and "target", (N,)."""
@@ -341,14 +309,12 @@ class ClassScores(Scores):
 class GaussianScores(Scores):
     """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
 
-    gaussian: MetricCollection
-    others: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(
-            gaussian={"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            others={"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)},
-        )
+        super().__init__()
+        gaussian: Any = {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
+        others: Any = {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
+        self.gaussian = MetricCollection(gaussian, compute_groups=False)
+        self.others = MetricCollection(others, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "mean", "variance" and "target", each (N, targets)."""
@@ -361,10 +327,9 @@ class GaussianScores(Scores):
 class SurvivalScores(Scores):
     """Harrell's c and NLL of mean log risks, over the pairs and risk sets of all batches together."""
 
-    survival: MetricCollection
-
     def __init__(self) -> None:
-        super().__init__(survival={"c_index": ConcordanceIndex(), "nll": CoxNLL()})
+        super().__init__()
+        self.survival = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "log_risk", (N,), and "target", (N, 2)."""
@@ -380,12 +345,12 @@ def scores_of(likelihood: Likelihood) -> ClassScores | GaussianScores | Survival
 
 
 class ScoredModule(L.LightningModule):
-    """Base of modules whose ``validation_step``, in a test too, updates ``_scores``: they are logged of all batches."""
+    """Base of modules with a ``validation_step`` that updates ``_scores``: logs them over all batches, in tests too."""
 
     _scores: Any
 
     def test_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-        """As ``validation_step``."""
+        """Score a batch as ``validation_step`` does."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
@@ -397,26 +362,29 @@ class ScoredModule(L.LightningModule):
         self._log_scores("test")
 
     def _log_scores(self, stage: str) -> None:
-        if self._scores is not None and (self._scores.has_rows or self.trainer.world_size > 1):
+        if self._scores is None:
+            return
+        scored = any(each.update_called for each in self._scores.modules() if isinstance(each, Metric))
+        if scored or self.trainer.world_size > 1:  # a subclass may score in another way
             self.log_dict(self._scores.take(stage))  # at once: a call costs as much as the pass of a small network
 
 
 class LikelihoodModule(ScoredModule, BayesianModule):
-    r"""A :class:`BayesianModule` that trains on the NLL of its likelihood, and predicts and is scored by it.
+    """A :class:`BayesianModule` with a likelihood: it trains on its NLL, predicts and is scored by it.
 
-    Validation and test log, behind "val/" and "test/", of classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
-    mutual information ("epistemic") and Kwon's two traces, a mean over examples and positions; of numbers RMSE, NLL,
-    CRPS, coverage of the 90 % interval and sharpness; of risks Harrell's c and NLL. Their steps return what is scored,
+    Validation and test log as "val/" and "test/": for classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
+    mutual information ("epistemic") and Kwon's two traces, means over examples and positions; for numbers RMSE, NLL,
+    CRPS, coverage of the 90 % interval and sharpness; for risks Harrell's c and NLL. Their steps return the scored
     :data:`~lightning_fedbayes.metrics.predictions.Rows`.
 
     Args:
         network, options: see :class:`BayesianModule`.
         likelihood: a :class:`~lightning_fedbayes.modules.Likelihood` or its name.
         scaler: standardises targets of a Gaussian: a :class:`~lightning_fedbayes.FederatedScaler`, True for a new one,
-            False for none. Outputs are in its units, losses, predictions and scores in those of the targets.
+            False for none. Outputs are in its units; losses, predictions and scores in the units of the targets.
 
     Raises:
-        FedBayesError: an argument is none of these.
+        FedBayesError: an argument has the wrong type.
     """
 
     def __init__(
@@ -435,16 +403,16 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         self._scores = scores_of(self.likelihood)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the NLL of outputs and targets, summed over positions, a mean over the batch, in nats."""
+        """Return the NLL, summed over positions, a mean over the batch, in nats."""
         return self._known().loss(outputs, targets)
 
     def in_units(self, outputs: Tensor) -> Tensor:
-        """Return outputs that are means in the units of the targets; those that hold their noise stay as they are."""
+        """See :meth:`BayesianModule.in_units`; outputs that hold their noise stay as they are."""
         known = self._known()
         return known.means(outputs) if isinstance(known, Gaussian) and not known.in_outputs else outputs
 
     def on_train_start(self) -> None:
-        """As :meth:`BayesianModule.on_train_start`; say so if targets are far from the scale of the noise."""
+        """See :meth:`BayesianModule.on_train_start`; warn of targets far from the scale of the noise."""
         super().on_train_start()
         known, loader = self._known(), cast(Any, self.trainer.train_dataloader)
         if not isinstance(known, Gaussian) or known.units is not None:
@@ -456,7 +424,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
             if not 1 / FAR < targets / noise < FAR:
                 rank_zero_info(
                     f"Targets are about {targets / noise:.2g} times as large as the noise at the start, {noise:.2g}, "
-                    "and nothing standardises them: predictions may take long to come near. Give scaler=True"
+                    "and not standardised: predictions may take long to come near. Give scaler=True"
                 )
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
@@ -468,17 +436,16 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         return known.predict(draws)
 
     def _known(self) -> Likelihood:
-        """Return the likelihood with the noise that the module has."""
+        """Return the likelihood with the module's noise."""
         return said_by(self) or self.likelihood
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Rows:
         """Score a batch, and return its rows."""
         inputs, targets = self.unpack(batch)
         known = self._known()
-        rows = (
-            known.rows(self.sample(inputs), targets)
-            if known.of_classes
-            else known.rows_of(self.predict_step(inputs), targets)
-        )
+        if known.of_classes:
+            rows = known.rows(self.sample(inputs), targets)
+        else:
+            rows = known.rows_of(self.predict_step(inputs), targets)
         self._scores.update(rows)
         return rows

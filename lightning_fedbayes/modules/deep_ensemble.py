@@ -1,4 +1,4 @@
-"""A deep ensemble: networks that predict mean and variance, each from its own initial parameters."""
+"""A deep ensemble: networks that predict mean and variance, each from its initial parameters."""
 
 from __future__ import annotations
 
@@ -20,43 +20,36 @@ MIN_VARIANCE = 1e-6
 
 
 class Ensemble(nn.Module):
-    """Networks side by side: inputs (batch, *) to outputs (batch, members, outputs).
-
-    Args:
-        members: map the same inputs to (batch, outputs).
-    """
+    """Networks side by side: inputs (batch, *) to outputs (batch, members, outputs)."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Every member's output."""
+        """Return every member's output."""
         return torch.stack([member(inputs) for member in self.members], 1)
 
 
 class DeepEnsembleRegressor(LikelihoodModule):
     r"""Regresses with the mixture of several networks, each of which predicts a mean and a variance.
 
-    Member m sees every example and minimises its own Gaussian NLL; the loss is their sum, so that all train at once and
-    independently:
+    The loss is the sum of the members' Gaussian NLLs on every example, so that all train at once and independently:
 
     .. math:: \mathcal L = \sum_m \tfrac12 \log 2\pi\sigma_m^2(x) + \frac{(y - \mu_m(x))^2}{2\sigma_m^2(x)}, \qquad
               \sigma_m^2 = \mathrm{softplus}(r_m) + 10^{-6}
 
     where the first half of a network's outputs is μ and the second half r. The prediction is the mixture's mean and
-    variance; the variance is the mean of the members' (aleatoric) and the spread of their means (epistemic):
+    variance, the mean of the members' variances (aleatoric) plus the spread of their means (epistemic):
 
-    .. math:: \mu = \frac1M\sum_m \mu_m, \qquad
-              \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
+    .. math:: \mu = \frac1M\sum_m \mu_m, \qquad \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
 
-    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. In a
-    federation member m of every client starts from member m of the global model, so that "weighted_average" averages
-    like with like. Members may hold Bayesian layers or Monte Carlo dropout: each draw then counts as a further member.
+    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Every
+    client's member m starts from member m of the global model, so "weighted_average" averages like with like. Each draw
+    of members with Bayesian layers or Monte Carlo dropout counts as a further member.
 
     Args:
-        networks: the members, each with its own initial parameters, mapping inputs to (batch, 2 · targets); [FedAG]
-            takes five.
+        networks: with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes five.
         scaler: see :class:`HybridBayesianRegressor`; outputs of the networks are in its units.
         learning_rate, optimizer: see :class:`BayesianModule`.
 
@@ -64,8 +57,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         FedBayesError: no network, or two with equal initial parameters, which would stay equal; at the first batch:
             outputs that are not two per target.
 
-    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; as a baseline of [FedAG],
-    §4.3.
+    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
 
     >>> model = DeepEnsembleRegressor([nn.Linear(3, 2) for _ in range(5)])
     >>> prediction = model.predict_step(torch.zeros(4, 3))
@@ -93,7 +85,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
             if twins:
                 raise FedBayesError(
                     f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
-                    "anew, as in [mlp(3, 2) for _ in range(5)]"
+                    "one, as in [mlp(3, 2) for _ in range(5)]"
                 )
         super().__init__(
             Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler
@@ -101,11 +93,9 @@ class DeepEnsembleRegressor(LikelihoodModule):
         self.save_hyperparameters(ignore=["networks", "optimizer", "scaler"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Gaussian NLL in nats, mean over the batch, summed over members and targets.
+        """Return the Gaussian NLL in nats, a mean over the batch, summed over members and targets.
 
-        Args:
-            outputs: means, then raw variances, shape (batch, members, 2 · targets).
-            targets: shape (batch,) or (batch, targets).
+        Outputs are means, then raw variances, (batch, members, 2 · targets); targets (batch,) or (batch, targets).
         """
         mean, variance = mean_and_variance(outputs)
         if targets.numel() * mean.shape[1] != mean.numel():
@@ -118,18 +108,14 @@ class DeepEnsembleRegressor(LikelihoodModule):
         return self._known().nll(members, of_each).sum() / len(outputs)
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
-        """Mean and decomposed variance of the mixture: of a tensor of inputs, or of (inputs, targets)."""
+        """Return mean and decomposed variance of the mixture for inputs, or for (inputs, targets)."""
         outputs = self.sample(self.inputs_of(batch))
         means, variances = mean_and_variance(outputs.movedim(2, 1).flatten(0, 1))
         return self._known().predict(torch.cat([means, variances.log()], -1))
 
 
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a network's outputs (*, 2 · targets) into means and variances, shape (*, targets) each.
-
-    Raises:
-        FedBayesError: an odd number of outputs.
-    """
+    """Split outputs (*, 2 · targets) into means and variances; raise FedBayesError if their number is odd."""
     if outputs.shape[-1] % 2:
         raise FedBayesError(
             f"{outputs.shape[-1]} outputs: a network that predicts mean and variance has two outputs per target"

@@ -1,4 +1,4 @@
-"""A network at its posterior mean, without this package's layers: what every tool can export."""
+"""A network at its posterior mean, without layers of this package, for export by any tool."""
 
 from __future__ import annotations
 
@@ -25,34 +25,32 @@ from lightning_fedbayes.sources.curvature import KroneckerPosterior
 
 
 def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None) -> nn.Module:
-    r"""A copy of ``module`` at its posterior mean that has none of this package's layers, in evaluation mode.
+    r"""Return a copy of ``module`` at its posterior mean without layers of this package, in evaluation mode.
 
     .. math:: x \mapsto f(x; \mathrm E_q[\theta])
 
-    Bayesian linear layers and convolutions become torch's own, a :class:`~lightning_fedbayes.layers.Reparameterized`
-    becomes the module that it wraps, Monte Carlo dropout goes. So the ``state_dict`` has the names of the network that
-    was once converted, and loads into it where this package is not installed; means that are tied stay tied.
+    Bayesian layers become torch's, a :class:`~lightning_fedbayes.layers.Reparameterized` the module that it wraps, and
+    Monte Carlo dropout goes. So the ``state_dict`` has the names of the network before conversion, and loads where this
+    package is not installed; tied means stay tied.
 
-    When to use it: to export a network (ONNX, ``torch.export``, another framework), or to hand its weights on. It
-    predicts what :meth:`BayesianModule.predict_mean` does, at the cost of the deterministic network, and knows nothing
-    of its uncertainty. Outputs in the units of the targets are a forward hook's: a ``state_dict`` alone has those of
-    training.
+    When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
+    :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
+    targets: a ``state_dict`` gives the units of training.
 
     Args:
-        module: a network, a :class:`BayesianModule` or a :class:`PosteriorPredictive`, of which the network is copied,
-            a :class:`HeadModule`, whose head follows the backbone, or any other module, copied whole.
+        module: a network; a :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network; a
+            :class:`HeadModule`, for backbone and head; or any other module, copied whole.
         posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``; parameters that it does
-            not name keep their value. None: the values that the module has, or the posterior of a
-            :class:`PosteriorPredictive`. After a fit a module is at its posterior's mean.
+            not name keep their value. None: the module's values, which a fit leaves at the posterior's mean, or the
+            posterior of a :class:`PosteriorPredictive`.
 
     Raises:
-        ConversionError: a layer of bayesian-torch, whose output is a pair; a Bayesian layer with hooks, which would be
+        ConversionError: a layer of bayesian-torch, which outputs a pair; a Bayesian layer with hooks, which would be
             lost; or a layer of your own without ``mean_layer``.
         PosteriorError: the posterior is of another module.
 
-    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> from lightning_fedbayes import bayesianize
-    >>> mean_network(bayesianize(network, last=1))
+    >>> mean_network(bayesianize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), last=1))
     Sequential(
       (0): Linear(in_features=4, out_features=8, bias=True)
       (1): ReLU()
@@ -86,12 +84,12 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
 
 def _in_units(likelihood: Gaussian, network: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-    """Return a network's outputs in the units of the targets, as a forward hook does."""
+    """Convert a network's outputs to the units of the targets, as a forward hook."""
     return likelihood.means(outputs)
 
 
 def _deterministic(name: str, layer: nn.Module) -> nn.Module:
-    """Return what takes the place of ``layer``: the layer itself, unless it draws."""
+    """Return the replacement of ``layer``: the layer, unless it draws."""
     if isinstance(layer, MCDropout):
         return nn.Identity()
     remove_mc_dropout(layer)
@@ -100,11 +98,11 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
     kind = type(layer).__name__
     if not isinstance(layer, BayesianLayer):
         raise ConversionError(
-            f"'{name}' is a {kind} of bayesian-torch, whose output is a pair with the KL divergence: build the network "
+            f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence: build the network "
             "with torch's own layers and load fb.read_posterior(module).mean into it"
         )
     if has_forward_hook(layer):
-        raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them anew")
+        raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them again")
     return layer.mean_layer()
 
 

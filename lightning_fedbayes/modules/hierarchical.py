@@ -1,4 +1,4 @@
-"""Hierarchical linear regression: a linear model for every client, learnt in one exchange of sums over examples."""
+"""Hierarchical linear regression: a linear model for every client, from one exchange of sums over examples."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_real, design_of
+from lightning_fedbayes.modules.linear_regression import LinearStatistics, check_real, design_of
 
 STARTS = (0.1, 1.0, 10.0)
-"""Standard deviations of the random coefficients, relative to that of the noise, that the search starts from."""
+"""Standard deviations of the random coefficients, relative to the noise, at which searches start."""
 SLOPE = 1e-6
 """Largest slope of the log-likelihood per example that counts as a maximum."""
 DEPENDENT = 1e-11
 """Smallest eigenvalue of the scaled Gram matrix, below which columns count as linearly dependent."""
 EXACT = 1e-12
-"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact."""
+"""Noise variance relative to the mean square of the targets below which the fit is exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class HierarchicalFit:
-    r"""Fitted hierarchical linear model: see :class:`HierarchicalLinearRegression`.
+    """Fitted hierarchical linear model: see :class:`HierarchicalLinearRegression`.
 
     Attributes:
         fixed: estimate of the coefficients β of the population, shape (columns,).
         fixed_covariance: covariance of that estimate, shape (columns, columns).
         random_covariance: covariance Ψ of the clients' deviations, shape (len(random), len(random)).
         noise_variance: σ², in squared units of the targets.
-        log_likelihood: log of the restricted likelihood at its maximum, in nats. Compare it only between models
-            with the same columns in the same units.
+        log_likelihood: log of the restricted likelihood at its maximum, in nats. Compare it only between models with
+            the same columns in the same units.
         clients: statistics of every client, by name.
-        random: columns whose coefficients differ from client to client.
-        bias: whether column 0 is a column of ones that :meth:`predict` adds.
+        random: columns with coefficients that differ from client to client.
+        bias: True if column 0 is a column of ones that :meth:`predict` adds.
     """
 
     fixed: Tensor
@@ -51,26 +51,20 @@ class HierarchicalFit:
     bias: bool
 
     def posterior_of(self, client: str | None = None) -> tuple[Tensor, Tensor]:
-        r"""Mean and covariance of the coefficients :math:`\beta + S b_k` of one client, given the data of all.
+        r"""Return mean, (columns,), and covariance, (columns, columns), of a client's coefficients, in float64.
 
-        With :math:`Z_k = X_k S` the columns in ``random`` and
-        :math:`C_k = (\Psi^{-1} + Z_k^\top Z_k / \sigma^2)^{-1}`, the covariance of :math:`b_k` if β were known,
+        With :math:`Z_k = X_k S` the columns in ``random`` and :math:`C_k = (\Psi^{-1} + Z_k^\top Z_k / \sigma^2)^{-1}`,
+        the covariance of :math:`b_k` if β were known, :math:`\beta + S b_k` has, given the data of all clients,
 
         .. math:: m_k = \hat\beta + S C_k Z_k^\top (y_k - X_k \hat\beta) / \sigma^2, \qquad
                   \mathrm{Cov}_k = T_k \mathrm{Cov}(\hat\beta) T_k^\top + S C_k S^\top, \quad
                   T_k = I - S C_k Z_k^\top X_k / \sigma^2.
 
-        The first term of the covariance is the uncertainty about β, under a flat prior; Ψ and σ² count as known. A
-        client with few examples is drawn towards the population; one without any has the population's distribution,
-        :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
-
-        Args:
-            client: name of a client of the fit; None: a client that sent nothing.
-
-        Returns: mean, shape (columns,), and covariance, shape (columns, columns), in float64.
+        β has a flat prior; Ψ and σ² count as known. Few examples draw a client towards the population; a client without
+        any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
         Raises:
-            FedBayesError: an unknown name.
+            FedBayesError: ``client`` is no name of a client of the fit.
 
         Source: Laird and Ware (1982) §3.
         """
@@ -80,7 +74,7 @@ class HierarchicalFit:
             return self.fixed, self.fixed_covariance + select @ self.random_covariance @ select.T
         if not isinstance(client, str) or client not in self.clients:
             known = nearest(client, self.clients) if isinstance(client, str) else "give the name of a client"
-            raise FedBayesError(f"client={shown(client)}: {known}; or None for a client that sent nothing")
+            raise FedBayesError(f"client={shown(client)}: {known}; or None for a client without statistics")
         gram, moment = self.clients[client].gram, self.clients[client].moment
         inner = torch.eye(len(random)).double() + self.random_covariance @ gram[random][:, random] / self.noise_variance
         given_fixed = torch.linalg.solve(inner, self.random_covariance)
@@ -91,16 +85,13 @@ class HierarchicalFit:
         return mean, through @ self.fixed_covariance @ through.T + select @ given_fixed @ select.T
 
     def predict(self, inputs: Tensor, client: str | None = None) -> tuple[Tensor, Tensor]:
-        r"""Mean and standard deviation of new targets of one client.
+        r"""Return mean and standard deviation of new targets of one client, shape (batch,) each.
 
         .. math:: N(x^\top m_k,\; \sigma^2 + x^\top \mathrm{Cov}_k\, x)
 
         Args:
-            inputs: shape (batch, features), without the column of ones if the model has a bias.
-            client: name of a client of the fit; None: a client that sent nothing.
-
-        Returns: mean and standard deviation, shape (batch,) each, in the dtype of ``inputs``, the default one for
-            integers.
+            inputs: shape (batch, features), without the column of ones; the result has their dtype.
+            client: see :meth:`posterior_of`.
 
         Raises:
             FedBayesError: an unknown name, or another number of features.
@@ -118,7 +109,7 @@ class HierarchicalFit:
 
 @dataclass(frozen=True)
 class HierarchicalLinearRegression:
-    r"""Linear mixed model: clients' coefficients differ around those of a population, with a variance that is learnt.
+    r"""Linear mixed model: clients' coefficients differ around a population's, with a variance that is learnt.
 
     .. math:: y_k = X_k \beta + Z_k b_k + \varepsilon_k, \quad b_k \sim N(0, \Psi), \quad
               \varepsilon_k \sim N(0, \sigma^2 I),
@@ -131,25 +122,19 @@ class HierarchicalLinearRegression:
               \sum_k (y_k - X_k \hat\beta)^\top V_k^{-1} (y_k - X_k \hat\beta) \Bigr), \quad
               V_k = \sigma^2 I + Z_k \Psi Z_k^\top.
 
-    By Woodbury's identity it depends on the data only through the :class:`LinearStatistics` of every client, so that
-    each client sends one message and the result is that of the pooled data, to the last digits and whatever the order
-    of the clients. σ² has its maximum in closed form; Ψ/σ² = LLᵀ is searched for over the triangular factor L, whose
-    diagonal may become 0: Ψ = 0 is an ordinary point, and there the model is ordinary least squares.
+    It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
+    client gives the result of the pooled data. σ² has its maximum in closed form; the search is for the triangular
+    factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
 
-    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. It
-    needs at least two clients, better ten. :class:`~lightning_fedbayes.modules.BayesianLinearRegression` is the model
-    in which all clients have the same coefficients.
-
-    On the Exam data (4059 pupils of 65 schools; ``normexam`` on ``standLRT``, random intercept and slope) it gives β =
-    (-0.01165, 0.55653), Ψ = (0.09212, 0.01834, 0.01497), σ² = 0.55364 and log-likelihood -4663.8002, in 0.1 s;
-    statsmodels' MixedLM, from the pooled data, gives figures that differ by at most 3 in the sixth decimal.
+    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same; at
+    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all have the same.
 
     Args:
-        random: columns whose coefficients differ from client to client; (0,) is a random intercept if ``bias``.
+        random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.
         bias: column 0 of the statistics is the column of ones that :meth:`LinearStatistics.of` puts there.
 
     Raises:
-        FedBayesError: ``random`` is empty, repeats a column or holds what is no column.
+        FedBayesError: ``random`` is empty, repeats a column or is not of columns.
 
     Source: Laird and Ware (1982); REML: Patterson and Thompson (1971).
 
@@ -157,10 +142,8 @@ class HierarchicalLinearRegression:
     >>> wave = 0.1 * (40 * x[:, 0]).sin()
     >>> clients = {f"school {k}": LinearStatistics.of(x, k + 3 * x[:, 0] + (k + 1) * wave) for k in range(5)}
     >>> fit = HierarchicalLinearRegression().fit(clients)
-    >>> fit.fixed
-    tensor([2.0..., 3.0...], dtype=torch.float64)
-    >>> fit.random_covariance  # 2.5, less what the noise accounts for
-    tensor([[2.5...]], dtype=torch.float64)
+    >>> fit.fixed, fit.random_covariance  # 2.5, less what the noise accounts for
+    (tensor([2.0..., 3.0...], dtype=torch.float64), tensor([[2.5...]], dtype=torch.float64))
     >>> mean, covariance = fit.posterior_of("school 4")
     """
 
@@ -169,7 +152,7 @@ class HierarchicalLinearRegression:
 
     def __post_init__(self) -> None:
         check_flag("bias", self.bias, error=FedBayesError)
-        remedy = "give the columns whose coefficients differ from client to client, such as (0, 1)"
+        remedy = "give the columns with coefficients that differ from client to client, such as (0, 1)"
         check_kind("random", self.random, Sequence, remedy, error=FedBayesError)
         for column in self.random:
             check_at_least("a column in random", column, 0, error=FedBayesError)
@@ -183,14 +166,22 @@ class HierarchicalLinearRegression:
             clients: name of the client → its statistics. Clients without examples are allowed.
 
         Raises:
-            FedBayesError: no statistics; clients with other columns; fewer than two clients in which a random column
-                is not 0; columns that are linearly dependent over all clients; not more examples than the clients'
+            FedBayesError: no statistics; clients with other columns; fewer than two clients in which a random column is
+                not 0; columns that are linearly dependent over all clients; not more examples than the clients'
                 coefficients; targets that fit exactly; or a search that does not converge.
         """
-        names = self._checked(clients)
+        self._check(clients)
+        names = sorted(clients)
         # outside of inference mode, where there are no gradients
         with torch.inference_mode(False), torch.enable_grad():
-            data = _Stacked.of([clients[name] for name in names], list(self.random))
+            sent = [clients[name] for name in names]
+            data = _Stacked(
+                torch.stack([client.gram.cpu() for client in sent]),
+                torch.stack([client.moment.cpu() for client in sent]),
+                torch.stack([client.square.cpu() for client in sent]).sum(),
+                sum(client.num_examples for client in sent),
+                list(self.random),
+            )
             self._check_identified(data)
             root = _maximise(data)
         log_likelihood, noise, fixed, factor = data.estimate(root)
@@ -205,8 +196,8 @@ class HierarchicalLinearRegression:
             bias=self.bias,
         )
 
-    def _checked(self, clients: Mapping[str, LinearStatistics]) -> list[str]:
-        """Names in order, once all statistics are of the same columns, with a column of ones if there is a bias."""
+    def _check(self, clients: Mapping[str, LinearStatistics]) -> None:
+        """Raise FedBayesError unless all statistics have the same columns, and a column of ones if there is a bias."""
         check_kind("clients", clients, Mapping, "give a dict, name → LinearStatistics", error=FedBayesError)
         if not clients:
             raise FedBayesError("clients is empty: give the LinearStatistics of at least two")
@@ -228,7 +219,6 @@ class HierarchicalLinearRegression:
                 )
             if max(self.random) >= columns:
                 raise FedBayesError(f"random={self.random}: the statistics have columns 0 to {columns - 1}")
-        return sorted(clients)
 
     def _check_identified(self, data: _Stacked) -> None:
         """Raise FedBayesError unless the data determine β, Ψ and σ²."""
@@ -257,7 +247,7 @@ class HierarchicalLinearRegression:
         needed = max(coefficients, len(gram))
         if data.num_examples <= needed:
             raise FedBayesError(
-                f"{data.num_examples} examples determine {needed} coefficients and leave nothing to tell the noise by: "
+                f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise: "
                 "give clients more examples, or take columns out of random"
             )
         _, noise, _, _ = data.estimate(torch.zeros(len(random), len(random), dtype=torch.float64))
@@ -270,24 +260,13 @@ class HierarchicalLinearRegression:
 
 @dataclass(frozen=True, eq=False)
 class _Stacked:
-    """Statistics of all clients, stacked; every method treats random columns with covariance σ² root rootᵀ."""
+    """Statistics of all clients, stacked; methods treat random columns with covariance σ² root rootᵀ."""
 
     grams: Tensor
     moments: Tensor
     square: Tensor
     num_examples: int
     random: list[int]
-
-    @classmethod
-    def of(cls, clients: Sequence[LinearStatistics], random: list[int]) -> _Stacked:
-        """Statistics of ``clients`` in their order."""
-        return cls(
-            torch.stack([client.gram.cpu() for client in clients]),
-            torch.stack([client.moment.cpu() for client in clients]),
-            torch.stack([client.square.cpu() for client in clients]).sum(),
-            sum(client.num_examples for client in clients),
-            random,
-        )
 
     @property
     def gram(self) -> Tensor:
@@ -300,12 +279,12 @@ class _Stacked:
         return self.gram.diagonal().sqrt()
 
     def weighted(self, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        r"""Sums under the weights :math:`W_k = (I + Z_k L L^\top Z_k^\top)^{-1}` with L the ``root`` of Ψ/σ².
+        r"""Return sums under the weights :math:`W_k = (I + Z_k L L^\top Z_k^\top)^{-1}` with L the ``root`` of Ψ/σ².
 
         .. math:: W_k = I - Z_k L (I + L^\top Z_k^\top Z_k L)^{-1} L^\top Z_k^\top
 
-        Returns: :math:`\sum_k X_k^\top W_k X_k`, :math:`\sum_k X_k^\top W_k y_k`, :math:`\sum_k y_k^\top W_k y_k` and
-            :math:`-\sum_k \log |W_k|`.
+        They are :math:`\sum_k X_k^\top W_k X_k`, :math:`\sum_k X_k^\top W_k y_k`, :math:`\sum_k y_k^\top W_k y_k` and
+        :math:`-\sum_k \log |W_k|`.
         """
         across = self.grams[:, :, self.random] @ root
         inner = torch.eye(len(root)).to(root) + root.T @ across[:, self.random]
@@ -322,10 +301,7 @@ class _Stacked:
         )
 
     def estimate(self, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Estimates of σ² and β given the ``root`` of Ψ/σ², and the restricted log-likelihood of all of them.
-
-        Returns: log-likelihood; σ²; β, shape (columns,); and the Cholesky factor of β's precision times σ².
-        """
+        """Return restricted log-likelihood, σ², β and the Cholesky factor of β's precision times σ²."""
         gram, moment, square, log_det = self.weighted(root)
         factor = torch.linalg.cholesky(gram)
         fixed = torch.cholesky_solve(moment.unsqueeze(1), factor).squeeze(1)
@@ -336,10 +312,7 @@ class _Stacked:
 
 
 def _maximise(data: _Stacked) -> Tensor:
-    """Lower triangular root of Ψ/σ² at the maximum of the restricted likelihood, the best of several searches.
-
-    The search moves L times the root mean square of each random column, so that units do not matter.
-    """
+    """Return the triangular root of Ψ/σ² at the best maximum of a few searches, in units of the columns' norms."""
     size = len(data.random)
     rows, columns = torch.tril_indices(size, size)
     unit = data.scale[data.random].unsqueeze(1) / math.sqrt(data.num_examples)
@@ -368,6 +341,6 @@ def _maximise(data: _Stacked) -> Tensor:
         raise FedBayesError(
             f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum that "
             "can be found in double precision: standardise inputs and targets, take columns out of random, or give "
-            "clients more examples, so that their own models do not fit exactly"
+            "clients more examples, so that no client's model fits exactly"
         )
     return min(found, key=lambda each: each[0])[1]

@@ -1,4 +1,4 @@
-"""Bayesian linear regression in closed form, of one data set or of many clients together."""
+"""Bayesian linear regression in closed form, of one data set or of many clients, from sums over examples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,164 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    listed,
+)
+from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
-from lightning_fedbayes.modules.linear_statistics import check_examples, check_real, with_bias
+
+
+@dataclass(frozen=True, eq=False)
+class LinearStatistics:
+    r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
+
+    Statistics of parts of the data add up by ``+``, and ``-`` takes a part out again. Those of few examples can reveal
+    them. Secure summation helps where the sums of all clients are enough, as for a
+    :class:`~lightning_fedbayes.BayesianHead`.
+
+    Args:
+        gram: :math:`X^\top X`, float64, shape (columns, columns).
+        moment: :math:`X^\top y`, float64, shape (columns,), or (columns, targets) for several.
+        square: :math:`y^\top y`, float64, a scalar tensor, or shape (targets,).
+        num_examples: number of rows of X.
+
+    Raises:
+        FedBayesError: shapes that do not fit, values that are not finite or not float64, or an asymmetric Gram matrix.
+
+    >>> LinearStatistics.of(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 2.0])).moment
+    tensor([3., 7.], dtype=torch.float64)
+    """
+
+    gram: Tensor
+    moment: Tensor
+    square: Tensor
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
+        for name in ("gram", "moment", "square"):
+            check_sums(name, getattr(self, name))
+        columns, targets = self.moment.shape[:1], self.moment.shape[1:]
+        fits = self.gram.shape == (*columns, *columns) and self.square.shape == targets
+        if not fits or self.moment.ndim not in (1, 2) or not self.moment.numel():
+            raise FedBayesError(
+                f"gram {tuple(self.gram.shape)}, moment {tuple(self.moment.shape)} and square "
+                f"{tuple(self.square.shape)}: give (columns, columns), (columns,) and (), of at least one column, or "
+                "(columns, columns), (columns, targets) and (targets,)"
+            )
+        if not (torch.equal(self.gram, self.gram.T) or torch.allclose(self.gram, self.gram.T)):
+            raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
+
+    @classmethod
+    def of(cls, inputs: Tensor, targets: Tensor, bias: bool = True) -> LinearStatistics:
+        """Return statistics of a client's examples, computed in float64 on the inputs' device and kept on the CPU.
+
+        Args:
+            inputs: shape (examples, features); a client may have no examples.
+            targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
+            bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
+
+        Raises:
+            FedBayesError: shapes that do not fit, or a value that is not finite.
+        """
+        check_flag("bias", bias, error=FedBayesError)
+        check_examples(inputs, targets)
+        targets = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
+        design, targets = design_of(inputs, bias), targets.double()
+        square = targets @ targets if targets.ndim == 1 else targets.square().sum(0)
+        return cls((design.T @ design).cpu(), (design.T @ targets).cpu(), square.cpu(), len(inputs))
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the Gram matrix."""
+        values, vectors = torch.linalg.eigh(self.gram)
+        return values, vectors
+
+    def __add__(self, other: LinearStatistics) -> LinearStatistics:
+        return self._plus(other, 1)
+
+    def __sub__(self, other: LinearStatistics) -> LinearStatistics:
+        """Return the sums without ``other``, a part of them; raise FedBayesError for more examples or other columns."""
+        return self._plus(other, -1)
+
+    def _plus(self, other: LinearStatistics, sign: int) -> LinearStatistics:
+        if not isinstance(other, LinearStatistics):
+            return NotImplemented
+        if self.moment.shape != other.moment.shape:
+            raise FedBayesError(
+                f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets: "
+                "add statistics of the same"
+            )
+        if self.num_examples + sign * other.num_examples < 0:
+            raise FedBayesError(
+                f"{other.num_examples} of {self.num_examples} examples cannot be taken out: subtract what was added"
+            )
+        made = object.__new__(LinearStatistics)  # sums of what has been checked
+        for name in ("gram", "moment", "square", "num_examples"):
+            own, others = getattr(self, name), getattr(other, name)
+            object.__setattr__(made, name, own + others if sign > 0 else own - others)
+        return made
+
+
+def design_of(inputs: Tensor, bias: bool) -> Tensor:
+    """Return ``inputs`` in float64, after a column of ones if there is a bias."""
+    columns = [torch.ones_like(inputs[:, :1] if inputs.shape[1] else inputs.new_ones(len(inputs), 1))] * bias
+    return torch.cat([*columns, inputs], 1).double()
+
+
+def with_bias(inputs: Tensor) -> Tensor:
+    """Return ``inputs`` in float64, before a last column of ones."""
+    return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).double()
+
+
+def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
+    """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` this many."""
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        check_real(name, values)
+    if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
+        raise FedBayesError(
+            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features), and "
+            f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
+        )
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        rows = values.unsqueeze(1) if values.ndim == 1 else values
+        wrong = (~rows.isfinite()).any(0).nonzero().flatten().tolist()
+        if wrong:
+            raise FedBayesError(
+                f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the column's mean in "
+                "their place"
+            )
+
+
+def check_real(name: str, values: Tensor) -> None:
+    """Raise FedBayesError unless ``values`` is a dense tensor of real numbers."""
+    check_tensor(name, values, error=FedBayesError)
+    if values.is_complex():
+        raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
+
+
+def check_sums(name: str, values: Tensor) -> None:
+    """Raise FedBayesError unless ``values`` is a dense tensor of finite numbers in float64."""
+    check_real(name, values)
+    if values.dtype != torch.float64:
+        raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
+    if not values.isfinite().all():
+        raise FedBayesError(f"{name} is not finite: standardise inputs and targets, their squares overflow")
+
 
 NoiseEstimate = Literal["evidence", "target"]
 
 STEPS, TOLERANCE = 10_000, 1e-12
 """Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact. And number
-of weights that the data determine, below which they determine none."""
+"""Noise variance relative to the mean square of the targets below which the fit is exact; and number of weights that
+the data determine below which they determine none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +182,11 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    The data enter only through sums over examples, and only these are kept. So adding the sums of several clients gives
-    the product of their posteriors with the shared prior counted once, which is the posterior of the pooled data
-    (:meth:`conflate`), including the estimated noise. The sums of a client with one example reveal that example: where
-    that matters, use secure summation.
+    Only sums over examples are kept: several clients' add up to the posterior of the pooled data, with the shared prior
+    counted once and the noise estimated from all (:meth:`conflate`). The sums of one example reveal it.
 
-    When to use it: as the baseline that any network has to beat, and as the exact answer that federated inference is
-    to be compared with. Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has
-    the same prior.
+    When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
+    Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has the same prior.
 
     Args:
         gram: :math:`\tilde X^\top \tilde X`, float64, shape (features + 1, features + 1).
@@ -54,11 +198,8 @@ class BayesianLinearRegression:
     Source: Bishop (2006) §3.3 and §3.5; as a baseline of [FedAG], §4.3.
 
     >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
-    >>> model = BayesianLinearRegression.fit(x, 3 * x, noise=0.01)
-    >>> model.mean.flatten()
+    >>> BayesianLinearRegression.fit(x, 3 * x, noise=0.01).mean.flatten()
     tensor([2.9982, 0.0000], dtype=torch.float64)
-    >>> model.predict(x[:5]).mean.shape
-    torch.Size([5, 1])
     """
 
     gram: Tensor
@@ -71,22 +212,20 @@ class BayesianLinearRegression:
     def fit(
         cls, inputs: Tensor, targets: Tensor, prior_std: float = 1.0, noise: float | NoiseEstimate = "evidence"
     ) -> BayesianLinearRegression:
-        r"""The posterior of ``inputs`` and ``targets``; everything is computed in float64.
+        """Return the posterior of ``inputs`` and ``targets``, computed in float64.
 
         Args:
-            inputs: shape (examples, features); a constant column is allowed, and learns with the bias.
+            inputs: shape (examples, features); a constant column learns with the bias.
             targets: shape (examples,) or (examples, targets), any units.
             prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
-            noise: a number, its variance, or a way to estimate it. "evidence": the variance under which the targets
-                are most probable, the weights integrated out (MacKay's fixed point
-                :math:`\sigma^2 = \|Y - \tilde X M\|^2 / T(n - \gamma)`, γ the number of weights that the data
-                determine, T that of targets). "target": the variance of the targets, as for a model that explains
-                nothing; too large if the inputs are informative.
+            noise: its variance, or a way to estimate it. "evidence": the variance under which the targets are most
+                probable, the weights integrated out, see :func:`most_evident`. "target": the variance of the targets,
+                too large if the inputs are informative.
 
         Raises:
             FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
-                noise that is not positive, or an unknown ``noise``. An estimate of the noise is made when it is
-                first needed, so that clients too small for one can still be conflated.
+                noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so
+                that clients too small for that can still be conflated.
         """
         check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
         if isinstance(noise, str):
@@ -100,15 +239,12 @@ class BayesianLinearRegression:
 
     @staticmethod
     def conflate(models: Sequence[BayesianLinearRegression]) -> BayesianLinearRegression:
-        r"""The posterior of all clients' data: product of their posteriors, the shared prior counted once.
+        r"""Return the posterior of all clients' data: product of their posteriors, the shared prior counted once.
 
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
 
-        Exact for clients of any size, even of one example or of data without full rank, where every client uses the
-        same noise variance; an estimated one is estimated anew from all data.
-
-        Args:
-            models: one per client.
+        Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
+        variance; an estimated one is estimated from all data.
 
         Raises:
             FedBayesError: no models, or models that differ in shape, prior or noise.
@@ -137,8 +273,6 @@ class BayesianLinearRegression:
         )
         return BayesianLinearRegression(gram, moment, squares, first.prior_std, first.noise)
 
-    # -- posterior -----------------------------------------------------------------------------------------------------
-
     @property
     def num_examples(self) -> int:
         """Number of examples n: the inner product of the bias column with itself."""
@@ -148,9 +282,8 @@ class BayesianLinearRegression:
     def noise_variance(self) -> float:
         r"""Variance σ² of the noise, given or estimated, in squared units of the targets.
 
-        Raises:
-            FedBayesError: it cannot be estimated: all targets are equal, the fit is exact, or by evidence the weights
-                leave less than one degree of freedom, :math:`n - \gamma < 1`.
+        Raises FedBayesError if it cannot be estimated: all targets are equal, the fit is exact, or by evidence the
+        weights leave less than one degree of freedom, :math:`n - \gamma < 1`.
         """
         if not isinstance(self.noise, str):
             return float(self.noise)
@@ -187,11 +320,7 @@ class BayesianLinearRegression:
 
     @cached_property
     def _root(self) -> Tensor:
-        """Lower triangular L with LLᵀ = Λ.
-
-        Raises:
-            FedBayesError: the precision is not positive definite in double precision.
-        """
+        """Lower triangular L with LLᵀ = Λ; raises FedBayesError if Λ is not positive definite in double precision."""
         try:
             return torch.linalg.cholesky(self.precision)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
@@ -213,11 +342,11 @@ class BayesianLinearRegression:
     def predict(
         self, inputs: Tensor, samples: int = 10, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
-        r"""Predictive distribution :math:`N(M^\top \tilde x,\; \sigma^2 + \tilde x^\top \Lambda^{-1} \tilde x)`, exact.
+        r"""Return the exact predictive :math:`N(M^\top \tilde x,\; \sigma^2 + \tilde x^\top \Lambda^{-1} \tilde x)`.
 
         Args:
             inputs: shape (batch, features).
-            samples: draws of the weights for the field ``samples``; nothing else depends on them.
+            samples: draws of the weights for the field ``samples`` of the result.
             generator: source of the draws; None: the global one.
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
@@ -252,18 +381,8 @@ def most_evident(
     .. math:: \sigma^2 = \frac{\|Y - X M\|^2}{T(n - \gamma)}, \qquad s^{-2} = \frac{T \gamma}{\|M\|^2}, \qquad
               \gamma = \sum_d \frac{g_d}{g_d + \sigma^2 / s^2}
 
-    with the eigenvalues g of the Gram matrix, in whose eigenvectors everything is computed.
-
-    Args:
-        gram: shape (columns, columns).
-        moment: shape (columns, targets).
-        squares: shape (targets,).
-        examples: their number n.
-        prior_std: s; None: it is chosen, too.
-        noise: σ²; None: it is chosen, too.
-
-    Returns: s, infinite where the data say nothing about it, tiny where weights of 0 are most evident, and the noise, 0
-    if it converges to 0.
+    with the eigenvalues g of the Gram matrix. A ``prior_std`` s or ``noise`` σ² that is None is chosen, too. s is
+    infinite where the data do not determine it, and tiny where weights of 0 are most evident; the noise may be 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """

@@ -1,27 +1,18 @@
-"""Networks: ready deterministic ones, and any network with its last layers made Bayesian."""
+"""Ready deterministic networks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedbayes.core.errors import ConversionError, FedBayesError, check_at_least, check_kind
-from lightning_fedbayes.layers import Estimator, Prior, bayesianize
-from lightning_fedbayes.layers.base import check_estimator
-from lightning_fedbayes.modules.sampling import is_stochastic
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 
 
 def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
-    """Fully connected network with ReLUs.
-
-    Args:
-        features: number of inputs.
-        outputs: number of outputs (classes or targets).
-        hidden: width of each hidden layer.
+    """Fully connected network with ReLUs; ``hidden`` has the width of each hidden layer.
 
     >>> [layer.out_features for layer in mlp(64, 10) if isinstance(layer, nn.Linear)]
     [50, 10]
@@ -39,21 +30,16 @@ def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequen
 def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential:
     """The five-layer LeNet of [BA-BFL] §4: two 5×5 convolutions (6 and 16), then 120, 84 and ``classes`` units.
 
-    Each convolution is followed by a ReLU and 2×2 max pooling.
-
-    Args:
-        channels: of the images.
-        classes: number of classes.
-        size: height and width of the images, at least 16.
+    Each convolution is followed by a ReLU and 2×2 max pooling. ``size`` is height and width of the images.
 
     Raises:
-        FedBayesError: the images are too small.
+        FedBayesError: the images are smaller than 16×16.
     """
     for name, value in (("channels", channels), ("classes", classes), ("size", size)):
         check_at_least(name, value, 1, error=FedBayesError)
     side = ((size - 4) // 2 - 4) // 2
     if side < 1:
-        raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
+        raise FedBayesError(f"size={size}: images must be at least 16×16 for two convolutions")
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5),
         nn.ReLU(),
@@ -74,12 +60,7 @@ class ResidualBlock(nn.Module):
     r"""Two 3×3 convolutions and a shortcut without parameters, :math:`y = \mathrm{ReLU}(f(x) + s(x))`.
 
     The shortcut s is option A of He et al. 2016 §4.2: every ``stride``-th pixel, and zeros for the missing channels,
-    half of them before and half after those of ``x``.
-
-    Args:
-        before: channels of the input.
-        after: channels of the output.
-        stride: of the first convolution.
+    half of them before and half after the channels of ``x``.
 
     Shapes: (batch, before, height, width) → (batch, after, ⌈height / stride⌉, ⌈width / stride⌉).
     """
@@ -94,7 +75,7 @@ class ResidualBlock(nn.Module):
         self.missing = after - before
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -108,24 +89,16 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     r"""ResNet-20 for small images: three stages of three residual blocks with 16, 32 and 64 channels.
 
     A 3×3 convolution comes first, mean pooling and one linear layer last; the second and third stage halve height and
-    width. 20 layers with weights, and with three channels and ten classes 269,722 parameters: shortcuts have none
-    (option A). Convolutions have no bias, since BatchNorm follows each. He initialisation,
-    :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
+    width. With three channels and ten classes it has 269,722 parameters: shortcuts have none (option A), and
+    convolutions have no bias, since BatchNorm follows. He initialisation, :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
 
-    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10. Its three variants there are
+    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic; with dropout,
+    ``with_mc_dropout(resnet20(), 0.2)``; and fully variational,
+    ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``, which starts from
+    torch's initialisation unless ``init="pretrained"``.
 
-    * deterministic: ``resnet20()``;
-    * Monte Carlo dropout: ``with_mc_dropout(resnet20(), 0.2)``;
-    * fully variational: ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``.
-
-    The last starts from torch's default initialisation unless ``init="pretrained"``; BatchNorm corrects the scale.
-
-    Args:
-        channels: of the images.
-        classes: number of classes.
-
-    Shapes: (batch, channels, height, width), any size → (batch, classes). In training mode a batch of one image of up
-    to 4×4 pixels raises an error in BatchNorm, which would have a single value per channel.
+    Shapes: (batch, channels, height, width), any size → (batch, classes). In training BatchNorm raises an error for a
+    batch of one image of up to 4×4 pixels, with a single value per channel.
 
     Source: He et al. 2016, *Deep Residual Learning for Image Recognition*, §4.2 with n = 3; He et al. 2015, eq. (10).
 
@@ -150,51 +123,4 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
             nn.init.kaiming_normal_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    return network
-
-
-Init = Literal["fresh", "pretrained"]
-
-
-def layers_to_convert(network: nn.Module, bayesian_last: int | None) -> int | None:
-    """Return ``bayesian_last``; for None the last layer, or None if ``network`` is Bayesian, or drops out, already."""
-    return 1 if bayesian_last is None and not is_stochastic(network) else bayesian_last
-
-
-def hybrid(
-    network: nn.Module,
-    bayesian_last: int | None,
-    estimator: Estimator,
-    prior_std: float | None,
-    prior: Prior | None,
-    init: Init,
-    posterior_std: float | None,
-) -> nn.Module:
-    """Return ``network`` itself if ``bayesian_last`` is None, else a copy whose last layers are Bayesian.
-
-    The other arguments are those of :func:`bayesianize`, which the ready modules share.
-
-    Raises:
-        ConversionError: ``bayesian_last`` is None and another argument is not its default; or see :func:`bayesianize`.
-    """
-    if bayesian_last is not None:
-        return bayesianize(
-            network,
-            last=bayesian_last,
-            estimator=estimator,
-            prior_std=prior_std,
-            prior=prior,
-            init=init,
-            posterior_std=posterior_std,
-        )
-    check_estimator(estimator)
-    given = {"prior_std": prior_std, "prior": prior, "posterior_std": posterior_std}
-    ignored = [f"{name}={value}" for name, value in given.items() if value is not None]
-    ignored += [f"init='{init}'"] if init != "fresh" else []
-    ignored += [f"estimator='{estimator}'"] if estimator != "local_reparameterization" else []
-    if ignored:
-        raise ConversionError(
-            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would change nothing. "
-            "Give bayesian_last=n, or make the layers Bayesian yourself"
-        )
     return network

@@ -29,7 +29,7 @@ from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_ou
 T = TypeVar("T")
 
 OUTPUT_DRAWS = 256
-"""Fewest draws of linearised outputs, which cost nothing beside their covariance."""
+"""Fewest draws of linearised outputs, which are nearly free once their covariance is known."""
 REMEDY = "give inputs that its forward takes, by unpack=lambda batch: (inputs, targets) if the batch has others"
 
 
@@ -40,45 +40,38 @@ class PosteriorPredictive(ScoredModule):
               f_s = f(x; \theta_s),\ \theta_s \sim N(\mu, \Sigma)
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
-    The first draws parameters. The second draws outputs of the network linearised at the mean, with J its Jacobian
-    there (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`), and is how posteriors of
-    :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict, federated or alone:
-    their variances are those of the linearised network.
-
-    ::
+    The first draws parameters. The second draws outputs of the network linearised at the mean, with Jacobian J
+    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`): posteriors of
+    :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict so, since their
+    variances belong to the linearised network. ::
 
         predictive = fb.PosteriorPredictive(model, callback.posterior)        # after a federation
-        predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON alone
+        predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON
         predictive = fb.PosteriorPredictive.load_from_checkpoint("last.ckpt", module=Model())  # of either
-
-        predictions = L.Trainer().predict(predictive, dataloader)   # probabilities and their uncertainty, per batch
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
-    All draws, or all examples, are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after
-    the other. In that pass layers before the first one with a variance run once for all draws. The module is put into
-    evaluation mode; its weights are not changed.
+    All draws, or all examples, are one stacked pass if ``torch.func.vmap`` can run the network. The module is put into
+    evaluation mode, with its weights unchanged.
 
-    When to use it: for networks without Bayesian layers, whose posterior comes from :class:`~lightning_fedbayes.IVON`
-    or from :class:`~lightning_fedbayes.Laplace`.
+    When to use it: for networks without Bayesian layers, with a posterior from :class:`~lightning_fedbayes.IVON` or
+    :class:`~lightning_fedbayes.Laplace`.
 
     Args:
-        module: any module whose ``forward`` maps the inputs to logits (batch, classes), or to means (batch,) or
-            (batch, targets): a tensor, a tuple that begins with one, or an object or mapping with ``logits``. A
-            LightningModule without a ``forward`` of its own gives them by its ``predict_step``.
+        module: any module that maps inputs to logits (batch, classes), or to means (batch,) or (batch, targets): a
+            tensor, a tuple that begins with one, or an object or mapping with ``logits``. A LightningModule without
+            ``forward`` gives them by its ``predict_step``.
         posterior: of its parameters; those that it does not name keep their value.
-        samples: number of draws S; of linearised outputs at least 256, which are nearly free.
-        likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or what the first batch of
-            inputs and targets leaves as the one answer (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`);
-            of inputs alone, classes. Mean and variance of a linearised Gaussian are exact: :math:`f(x; \mu)` and the
-            diagonal of :math:`J \Sigma J^\top`.
-        predictive: "draws" of the parameters, or "linearised"; None: what suits the posterior, "linearised" if it comes
-            from a Laplace approximation and "draws" otherwise.
+        samples: number of draws S; at least 256 of linearised outputs, which are nearly free.
+        likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or the only possible one
+            for the first batch of inputs and targets (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`);
+            for inputs without targets, classes. Moments of a linearised Gaussian are exact.
+        predictive: "draws" of the parameters, or "linearised"; None: "linearised" for a posterior of a Laplace
+            approximation, otherwise "draws".
         unpack: batch → (inputs, targets). Not needed for a tensor of inputs; a sequence that begins with inputs and
-            targets; a mapping that has its targets under one of "labels", "label", "y", "target" and "targets" and is
-            the inputs otherwise; and an object, such as a graph, that has its targets in an attribute of these names
-            and goes to ``forward`` as it is. Inputs that are a mapping go to ``forward`` as keywords if its signature
-            has a parameter for every key and a key for every parameter without a default, and as one argument if no
-            key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
+            targets; a mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
+            "targets". An object goes to ``forward`` as it is. A mapping goes to ``forward`` as keywords if its
+            signature has a parameter for every key and a key for every parameter without a default, and as one argument
+            if no key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.
@@ -133,29 +126,21 @@ class PosteriorPredictive(ScoredModule):
                 )
 
     def forward(self, inputs: Any) -> Tensor:
-        """The network's output at the values that its parameters have now."""
+        """Return the network's output at its present parameters."""
         return output_of(self.network, inputs)
 
     def unpack(self, batch: Any) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch, None where it has none.
-
-        Raises:
-            FedBayesError: the batch is empty, or several of its names may be that of its targets.
-        """
+        """Return inputs and targets of a batch, or None for targets; raise FedBayesError if it is ambiguous."""
         is_pair = isinstance(self.network, BayesianModule) and type(self.network).unpack is BayesianModule.unpack
         return unpacked(batch, None if is_pair else self.network, self._unpack)  # inputs alone will do here
 
     @property
     def is_linearised(self) -> bool:
-        """True if predictions are those of the network linearised at the mean, and not of draws of the parameters."""
+        """True if predictions come from the network linearised at the mean, False for draws of the parameters."""
         return self._known().linearised if self.predictive is None else self.predictive == "linearised"
 
     def _known(self) -> GaussianPosterior | KroneckerPosterior:
-        """Return the posterior, on the network's device.
-
-        Raises:
-            FedBayesError: there is none.
-        """
+        """Return the posterior, on the network's device; raise FedBayesError if there is none."""
         if self.posterior is None:
             raise FedBayesError("there is no posterior: give one, or load a checkpoint that has one")
         device = next(self.network.parameters()).device
@@ -165,11 +150,7 @@ class PosteriorPredictive(ScoredModule):
 
     @torch.no_grad()
     def sample(self, inputs: Any, samples: int | None = None) -> Tensor:
-        r"""Return draws of the network's output, shape (samples, batch, \*).
-
-        Args:
-            inputs: a batch of them.
-            samples: number of draws; None: ``samples`` of the constructor.
+        r"""Return draws of the network's output, shape (samples, batch, \*); None: as many as the constructor says.
 
         Raises:
             FedBayesError: there is no posterior, or the network cannot predict the inputs.
@@ -199,7 +180,7 @@ class PosteriorPredictive(ScoredModule):
         return draws_of_outputs(mean, covariance, max(self.samples, OUTPUT_DRAWS) if samples is None else samples)
 
     def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call a function; if the network does not vectorize, now and from then on with ``vectorized=False``."""
+        """Call a function; if the network does not vectorise, now and from then on with ``vectorized=False``."""
         network = type(self.network).__name__
         with raised_as(FedBayesError, f"{network} cannot predict this batch", REMEDY):
             if not self._one_by_one:
@@ -210,15 +191,7 @@ class PosteriorPredictive(ScoredModule):
             return function(*arguments, vectorized=False, **options)
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
-        """Return the likelihood, which the first batch of outputs and targets may tell.
-
-        Args:
-            outputs: of a batch, without draws.
-            targets: of the batch; None: there are none.
-
-        Raises:
-            FedBayesError: there is none, or several are possible.
-        """
+        """Return the likelihood, if need be by the first outputs and targets; raise FedBayesError if unclear."""
         found = said_by(self)
         if found is None and isinstance(targets, Tensor):
             self.likelihood = found = likelihood_of(self.network, outputs, targets)
@@ -251,7 +224,7 @@ class PosteriorPredictive(ScoredModule):
         return self.likelihood_for(outputs[0], targets).predict(outputs)
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Rows:
-        """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
+        """Score a batch of inputs and targets, and return its rows."""
         inputs, targets = unpacked(batch, self, needs_targets=True)
         known = said_by(self)
         if known is None or known.of_classes:
@@ -265,15 +238,13 @@ class PosteriorPredictive(ScoredModule):
         self._scores.update(rows)
         return rows
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the posterior."""
         if self.posterior is not None:
             checkpoint["posterior"] = self.posterior.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the posterior, of this module's own checkpoint or of one that training has written."""
+        """Take the posterior of this module's checkpoint, or of one that training has written."""
         if "posterior" in checkpoint:
             state = checkpoint["posterior"]
             kind = KroneckerPosterior if isinstance(state, Mapping) and "terms" in state else GaussianPosterior
@@ -286,13 +257,7 @@ class PosteriorPredictive(ScoredModule):
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
-    """Return the posterior that a checkpoint of Lightning holds: of a federation, or of an IVON optimizer.
-
-    An IVON has to train all parameters of ``module``, in their order.
-
-    Raises:
-        FedBayesError: it holds none, or it is not known whose it is.
-    """
+    """Return the posterior in a checkpoint of a federation or an IVON on the whole module; else raise FedBayesError."""
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and {"posterior", "rounds"} <= state.keys():
             return GaussianPosterior.from_state_dict(state["posterior"])
@@ -307,8 +272,8 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
         shapes = [states[n]["momentum"].shape if n in states else mean[name].shape for n, name in zip(numbers, names)]
         if len(names) != len(numbers) or shapes != [each.shape for each in mean.values()]:
             raise FedBayesError(
-                "the checkpoint's IVON does not train all parameters of this module in their order, so it is not known "
-                "whose each variance is: give posterior=optimizer.posterior(module) in place of a checkpoint"
+                "the checkpoint's IVON does not train all parameters of this module in their order, so its variances "
+                "cannot be assigned to parameters: give posterior=optimizer.posterior(module) in place of a checkpoint"
             )
         variance = {
             name: states[n]["precision"].reciprocal().to(mean[name])

@@ -1,10 +1,11 @@
-"""Draws of a network's parameters or of its own noise, and the network's output for each draw, in one pass."""
+"""Draws of a network's parameters or of its noise, its output for each draw, and predictive distributions."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -25,13 +26,13 @@ from lightning_fedbayes.layers.affine import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
-"""Name in the posterior → values of shape (sets, *shape). One that is a single value expanded is the same in all."""
+"""Name in the posterior → values of shape (sets, *shape). A value that is expanded is the same in all sets."""
 
 
 def draws_from_posterior(
     posterior: GaussianPosterior, samples: int, generator: torch.Generator | None = None
 ) -> ParameterSets:
-    r"""Independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
+    r"""Return independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
 
     [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
 
@@ -54,10 +55,7 @@ def draws_from_posterior(
 
 
 def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
-    """Take each client as one draw: its mean if it is deterministic, else a draw from its posterior.
-
-    [FedAG] calls this the non-parametric bootstrap.
-    """
+    """Take each client as one draw, from its posterior if it has variances: [FedAG]'s non-parametric bootstrap."""
     check_kind("clients", clients, Sequence, "give the clients' posteriors, at least one", error=FedBayesError)
     if not clients:
         raise FedBayesError("there are no clients to draw: give their posteriors, at least one")
@@ -75,20 +73,17 @@ def outputs_with(
     vectorized: bool = True,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the network's output with each set of parameters.
+    """Compute the network's output with each set of parameters, shape (sets, batch, *).
 
-    In one pass, what depends on no parameter that differs between the sets is computed once: of a network whose last
-    layers alone are random, all layers before them.
+    In one pass, layers before the first parameter that differs between the sets run once.
 
     Args:
-        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its own noise
-            (Bayesian layers, Monte Carlo dropout) is off.
+        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its noise (Bayesian
+            layers, Monte Carlo dropout) is off.
         sets: see :data:`ParameterSets`; other parameters keep their value.
         inputs: of a batch.
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
-        buffers: in place of the network's own, by name.
-
-    Returns: shape (sets, batch, *).
+        buffers: in place of the network's, by name.
 
     Raises:
         PosteriorError: the network has no parameter of a name.
@@ -120,7 +115,7 @@ def outputs_with(
 
 
 def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
-    """The part of ``posterior`` whose names begin with ``prefix``, without it."""
+    """Return the part of ``posterior`` with names that begin with ``prefix``, without the prefix."""
     names = [name for name in posterior.names if name.startswith(prefix)]
     return GaussianPosterior(
         {name.removeprefix(prefix): posterior.mean[name] for name in names},
@@ -129,15 +124,15 @@ def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
 
 
 _ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
-"""Networks for which vectorising has failed."""
+"""Networks that failed to vectorise."""
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd, BayesianConv)
 LARGE_BATCH = 2**16
 """Number of input entries from which a batch of images is large."""
 
 ENTRIES = 2**22
-"""Largest number of parameters and inputs in one pass on a CPU: beyond, the intermediate values leave the caches, and
-more draws per pass save nothing."""
+"""Largest number of parameters and inputs in one pass on a CPU: beyond, intermediate values leave the caches, and
+more draws per pass save no time."""
 
 
 def is_stochastic(network: nn.Module) -> bool:
@@ -147,20 +142,17 @@ def is_stochastic(network: nn.Module) -> bool:
 
 
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
-    """Return ``samples`` independent draws of the network's output.
+    """Return ``samples`` independent draws of the network's output, shape (S, batch, *).
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
     layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs
-    once, and gives one sample.
+    value, layers of bayesian-torch that draw noise in place) runs once per sample. One without randomness runs once.
 
     Args:
-        network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
-            In evaluation mode, so that BatchNorm updates nothing.
+        network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second). In
+            evaluation mode, so that BatchNorm updates no statistics.
         inputs: shape (batch, *).
         samples: number of draws S, at least 1.
-
-    Returns: shape (S, batch, *); (1, batch, *) for a network without randomness.
     """
     check_kind("network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("samples", samples, 1, error=FedBayesError)
@@ -188,21 +180,18 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
 
 def _vectorized(forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device) -> Tensor | None:
-    """All draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
+    """Return all draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
         try:
             draw = torch.func.vmap(lambda _: forward(), randomness="different", chunk_size=chunk)
             return draw(torch.empty(samples, device=device))
-        except (RuntimeError, ValueError):  # an error of the network itself shows when it runs alone
+        except (RuntimeError, ValueError):  # an error of the network shows when it runs once per sample
             return None
 
 
 def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
-    """Return whether most of the work is convolutions of inputs or kernels that differ between draws, on a CPU.
-
-    These take twice as long vectorised as one after the other, if the batch alone fills the caches.
-    """
+    """Return True if vectorising is slower: most work is convolutions that differ between draws, on a CPU."""
     if inputs.device.type != "cpu" or inputs.numel() < LARGE_BATCH:
         return False
     noisy = False
@@ -214,7 +203,7 @@ def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
 
 
 def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
-    """Number of draws per pass; None: all."""
+    """Return the number of draws per pass; None: all."""
     if inputs.device.type != "cpu":
         return None
     for module in network.modules():  # the order of definition
@@ -234,3 +223,57 @@ def may_vectorize(network: nn.Module) -> bool:
             return False
         noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
     return True
+
+
+Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
+PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")
+
+NETWORK = "network."
+"""Prefix of a network's parameters in the posterior of its module."""
+
+
+@dataclass
+class GlobalRound:
+    """Result of a finished round, as far as predictions need it: the global posterior and the clients' updates."""
+
+    posterior: GaussianPosterior | None = None
+    clients: list[GaussianPosterior] = field(default_factory=list)
+
+
+def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
+    """Return a network that is one linear layer, and the prefix of its parameters; raise FedBayesError for others."""
+    prefix, layer = "", network
+    while type(layer) is nn.Sequential and len(layer) == 1:
+        [(name, layer)] = layer.named_children()
+        prefix += f"{name}."
+    if type(layer) is nn.Linear:
+        return prefix, layer
+    raise FedBayesError(
+        f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}: the variance "
+        "of any other network has no closed form; use 'omc' or 'bootstrap'"
+    )
+
+
+def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return mean and variance, (batch, targets) each, of a linear model's output under a mean-field posterior.
+
+    .. math:: \mu_w^\top x + \mu_b, \qquad \sum_i \sigma_{w,i}^2 x_i^2 + \sigma_b^2
+
+    ``posterior`` belongs to the module that holds the network (:func:`linear_layer`) under the name "network".
+
+    Source: [FedAG] eq. (6), without the noise 1/β.
+    """
+    prefix, layer = linear_layer(network)
+    part = within(posterior, NETWORK + prefix).to(inputs.device)
+
+    def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance; a parameter that clients do not share is not in the posterior, and has variance 0."""
+        known = name in part.mean
+        return (part.mean[name], part.variance[name]) if known else (parameter, torch.zeros_like(parameter))
+
+    weight, weight_variance = moments("weight", layer.weight)
+    mean, variance = inputs @ weight.T, inputs.square() @ weight_variance.T
+    if layer.bias is not None:
+        bias, bias_variance = moments("bias", layer.bias)
+        mean, variance = mean + bias, variance + bias_variance
+    return mean, variance

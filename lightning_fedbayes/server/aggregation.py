@@ -14,9 +14,8 @@ from lightning_fedbayes.core.exchange import ALONE, Collective, Reduction, Stati
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, is_zero
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
-from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
+from lightning_fedbayes.fusion.accumulator import check_finite, check_structure, fuse_distributed
 from lightning_fedbayes.fusion.averages import add_disagreement
-from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits, changed

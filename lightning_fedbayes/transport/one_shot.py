@@ -19,7 +19,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.scaler import ScaleSums, compared
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
 from lightning_fedbayes.transport.calibration import usable
 from lightning_fedbayes.transport.training import own_clients

@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion import (
     SumRule,
     get_rule,
 )
-from lightning_fedbayes.fusion.distributed import fuse_distributed
+from lightning_fedbayes.fusion.accumulator import fuse_distributed
 
 from .strategies import RULES, assert_same
 

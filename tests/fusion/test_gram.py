@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort
-from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
-from lightning_fedbayes.fusion.gram import combine, squared_distances_to
+from lightning_fedbayes.fusion.gram import columns, combine, sample, squared_distances_to, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.gram import gram_of as gram_of_cohort
 
 from .strategies import posterior
@@ -127,7 +126,7 @@ def test_client_of_coefficient_zero_is_not_read():
 
 
 def test_columns_are_the_rows_side_by_side_in_blocks(monkeypatch):
-    monkeypatch.setattr("lightning_fedbayes.fusion.columns.ENTRIES", 12)
+    monkeypatch.setattr("lightning_fedbayes.fusion.gram.ENTRIES", 12)
     rows = torch.randn(3, 26)
     maps = [{"a": row[:11].view(1, 11), "b": row[11:11], "c": row[11], "d": row[12:].view(2, 7)} for row in rows]
     blocks = list(columns(maps))
@@ -143,5 +142,5 @@ def test_columns_are_the_rows_side_by_side_in_blocks(monkeypatch):
 def test_products_do_not_depend_on_the_blocks(monkeypatch):
     clients = clients_of(torch.randn(4, 100, dtype=torch.float64))
     whole = gram_of(clients, None).products
-    monkeypatch.setattr("lightning_fedbayes.fusion.columns.ENTRIES", 35)
+    monkeypatch.setattr("lightning_fedbayes.fusion.gram.ENTRIES", 35)
     torch.testing.assert_close(gram_of(clients, None).products, whole)

@@ -10,19 +10,17 @@ from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
 from lightning_fedbayes.fusion.inverse_covariance import (
+    Latent,
     as_far_as_certain,
     bounded_average,
-    expectation_maximisation,
-    lacking,
-    plausible,
-    standard_error,
-)
-from lightning_fedbayes.fusion.latent_noise import (
-    Latent,
     climb,
+    expectation_maximisation,
     free_energy,
+    lacking,
     least_squares,
+    plausible,
     posterior_of_truth,
+    standard_error,
     update_spread,
 )
 

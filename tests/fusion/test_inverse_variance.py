@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes import fuse
 from lightning_fedbayes.fusion import Cohort, InverseVarianceMLE, InverseVarianceVB
-from lightning_fedbayes.fusion.inferred import consensus, gram_about_last
-from lightning_fedbayes.fusion.inverse_variance import coordinate_ascent
+from lightning_fedbayes.fusion.inferred import consensus, coordinate_ascent, gram_about_last
 
 from .untrusted import distances_of, error, independent, normal, origin, point_masses
 

@@ -340,7 +340,7 @@ def test_a_minority_leaves_every_value_between_honest_ones(good, seed, bad):
 def test_blocks_do_not_show(monkeypatch):
     clients = clients_of(*drawn_moments(5, 0))
     whole = fuse("coordinate_median", clients)
-    monkeypatch.setattr("lightning_fedbayes.fusion.columns.ENTRIES", 10)
+    monkeypatch.setattr("lightning_fedbayes.fusion.gram.ENTRIES", 10)
     assert_same(fuse("coordinate_median", clients), whole, rtol=0)
 
 

@@ -150,7 +150,7 @@ def test_each_resumes_bit_by_bit(name, engine, tmp_path):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
 def test_scaffold_needs_plain_sgd(optimizer):
-    with pytest.raises(FederationError, match="plain SGD alone"):
+    with pytest.raises(FederationError, match="plain SGD only"):
         federate(Plain(optimizer=optimizer), fb.FederatedBayes(fb.IIDPartition(3), fusion="scaffold"), 1)
 
 

@@ -15,7 +15,7 @@ from lightning_fedbayes import HybridBayesianClassifier, bayesianize
 from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import MCDropout, NormalPrior, with_mc_dropout
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.modules.classifier import generalized_cross_entropy
+from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
 
 from .helpers import labelled, loader, trainer
 

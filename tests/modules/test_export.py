@@ -278,7 +278,7 @@ def test_what_it_refuses():
         exported(fb.HybridBayesianClassifier(ForeignLinear(2, 2)).eval(), torch.zeros(3, 2))
     hooked = fb.bayesianize(mlp(6, 3), last=1)
     hooked[2].register_forward_hook(lambda *given: None)
-    with pytest.raises(ConversionError, match=r"'2' .* has hooks.*register them anew"):
+    with pytest.raises(ConversionError, match=r"'2' .* has hooks.*register them again"):
         mean_network(hooked)
     with pytest.raises(PosteriorError, match=r"no parameter '0.weight' of the posterior"):
         mean_network(nn.Linear(2, 1), fb.read_posterior(mlp(6, 3)))

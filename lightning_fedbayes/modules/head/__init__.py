@@ -1,8 +1,7 @@
-"""Exact heads: a Gaussian posterior over the last layer of a network whose other layers do not train."""
+"""Exact heads: a Gaussian posterior over the last layer of a network with frozen other layers."""
 
-from lightning_fedbayes.modules.head.fit import HeadFit
+from lightning_fedbayes.modules.head.fit import HeadFit, HeadSlopes
 from lightning_fedbayes.modules.head.head import BayesianHead
 from lightning_fedbayes.modules.head.module import HeadModule
-from lightning_fedbayes.modules.head.slopes import HeadSlopes
 
 __all__ = ["BayesianHead", "HeadFit", "HeadModule", "HeadSlopes"]

@@ -1,30 +1,133 @@
-"""The state of a head at the server: sums, weights and curvature, and the step that an exchange allows."""
+"""The state of a head at the server, what clients send, and the step that an exchange allows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
-from lightning_fedbayes.modules.linear_regression import EXACT, most_evident
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
+from lightning_fedbayes.modules.linear_regression import EXACT, LinearStatistics, check_sums, most_evident, with_bias
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem, evident_precision
 
+
+@dataclass(frozen=True, eq=False)
+class HeadSlopes:
+    r"""Sums over a client's examples at the server's weights W: slope and curvature of a softmax. They add up by ``+``.
+
+    With :math:`p_i = \mathrm{softmax}(W \tilde\phi_i)` and :math:`\tilde\phi = (\phi, 1)`, or expectations of a
+    variational posterior. Raises FedBayesError for wrong shapes, and values that are not finite float64.
+
+    Args:
+        loss: :math:`-\sum_i \log p_{i y_i}`, in nats, a scalar tensor.
+        slope: :math:`\sum_i (p_i - e_{y_i}) \tilde\phi_i^\top`, shape (classes, columns).
+        spread: :math:`\sum_i \mathrm{diag}(p_i) - p_i p_i^\top`, shape (classes, classes).
+        curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
+            (pairs, columns, columns); or no pair, if they are too many.
+        num_examples: their number.
+    """
+
+    loss: Tensor
+    slope: Tensor
+    spread: Tensor
+    curvature: Tensor
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
+        for name in ("loss", "slope", "spread", "curvature"):
+            check_sums(name, getattr(self, name))
+        classes, columns = self.slope.shape if self.slope.ndim == 2 else (0, 0)
+        pairs = classes * (classes - 1) // 2
+        fits = self.curvature.shape[0] in (0, pairs) and self.curvature.shape[1:] == (columns, columns)
+        if not columns or self.loss.ndim or self.spread.shape != (classes, classes) or not fits:
+            raise FedBayesError(
+                f"slope {tuple(self.slope.shape)}, spread {tuple(self.spread.shape)} and curvature "
+                f"{tuple(self.curvature.shape)}: give (classes, columns), (classes, classes) and (0 or pairs of "
+                "classes, columns, columns)"
+            )
+
+    @classmethod
+    def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
+        """Return the sums at W = 0, where every class is as probable, from the sums of the first exchange."""
+        gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
+        eye = torch.eye(classes).to(gram)
+        curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
+        return cls(
+            gram.new_tensor(count * math.log(classes)),
+            gram[-1] / classes - sums.moment.T,
+            count * (eye - 1 / classes) / classes,
+            curvature,
+            count,
+        )
+
+    @classmethod
+    def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+        """Return the sums for draws of the logits, (draws, examples, classes), and a design, (examples, columns)."""
+        logs = logits.log_softmax(-1)
+        probs, classes = logs.exp(), logits.shape[-1]
+        mean, products = probs.mean(0), torch.einsum("snc,snd->ncd", probs, probs) / len(probs)
+        truth = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
+        spread = mean.sum(0).diag() - products.sum(0)
+        chosen = torch.triu_indices(classes, classes, 1).T.tolist() if pairs else []
+        found = [design.T @ (products[:, c, d, None] * design) for c, d in chosen]
+        curvature = torch.stack(found) if found else design.new_zeros(0, *2 * design.shape[1:])
+        return cls(-(logs.mean(0) * truth).sum(), (mean - truth).T @ design, spread, curvature, len(labels))
+
+    def __add__(self, other: HeadSlopes) -> HeadSlopes:
+        if not isinstance(other, HeadSlopes):
+            return NotImplemented
+        if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
+            raise FedBayesError(
+                f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
+                "same fit"
+            )
+        return HeadSlopes(
+            self.loss + other.loss,
+            self.slope + other.slope,
+            self.spread + other.spread,
+            self.curvature + other.curvature,
+            self.num_examples + other.num_examples,
+        )
+
+    def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
+        r"""Return the curvature as Kronecker products :math:`B \otimes A`, pairs (A, B).
+
+        .. math:: \sum_i (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes \tilde\phi_i \tilde\phi_i^\top =
+                  \sum_{c<d} (e_c - e_d)(e_c - e_d)^\top \otimes \sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top
+
+        exactly; without the pairs, the one product of the mean spread and the Gram matrix.
+        """
+        classes = len(self.slope)
+        if not len(self.curvature):
+            return [(gram, self.spread / max(1, self.num_examples))]
+        eye = torch.eye(classes).to(self.slope)
+        c, d = torch.triu_indices(classes, classes, 1)
+        differences = eye[c] - eye[d]
+        return [(a, torch.outer(each, each)) for a, each in zip(self.curvature, differences)]
+
+
+def design_of(features: Tensor) -> Tensor:
+    """Return features in float64, before a column of ones."""
+    check_kind("features", features, Tensor, "give a tensor (examples, features)", error=FedBayesError)
+    if features.ndim != 2 or not features.shape[1]:
+        raise FedBayesError(f"features {tuple(features.shape)}: give (examples, features), at least one feature")
+    return with_bias(features)
+
+
 SETTLED = 1e-7
-"""Nats per example that a step may still gain, at which the weights have arrived."""
+"""Nats per example that a step may still gain when the weights have settled."""
 SETTLED_PRIOR = 1e-3
-"""Relative change of the prior's precision at which it has arrived."""
+"""Relative change of the prior's precision at which it has settled."""
 FACTOR = 2.0
-"""Largest change of the prior's precision in a step: beyond, the quadratic that it is chosen by does not hold."""
+"""Largest change of the prior's precision in a step: beyond, the quadratic that chooses it does not hold."""
 DAMPED = 0.5
-"""Part that the curvature of a variational posterior goes towards what clients find: all of it would go to and fro."""
+"""Part that the curvature of a variational posterior goes towards the clients' one: the whole would go to and fro."""
 SHORTENED = 5
 """Times in a row that a step is shortened."""
 MEMORY = 10
@@ -33,7 +136,7 @@ MEMORY = 10
 
 @dataclass(frozen=True, eq=False)
 class HeadFit:
-    r"""A head as far as the exchanges have brought it; see :class:`~lightning_fedbayes.BayesianHead`.
+    """A head after the exchanges so far; see :class:`~lightning_fedbayes.BayesianHead`.
 
     Attributes:
         sums: of all clients.
@@ -44,7 +147,7 @@ class HeadFit:
         noise: variance σ² of the targets; 1 for a softmax.
         loss: of the pooled data at :attr:`weights` before the last step, in nats; NaN for none.
         exchanges: number of exchanges of slopes so far.
-        is_done: True if there is nothing to exchange any more.
+        is_done: True if no exchange is left.
         takes_pairs: True if clients send the curvature of every pair of classes.
     """
 
@@ -64,7 +167,7 @@ class HeadFit:
 
     @cached_property
     def posterior(self) -> KroneckerPosterior:
-        r"""Posterior of :meth:`linear`, whose outputs are means, or logits: of a "one_hot" :math:`f / \sigma^2`."""
+        r"""Posterior of :meth:`linear`, with means or logits as outputs; for "one_hot" logits :math:`f / \sigma^2`."""
         weights, scale = self.weights, 1 / self.noise if self.likelihood == "one_hot" else 1.0
         terms = [(a, b / scale**2) for a, b in self.terms]
         mean = {"weight": weights[:, :-1] * scale, "bias": weights[:, -1] * scale}
@@ -74,20 +177,16 @@ class HeadFit:
         return posterior
 
     def _system(self, terms: list[tuple[Tensor, Tensor]], prior_precision: float) -> KroneckerSystem:
-        """Return the system of these terms; the Gram matrix, which a single one has, is taken apart once."""
+        """Return the system of these terms; a single Gram matrix is decomposed once."""
         has_gram = len(terms) == 1 and (not self.takes_pairs or self.likelihood != "softmax")
         return KroneckerSystem(terms, prior_precision, self.sums.spectrum if has_gram else None)
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Return mean, shape (batch, outputs), and covariance, shape (batch, outputs, outputs), of :meth:`linear`.
+        r"""Return mean, (batch, outputs), and covariance, (batch, outputs, outputs), of :meth:`linear`.
 
         .. math:: \bar W \tilde\phi, \qquad (I \otimes \tilde\phi)^\top \Lambda^{-1} (I \otimes \tilde\phi)
 
-        Args:
-            features: shape (batch, features).
-
-        Raises:
-            FedBayesError: ``features`` are not of as many columns as the head has been fitted to.
+        Raise FedBayesError unless ``features``, (batch, features), have the columns of the fit.
         """
         design = design_of(features)
         if design.shape[1] != self.weights.shape[1]:
@@ -96,11 +195,7 @@ class HeadFit:
         return mean, self.posterior.systems[""].covariance_of_linear(design)
 
     def told(self, variational: bool) -> dict[str, Tensor]:
-        """Return what clients have to know for an exchange, name → tensor, for :meth:`from_told`.
-
-        Args:
-            variational: True if they take expectations, for which they need the posterior's covariance.
-        """
+        """Return what clients need for an exchange, by name, if ``variational`` with the posterior's covariance."""
         told = {"weights": self.weights}
         if variational:
             inner, outer = zip(*self.terms)
@@ -121,11 +216,7 @@ class HeadFit:
         return cls(sums, "softmax", weights, terms, precision, takes_pairs=takes_pairs)
 
     def linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """Return the head as a layer, with the mean of the posterior.
-
-        Args:
-            dtype: of its weights; None: torch's default.
-        """
+        """Return the head as a layer of ``dtype`` (torch's default) with the posterior's mean."""
         outputs, columns = self.weights.shape
         layer = nn.Linear(columns - 1, outputs, dtype=dtype)
         layer.load_state_dict({name: value.to(layer.weight.dtype) for name, value in self.posterior.mean.items()})
@@ -133,12 +224,9 @@ class HeadFit:
 
 
 def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
-    """Return the fit of sums alone: that of the Gaussian model, or of a softmax the first step, from W = 0.
+    """Return the fit of sums: the Gaussian model, or a softmax's first step, from W = 0.
 
-    Where few examples are fitted exactly, the noise is the least that a fit can tell from none.
-
-    Raises:
-        FedBayesError: all targets are 0.
+    Where few examples are fitted exactly, the noise is the least that a fit can tell from 0.
     """
     examples, gram = sums.num_examples, sums.gram
     if likelihood == "softmax":
@@ -163,10 +251,7 @@ def gaussian_fit(sums: LinearStatistics, likelihood: str, prior_precision: float
 
 
 def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:
-    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end, at the ``most``.
-
-    ``found`` is of all clients, at :attr:`HeadFit.weights`, or if ``variational`` expected under the posterior.
-    """
+    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end, at the ``most``."""
     fit = replace(fit, exchanges=fit.exchanges + 1)
     if fit._last is not None:
         before, slope, loss = fit._last
@@ -186,22 +271,15 @@ def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variation
     stepped = _stepped(fit, found, terms, prior_std)
     if stepped.is_done or fit.exchanges < most:
         return stepped
-    return replace(stepped, weights=fit.weights, is_done=True)  # nobody has tried the step
+    return replace(stepped, weights=fit.weights, is_done=True)  # the step was not tried
 
 
 def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:
-    r"""Return 1 if the last step has gone well, or the part of it to go in its place.
+    """Return 1 if the last step ``move`` has gone well, or the part of it to go instead.
 
     That is the zero of the slope along the step, by the line through its values :math:`d_0` at the start and
-    :math:`d_1` at the end. Of a variational posterior the losses are of two covariances, so the rise of the loss is
-    that of the slopes by the trapezoidal rule, :math:`(d_0 + d_1) / 2`.
-
-    Args:
-        fit: after the step.
-        found: there.
-        move: the step.
-        before: slope of the loss where it began.
-        loss: loss there; None if the posterior is variational.
+    :math:`d_1` at the end. ``before`` and ``loss`` are slope and loss at the start. Without a loss (of a variational
+    posterior, where losses belong to two covariances) its rise is :math:`(d_0 + d_1) / 2`, by the trapezoidal rule.
     """
     prior, start = fit.prior_precision, fit.weights - move
     first, last = (
@@ -217,7 +295,7 @@ def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss:
 
 
 def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None) -> HeadFit:
-    """Return the fit with this curvature, the prior of most evidence beside it, and the step that they give."""
+    """Return the fit with this curvature, its most evident prior, and the step that they give."""
     system = fit._system(terms, fit.prior_precision)
     if prior_std is not None:
         precision = float(prior_std) ** -2
@@ -246,9 +324,9 @@ def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]]
 def _two_loops(
     system: KroneckerSystem, memory: tuple[tuple[Tensor, Tensor], ...], slope: Tensor, precision: float
 ) -> Tensor:
-    r"""Return L-BFGS's :math:`H g` for the slope g, the prior's included, from the system as the first guess.
+    """Return L-BFGS's :math:`H g` for the slope g with the prior's part, from the system as the first guess.
 
-    ``memory`` holds moves of the weights, and those of the slope of the loss without the prior.
+    ``memory`` holds moves of the weights and changes of the loss's slope without the prior's part.
 
     Source: Nocedal and Wright 2006, algorithm 7.4.
     """
@@ -262,3 +340,66 @@ def _two_loops(
     for (s, y, rho), length in zip(pairs, reversed(lengths)):
         step = step + (length - rho * float((y * step).sum())) * s
     return step
+
+
+HALVINGS = 30
+"""Times that a step is halved before the search ends."""
+STEPS = 100
+"""Most steps; they are local to the client, and cost no exchange."""
+
+Terms = list[tuple[Tensor, Tensor]]
+
+
+def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> LinearStatistics:
+    """Return the sums over a client's examples, once, and over all others', 1 - ``weight`` times."""
+    parts = {
+        name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in ("gram", "moment", "square")
+    }
+    return LinearStatistics(**parts, num_examples=round((1 - weight) * sums.num_examples + weight * own.num_examples))
+
+
+def personal_softmax(
+    fit: HeadFit, own: LinearStatistics, slopes_at: Callable[[HeadFit], HeadSlopes], weight: float, variational: bool
+) -> HeadFit:
+    r"""Return a client's softmax for a weight w, from its ``slopes_at`` a fit (expectations if ``variational``).
+
+    Newton's steps on :math:`L_k(W) + (1 - w) (Q - Q_k)(W) + \tfrac{1}{2 s^2} \|W\|^2`, halved where they overshoot: of
+    the others the client knows the quadratic Q of the federation's posterior, without its part :math:`Q_k`. For a
+    variational posterior :math:`L_k` is an expectation, and its curvature is damped.
+    """
+    centre, prior, share = fit.weights, fit.prior_precision, 1 - weight
+    sums, first = mixed_sums(fit.sums, own, weight), slopes_at(fit)
+    begun = first.terms(own.gram)
+
+    def slope_of(found: HeadSlopes, weights: Tensor) -> Tensor:
+        moved = weights - centre
+        others = (KroneckerSystem(terms, 1.0).product(moved) - moved for terms in (fit.terms, begun))
+        known = next(others) - next(others) - prior * centre - first.slope
+        return found.slope + share * known + prior * weights
+
+    def joint(terms: Terms) -> Terms:
+        if fit.takes_pairs:
+            return [(a + share * (b - c), d) for (a, d), (b, _), (c, _) in zip(terms, fit.terms, begun)]
+        count, everybody = own.num_examples, fit.sums.num_examples
+        spread = count * terms[0][1] + share * (everybody * fit.terms[0][1] - count * begun[0][1])
+        return [(sums.gram, spread / (count + share * (everybody - count)))]
+
+    at, terms, found = replace(fit, sums=sums, terms=joint(begun)), begun, first
+    for _ in range(STEPS):
+        new = found.terms(own.gram)
+        part = DAMPED if variational else 1.0
+        terms = [(a + part * (c - a), b + part * (d - b)) for (a, b), (c, d) in zip(terms, new)]
+        at = replace(at, terms=joint(terms))
+        slope = slope_of(found, at.weights)
+        step = at._system(at.terms, prior).solve(slope)
+        begin, length = at.weights, 1.0
+        descent = float((slope * step).sum())
+        for _ in range(HALVINGS):
+            at = replace(at, weights=(begin - length * step).contiguous())
+            found = slopes_at(at)
+            if float((slope_of(found, at.weights) * step).sum()) >= -descent:  # by the trapezoidal rule the loss fell
+                break
+            length /= 2
+        if descent / 2 < SETTLED * own.num_examples:
+            break
+    return replace(at, loss=float(found.loss))

@@ -1,4 +1,4 @@
-"""The exact head: exchanges of sums, by which clients get the posterior of a linear layer of their pooled data."""
+"""The exact head: exchanges of sums that give the posterior of a linear layer of the clients' pooled data."""
 
 from __future__ import annotations
 
@@ -10,72 +10,75 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
-from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, gaussian_fit, next_fit
-from lightning_fedbayes.modules.head.personal import mixed_sums, personal_softmax
-from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.head.fit import (
+    HeadFit,
+    HeadSlopes,
+    design_of,
+    first_fit,
+    gaussian_fit,
+    mixed_sums,
+    next_fit,
+    personal_softmax,
+)
+from lightning_fedbayes.modules.linear_regression import LinearStatistics
+from lightning_fedbayes.sources.curvature import draws_of_outputs
 from lightning_fedbayes.sources.curvature.systems import DENSE
 
 Likelihood = Literal["softmax", "one_hot", "gaussian"]
 Inference = Literal["laplace", "variational"]
 AT_ONCE = 4096
-"""Examples whose draws are in memory at once."""
+"""Examples with draws in memory at once."""
+DRAWS = 128
+"""Draws of the logits for expectations under a posterior, the same in every exchange."""
 Sent = TypeVar("Sent", LinearStatistics, HeadSlopes)
 
 
 @dataclass(frozen=True)
 class BayesianHead:
-    r"""Gaussian posterior of a linear layer on fixed features, of the pooled data of all clients, in a few exchanges.
+    r"""Gaussian posterior of a linear layer on fixed features, of all clients' pooled data, in a few exchanges.
 
     .. math:: W_{ij} \sim N(0, s^2), \qquad f(x) = W \tilde\phi(x), \quad \tilde\phi = (\phi, 1)
 
     with one of three likelihoods:
 
     * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
-      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, and s and σ² are those of most evidence.
-    * "one_hot": classification by the same regression on one-hot targets. A class is predicted by its density,
-      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for
-      any number of classes; where the Gaussian does not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
-    * "softmax": logits f(x). After the sums, each further exchange is of slopes and curvature at the server's weights
-      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent; the first
-      step needs the sums alone. Of the variational posterior they are expectations. s is chosen on the way, by the
-      evidence of the quadratic that each exchange gives.
+      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, with s and σ² of most evidence.
+    * "one_hot": classification by the same regression on one-hot targets, in one exchange. Classes have densities
+      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so logits are :math:`f(x) / \sigma^2`; where the Gaussian does
+      not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
+    * "softmax": logits f(x). After the sums, each exchange is of slopes and curvature at the server's weights
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for s.
 
-    Sums of clients add up to those of the pooled data, so the split of the data makes no difference, a client comes or
-    goes by ``+`` and ``-``, and nothing has a learning rate. ::
+    Sums of clients add up to the sums of the pooled data: the split of the data makes no difference, a client comes or
+    goes by ``+`` and ``-``, and there is no learning rate. ::
 
         head = fb.BayesianHead(outputs=10)
         fit = head.fit_clients([(features, labels), ...])               # in one process
         predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
 
-    or exchange by exchange::
-
-        fit = head.fit(sum_of_all_clients)                              # of head.sums(features, targets)
+        fit = head.fit(sum_of_all_clients)                              # or by exchanges: of head.sums(...)
         while not fit.is_done:
             fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit, features, labels)
 
-    When to use it: the backbone is good and stays as it is. Where it has to change, give adapters a posterior
+    When to use it: the backbone stays as it is. Where it has to change, give adapters a posterior
     (:class:`~lightning_fedbayes.IVON`).
 
     Args:
         outputs: number of classes, or of targets.
         likelihood: see above.
-        prior_std: s > 0, of weights and biases; None: by evidence, of a softmax with a half-Cauchy prior of s
-            of scale 1, without which few data, or features that say the same, often leave no width at all.
-        inference: of a softmax; the posteriors of the other likelihoods are exact. "variational": the Gaussian of full
-            covariance that is nearest to the posterior in KL(q ‖ p); beside NUTS it has 0.97 to 0.99 of the mutual
-            information and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md), and the s of its bound is
-            near the true one. Its exchanges tell clients the posterior's covariance, and so sums over the features of
-            all.
-            "laplace": about half as many exchanges, and clients hear of the weights alone; 0.97 to 1.29 of the mutual
-            information, and 0.014 of the predictive. Its evidence takes s too small where the posterior is wide.
+        prior_std: s > 0, of weights and biases; None: by evidence, of a softmax with a half-Cauchy prior of s of scale
+            1, without which few data, or redundant features, often leave no width.
+        inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
+            Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
+            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and s
+            too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
         FedBayesError: an argument is out of range.
 
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
-    variational posterior; Kuss and Rasmussen 2005 for what Laplace's evidence does where posteriors are wide.
+    variational posterior; Kuss and Rasmussen 2005 for Laplace's evidence of wide posteriors.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
     >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))
@@ -105,10 +108,8 @@ class BayesianHead:
         return self.likelihood != "gaussian"
 
     def takes_pairs(self, columns: int) -> bool:
-        """Return whether clients send the curvature of every pair of classes, and not its Kronecker approximation."""
+        """Return True if clients send the curvature of every pair of classes, False for its Kronecker approximation."""
         return bool(self.outputs * columns <= DENSE)
-
-    # -- clients -------------------------------------------------------------------------------------------------------
 
     def sums(self, features: Tensor, targets: Tensor) -> LinearStatistics:
         """Return what a client sends first: sums over its examples.
@@ -134,13 +135,7 @@ class BayesianHead:
         return LinearStatistics(sums[0].cpu(), sums[1].cpu(), sums[2].cpu(), len(design))
 
     def slopes(self, fit: HeadFit, features: Tensor, labels: Tensor) -> HeadSlopes:
-        """Return what a client sends in a further exchange.
-
-        Args:
-            fit: the server's.
-            features: shape (examples, features).
-            labels: classes, shape (examples,).
-        """
+        """Return what a client sends in a further exchange, for features (examples, features) and classes."""
         self._check_labels(labels)
         design = design_of(features)
         if design.shape[1] != fit.weights.shape[1] or len(design) != len(labels):
@@ -149,21 +144,26 @@ class BayesianHead:
                 "features, and each example has a label"
             )
         parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
-        if self.inference == "variational":
-            found = (HeadSlopes.expected(*fit.moments(x), each, y, fit.takes_pairs) for x, each, y in parts)
-        else:
-            found = (HeadSlopes.of(fit.weights, each, y, fit.takes_pairs) for _, each, y in parts)
+        found = (HeadSlopes.of(self._logits(fit, x, each), each, y, fit.takes_pairs) for x, each, y in parts)
         return total(found, HeadSlopes, "labels")
 
+    def _logits(self, fit: HeadFit, features: Tensor, design: Tensor) -> Tensor:
+        """Return logits at the weights, or draws under the variational posterior, (draws, examples, classes)."""
+        if self.inference == "laplace":
+            return design @ fit.weights.T[None]
+        mean, covariance = fit.moments(features)
+        with torch.random.fork_rng([mean.device] if mean.is_cuda else []):
+            torch.manual_seed(0)
+            return draws_of_outputs(mean, covariance, DRAWS)
+
     def personal(self, fit: HeadFit, features: Tensor, targets: Tensor, weight: float) -> HeadFit:
-        r"""Return a client's own head: the federation's as the prior, with the others' part of it discounted.
+        r"""Return a client's head: the federation's as the prior, with the others' part of it discounted.
 
         .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
 
-        An example of the others counts as 1 - w of the client's own, a power prior: 0 is the federation's head, 1
-        that of the client alone. They are known by the federation's posterior: by its sums, exactly, or for a softmax
-        by its Gaussian. Nothing leaves the client; s and σ² stay as they are.
-        :func:`~lightning_fedbayes.choose_personal_weight` finds w by examples that were held out.
+        w = 0 is the federation's head, w = 1 ignores the other clients, for whom the federation's sums stand, or for a
+        softmax its Gaussian. No data leave the client; s and σ² stay.
+        :func:`~lightning_fedbayes.choose_personal_weight` finds w.
 
         When to use it: clients differ in what a label means, or in how often it comes.
 
@@ -196,32 +196,22 @@ class BayesianHead:
             fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational"
         )
 
-    # -- server --------------------------------------------------------------------------------------------------------
-
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
-        """Return the fit of the sums of all clients; done, unless the likelihood is a softmax.
-
-        Raises:
-            FedBayesError: there are none, of other features or outputs, or all targets are 0.
-        """
+        """Return the fit of all clients' sums; a softmax is not done yet. Raise FedBayesError if all targets are 0."""
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
             raise FedBayesError(
-                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
+                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give sums of at least "
                 f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
             )
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
-        """Return the fit after an exchange of the slopes of all clients.
-
-        Raises:
-            FedBayesError: there are none, they are of other weights, or the fit is done.
-        """
+        """Return the fit after an exchange of all clients' slopes; raise FedBayesError if that cannot be."""
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
-            raise FedBayesError("the fit is done: there is no further exchange")
+            raise FedBayesError("the fit is done: do not call step() again")
         found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, HeadSlopes, "slopes")
         if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
             raise FedBayesError(
@@ -231,11 +221,7 @@ class BayesianHead:
         return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
-        """Return the fit of clients whose features and targets are at hand, with as many exchanges as it takes.
-
-        Args:
-            clients: pairs of features and targets, see :meth:`sums`.
-        """
+        """Return the fit of clients in this process, pairs of features and targets, after all exchanges."""
         check_kind("clients", clients, list | tuple, "give pairs (features, targets)", error=FedBayesError)
         for number, each in enumerate(clients):
             if not isinstance(each, list | tuple) or len(each) != 2:
@@ -257,7 +243,7 @@ class BayesianHead:
 
 
 def total(parts: Iterable[Sent], kind: type[Sent], name: str) -> Sent:
-    """Return the sum of ``parts``; raise FedBayesError if there is none, or one of another kind."""
+    """Return the sum of ``parts``; raise FedBayesError if there is no part, or one of another type."""
     check_kind(name, parts, Iterable, "give what every client has sent", error=FedBayesError)
     found: Sent | None = None
     for part in parts:

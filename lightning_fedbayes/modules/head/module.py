@@ -1,4 +1,4 @@
-"""The exact head in a Trainer: a module whose training sums statistics up, of one data set or of a federation."""
+"""The exact head in a Trainer: a module that sums statistics in training, of one data set or of a federation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.likelihoods import Categorical, Gaussian
-from lightning_fedbayes.modules.head.fit import HeadFit
+from lightning_fedbayes.modules.head.fit import HeadFit, HeadSlopes
 from lightning_fedbayes.modules.head.head import BayesianHead
-from lightning_fedbayes.modules.head.slopes import HeadSlopes
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 
 
 class HeadModule(PosteriorPredictive):
-    r"""A frozen backbone with a :class:`~lightning_fedbayes.BayesianHead`, for the Trainer, federated or not.
+    """A frozen backbone with a :class:`~lightning_fedbayes.BayesianHead`, for the Trainer, federated or not.
 
     ::
 
@@ -30,21 +29,20 @@ class HeadModule(PosteriorPredictive):
         L.Trainer(max_epochs=1, callbacks=[federation]).fit(model, data)      # one exchange: exact
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(model, data)
 
-    Its parameters are sums over examples, and a training step adds those of a batch: the loss is linear in them, minus
-    the inner product with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange; a
-    softmax takes an epoch for the sums and one for each further exchange, and ends the fit when it is done, so give it
-    ``max_epochs=-1`` or enough of them. ``FederatedBayes`` adds the clients' sums up, by the method
-    :class:`~lightning_fedbayes.methods.Sums`; a softmax needs all clients in every round.
+    Its parameters are sums over examples, and a training step adds a batch's: the loss is minus their inner product
+    with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange. A softmax takes an epoch
+    for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1. It needs all
+    clients in every round. ``FederatedBayes`` adds the clients' sums by the method
+    :class:`~lightning_fedbayes.methods.Sums`.
 
-    When to use it: to have the head in place of a fine-tuned one in an existing Trainer, with its data, loggers,
-    reports and calibration. Where features lie in memory, :meth:`BayesianHead.fit_clients` is the shorter way.
+    When to use it: in place of a fine-tuned head in a Trainer with its data, loggers, reports and calibration. For
+    features in memory :meth:`BayesianHead.fit_clients` is shorter.
 
     Args:
-        backbone: maps inputs to features, shape (batch, features), in any form of batch that
-            :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen, and runs in evaluation mode.
+        backbone: maps inputs to features, shape (batch, features); it is frozen, and runs in evaluation mode.
         head: the head.
         features: their number.
-        samples: draws of a prediction, at least 256 of which are taken.
+        samples: draws of a prediction, at least 256.
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -59,77 +57,63 @@ class HeadModule(PosteriorPredictive):
         self.train().network.requires_grad_(False)
         self.head = head
         columns, outputs = features + 1, head.outputs
-        pairs = outputs * (outputs - 1) // 2
-        shapes = {"gram": (columns, columns), "moment": (columns, outputs), "square": (outputs,)}
-        self.sums = _zeros(shapes)
+        self.sums = _zeros(gram=(columns, columns), moment=(columns, outputs), square=(outputs,))
         if head.likelihood == "softmax":
-            pairs = pairs if head.takes_pairs(columns) else 0
-            self.slopes = _zeros(
-                {
-                    "loss": (),
-                    "slope": (outputs, columns),
-                    "spread": (outputs, outputs),
-                    "curvature": (pairs, columns, columns),
-                    "num_examples": (),
-                }
-            ).requires_grad_(False)
+            slope, spread = (outputs, columns), (outputs, outputs)
+            curvature = (outputs * (outputs - 1) // 2 if head.takes_pairs(columns) else 0, columns, columns)
+            self.slopes = _zeros(loss=(), slope=slope, spread=spread, curvature=curvature, num_examples=())
+            self.slopes.requires_grad_(False)
         self._has_clients = False
         self._before: HeadFit | None = None
         self._found: tuple[tuple[float, ...], HeadFit] | None = None
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def configure_optimizers(self) -> Optimizer:
-        """SGD of rate 1, whose steps are sums."""
-        return SGD(parameters_of(self), lr=1.0)
+        """Return SGD of rate 1, with steps that are sums."""
+        return SGD([p for name, p in self.named_parameters() if not name.startswith("network.")], lr=1.0)
 
     def on_fit_start(self) -> None:
         """Forget whether the last fit had clients."""
         self._has_clients = False
 
     def on_client_start(self, client: Any) -> None:
-        """Leave the start of an epoch to the method, which begins every client at 0."""
+        """Note that the method begins every client at 0."""
         self._has_clients = True
 
     def on_train_epoch_start(self) -> None:
-        """Begin the next exchange, by what the last one has brought; a head that is done begins anew."""
-        if self.head.likelihood != "softmax" or self._is_empty:
-            return
-        if not self.fitted.is_done:
-            self._go_on(self.fitted)
-            return
-        self._before = None
-        self.sums.requires_grad_(True)
-        self.slopes.requires_grad_(False)
-        _clear(self.sums)
+        """Begin the next exchange from the last one's result; a head that is done begins again."""
+        if self.head.likelihood == "softmax" and not self._is_empty:
+            self._begin(None if self.fitted.is_done else self.fitted)
 
-    def _go_on(self, fitted: HeadFit) -> None:
-        """Exchange slopes from now on, from those of nobody."""
-        self._before = fitted
-        self.sums.requires_grad_(False)
-        self.slopes.requires_grad_(True)
-        _clear(self.slopes)
+    def _begin(self, before: HeadFit | None) -> None:
+        """Exchange slopes at ``before`` from now on, or sums if it is None, starting at 0."""
+        self._before = before
+        self.sums.requires_grad_(before is None)
+        self.slopes.requires_grad_(before is not None)
+        _clear(self._exchanged)
+
+    @property
+    def _exchanged(self) -> nn.ParameterDict:
+        return self.sums if self._before is None else self.slopes
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Return a loss whose negative gradient is the statistics of the batch."""
+        """Return a loss with minus the batch's statistics as its gradient."""
+        own = self._exchanged
         if batch_idx == 0 and not self._has_clients:
-            _clear(self.sums if self._before is None else self.slopes)
+            _clear(own)
         with torch.no_grad():
             inputs, targets = unpacked(batch, self, needs_targets=True)
             features = self.features(inputs)
             if self._before is None:
-                found, own = self.head.sums(features, targets), self.sums
+                found = self.head.sums(features, targets)
             else:
-                found, own = self.head.slopes(self._before, features, targets), self.slopes
+                found = self.head.slopes(self._before, features, targets)
             values = {name: torch.as_tensor(getattr(found, name)).to(each) for name, each in own.items()}
         return -torch.stack([(own[name] * value).sum() for name, value in values.items()]).sum()
 
     def on_train_epoch_end(self) -> None:
-        """End the fit where there is nothing left to exchange."""
+        """End the fit once the head is done."""
         if self._before is not None and self.fitted.is_done:
             self.trainer.should_stop = True
-
-    # -- the head ------------------------------------------------------------------------------------------------------
 
     @property
     def _is_empty(self) -> bool:
@@ -137,21 +121,16 @@ class HeadModule(PosteriorPredictive):
 
     @property
     def fitted(self) -> HeadFit:
-        """The head by the sums that the module has now.
-
-        Raises:
-            FedBayesError: it has none yet.
-        """
+        """The head of the module's present sums; raises FedBayesError if it has none."""
         if self._is_empty:
             raise FedBayesError("the head has seen no examples yet: fit it first")
-        own = self.sums if self._before is None else self.slopes
-        key = tuple(float(value.detach().sum()) for value in own.values())
+        key = tuple(float(value.detach().sum()) for value in self._exchanged.values())
         if self._found is None or self._found[0] != key:
-            self._found = key, self._fit_of(own)
+            self._found = key, self._fit()
         return self._found[1]
 
-    def _fit_of(self, own: nn.ParameterDict) -> HeadFit:
-        values = {name: value.detach().cpu().clone() for name, value in own.items()}
+    def _fit(self) -> HeadFit:
+        values = {name: value.detach().cpu().clone() for name, value in self._exchanged.items()}
         if self._before is None:
             gram = (values["gram"] + values["gram"].T) / 2  # noise of privacy is of single entries
             smallest = torch.linalg.eigvalsh(gram)[0].clamp(max=0)
@@ -166,8 +145,6 @@ class HeadModule(PosteriorPredictive):
         count = round(float(values.pop("num_examples")))
         return self.head.step(self._before, HeadSlopes(**values, num_examples=count)) if count else self._before
 
-    # -- predictions ---------------------------------------------------------------------------------------------------
-
     def features(self, inputs: Any) -> Tensor:
         """Return the backbone's outputs, in its evaluation mode."""
         with evaluation_mode(self.network):
@@ -179,7 +156,7 @@ class HeadModule(PosteriorPredictive):
         return True
 
     def forward(self, inputs: Any) -> Tensor:
-        """Logits or means at the mean of the head."""
+        """Return logits or means at the mean of the head."""
         return self.fitted.linear().to(self.device)(self.features(inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -194,32 +171,25 @@ class HeadModule(PosteriorPredictive):
         mean, covariance = fitted.moments(features)
         return mean.to(features), covariance.to(features)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store how far the exchanges have come; the sums are parameters."""
+        """Store the state of the exchanges; the sums are parameters."""
         checkpoint["head"] = None if self._before is None else asdict(self._before)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take what :meth:`on_save_checkpoint` has stored."""
+        """Restore the state of the exchanges."""
         if checkpoint.get("head") is not None:
             state = checkpoint["head"]
-            self._go_on(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
-
-
-def parameters_of(module: HeadModule) -> list[nn.Parameter]:
-    """Return the sums of a head."""
-    return [p for name, p in module.named_parameters() if not name.startswith("network.")]
+            self._begin(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
 
 
 def _clear(sums: nn.ParameterDict) -> None:
-    """Begin anew, from nothing."""
+    """Set the sums to 0."""
     for value in sums.values():
         value.data.zero_()
 
 
-def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
-    """Return sums of nothing, in double precision."""
+def _zeros(**shapes: tuple[int, ...]) -> nn.ParameterDict:
+    """Return sums of 0, in double precision."""
     return nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     )
