@@ -22,11 +22,9 @@ class ClientRecords:
         clients: their number.
 
     Attributes:
-        rounds: rounds that each took part in.
-        failures: rounds that it was left out of.
-        train_loss: mean training loss in its last round.
-        first_loss: mean training loss in its first round.
-        diverged: 1 if its training loss has left :func:`worst_loss` behind in some round.
+        rounds, failures: rounds that each took part in, and was left out of.
+        train_loss, first_loss: mean training loss in its last and first round.
+        diverged: 1 if its training loss has exceeded :func:`worst_loss` in some round.
         weight: its normalised weight ω in its last round.
         seconds: training time in its last round.
         megabytes_up: size of its last update.
@@ -96,10 +94,9 @@ class ClientRecords:
 
 
 def worst_loss(first: float) -> float:
-    r"""Return the mean training loss of a round beyond which a client's training has diverged.
+    r"""Return the loss beyond which training has diverged, :math:`\ell_1 + \max(|\ell_1|, 1)`.
 
-    :math:`\ell_1 + \max(|\ell_1|, 1)` for the loss :math:`\ell_1` of its first round, which began at parameters that
-    know nothing: what is far above that is worse than the prior.
+    :math:`\ell_1` is the mean training loss of the client's first round, which began without knowledge.
     """
     return first + max(abs(first), 1.0)
 

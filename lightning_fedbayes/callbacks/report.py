@@ -27,20 +27,10 @@ from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 
-CLIENT_COLUMNS = (
-    "client",
-    "examples",
-    "rounds",
-    "failures",
-    "weight",
-    "train_loss",
-    "accuracy",
-    "seconds",
-    "megabytes_up",
-    "last_failure",
-)
+CLIENT_COLUMNS = ("client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds")
+CLIENT_COLUMNS += ("megabytes_up", "last_failure")
 MOST_CURVES = 20
-"""Most clients that get a curve each; of more, quantiles are logged."""
+"""Most clients with a curve each; for more, quantiles are logged."""
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
 """Figures whose curves begin in the first round in which they are not 0."""
@@ -96,8 +86,6 @@ class FederationReport:
         if len(self.records) != len(clients):
             self.records = ClientRecords(len(clients))
 
-    # -- a round -------------------------------------------------------------------------------------------------------
-
     def show_clients(self, trainer: L.Trainer, clients: Sequence[Client]) -> None:
         """Show the round and its clients in the training progress bar, if it is one of Lightning's."""
         bar = trainer.progress_bar_callback
@@ -115,7 +103,7 @@ class FederationReport:
         elif (
             isinstance(bar, RichProgressBar)
             and bar.is_enabled
-            and bar.progress is not None
+            and bar.progress
             and bar.train_progress_bar_id is not None
         ):
             bar.progress.update(bar.train_progress_bar_id, description=text)
@@ -130,19 +118,19 @@ class FederationReport:
             self._failures[self._clients.names[outcome.client]] = outcome.error
 
     def tell_failures(self, round: int) -> None:
-        """Print a line about the clients that are left out of ``round``, from 0, for each kind of failure."""
+        """Print a line for each kind of failure of clients that are left out of ``round``, from 0."""
         for line in told_failures(self._failures):
             rank_zero_info(f"Round {round + 1}: {line}")
         self._failures = {}
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
+        """Note the clients' weights, and their reliabilities if the rule infers them.
 
-        After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, lines about
-        the clients that are left out of it, and one about those whose training has diverged in it.
+        Print lines about a refusal of the rule, the clients that are left out or diverge, and, after the first round of
+        a fit, a loss without KL divergence.
         """
         for outcome in result.outcomes:
-            if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen beside others
+            if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen among others
                 self.records.fail(outcome.client, outcome.error)
                 self._failures[self._clients.names[outcome.client]] = outcome.error
         self.tell_failures(result.round)
@@ -188,14 +176,14 @@ class FederationReport:
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
-        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Charts
-        that would tell nothing are left out (:meth:`_worth_a_chart`), except in the file of a CSVLogger.
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Only the
+        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`).
 
         Args:
             trainer: at the end of a training epoch.
             figures: name → value; "round", counted from 1, becomes the x-axis.
-            training_names: names of the figures that the module has logged of its training per epoch.
-            step_names: names of those that it has logged of single steps, whose x-axis stays the step.
+            training_names: figures that the module has logged of its training per epoch.
+            step_names: figures of single steps, whose x-axis stays the step.
             scored: knows the accuracy of the global model for each client, by the last validation.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
@@ -224,18 +212,15 @@ class FederationReport:
                 self._draw_over_rounds(logger, set(trainer.callback_metrics) - {"round"})
 
     def _note_figures(self, trainer: L.Trainer, round: int, more: Mapping[str, float]) -> None:
-        """Note in the file of the run what has been logged since the last time, and ``more``."""
-        known = dict(trainer.callback_metrics)  # a figure that is logged anew is another tensor
+        """Write what has been logged since the last time, and ``more``, into the file of the run."""
+        known = dict(trainer.callback_metrics)  # a figure that is logged again is another tensor
         new = {name: float(value) for name, value in known.items() if value is not self._noted.get(name)}
         self._noted = known
         new.pop("round", None)
         note(trainer, {"round": round, "figures": {**new, **more}})
 
     def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
-        """Return the names without counts that have always been 0, and without traffic down that has equalled that up.
-
-        Once a figure has been logged it is logged in every round.
-        """
+        """Return the names except of counts still 0 and of traffic down that equals traffic up; once told, always."""
         constant = {name for name in ZERO if figures[name] == 0}
         if figures["megabytes_down"] == figures["megabytes_up"]:
             constant.add("megabytes_down")
@@ -262,21 +247,15 @@ class FederationReport:
         return curves
 
     def _draw_over_rounds(self, logger: WandbLogger, names: set[str]) -> None:
-        """Make the round the x-axis of these figures in W&B.
-
-        By exact names: of a pattern and Lightning's own "*", which asks for its step, W&B would pick either.
-        """
+        """Make the round the x-axis of figures in W&B, by exact names: a pattern competes with Lightning's "*"."""
         for name in sorted(names - self._with_axis):
             logger.experiment.define_metric(name, step_metric="round")
         self._with_axis |= names
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
-        """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
+        """Log the tables of clients, reliabilities (with a picture) and chosen rules; tell how far sites have come.
 
-        Of a federation by sites print a line on how far it has come. ``scored`` is that of :meth:`log_round`,
-        ``history`` the figures of every round.
+        ``scored`` is as in :meth:`log_round`, ``history`` the figures of every round.
         """
         tell_of_sites(history)
         known = self.records
@@ -285,22 +264,9 @@ class FederationReport:
         accuracy = scored.client_accuracy
         scores = [math.nan] * len(known) if accuracy is None else accuracy.tolist()
         failures = [known.last_failure.get(client, "") for client in range(len(known))]
-        rows = [
-            list(row)
-            for row in zip(
-                self._clients.names,
-                self._clients.sizes,
-                known.rounds,
-                known.failures,
-                known.weight,
-                known.train_loss,
-                scores,
-                known.seconds,
-                known.megabytes_up,
-                failures,
-                strict=True,
-            )
-        ]
+        parts = (known.rounds, known.failures, known.weight, known.train_loss, scores, known.seconds)
+        columns_of = (self._clients.names, self._clients.sizes, *parts, known.megabytes_up, failures)
+        rows = [list(row) for row in zip(*columns_of, strict=True)]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
         columns = [f"{scored.by}{name}" if name == "accuracy" else name for name in CLIENT_COLUMNS]
         log_table(trainer, "federation/clients", columns, shown, round=trainer.current_epoch)
@@ -339,10 +305,7 @@ class FederationReport:
 
 
 def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[str, Any]:
-    """Return the network's name and numbers of parameters: all, trained, and Gaussian; one with (μ, ρ) counts once.
-
-    The network is the module's part with most parameters.
-    """
+    """Return the name and parameters of the module's largest part: all, trained and Gaussian; (μ, ρ) count once."""
     rhos = {id(each.rho) for each in gaussian_parameters(module).values()}
     known = [parameter for parameter in module.parameters() if id(parameter) not in rhos]
     largest = max([*module.children(), module], key=lambda part: sum(p.numel() for p in part.parameters()))
@@ -356,9 +319,9 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
 
 
 def learnt_variances(module: nn.Module) -> list[str]:
-    """Return the names of the Gaussian parameters whose variances are trained, without layers of bayesian-torch.
+    """Return the names of the Gaussian parameters with trained variances; empty for layers of bayesian-torch.
 
-    Those have a KL divergence of their own, which this package does not see.
+    Those have a KL divergence that this package does not see.
     """
     parameters = gaussian_parameters(module)
     if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):

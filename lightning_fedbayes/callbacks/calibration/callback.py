@@ -15,7 +15,7 @@ from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes
 from lightning_fedbayes.callbacks.calibration.predictions import UNSCALED, check_apart, rows_of_clients
 from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, callback_of, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
-from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
+from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.privacy.door import EXACT, Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind, listed
 from lightning_fedbayes.core.messages import Kind
@@ -26,15 +26,15 @@ Found = Mapping[str, tuple[Tensor, ...]]
 
 
 class CalibrationCallback(Reader):
-    """Calibrates in every validation, so that each checkpoint holds the calibration of its own weights.
+    """Calibrates in every validation, so that each checkpoint holds the calibration of its weights.
 
-    ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores what is
-    calibrated, in tables by client, and ``trainer.predict`` uses it. The clients are those of a
+    ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores the result, in
+    tables by client, and ``trainer.predict`` uses it. The clients are those of a
     :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each); any other
-    validation data are those of one client, "all". Training itself is not changed.
+    validation data are one client, "all". Training is not changed.
 
-    What is calibrated are the predictions of that validation, those of its evaluator, whatever else reads them. Where
-    the package has drawn them itself, figures are "val/draws/..." and "test/draws/...".
+    It calibrates the predictions of the validation's evaluator. If the package has drawn them, figures are
+    "val/draws/..." and "test/draws/...".
     """
 
     calibrates = True
@@ -43,7 +43,7 @@ class CalibrationCallback(Reader):
     sends: ClassVar[Kind]
     """The kind of message that a client sends for it."""
     if_private: ClassVar[str]
-    """The remedy where that must not leave a client."""
+    """The remedy where privacy keeps that message back."""
     epsilon: float | None = None
     max_influence: float | None
     takes_moments = False
@@ -52,29 +52,21 @@ class CalibrationCallback(Reader):
     """True once the validation data have been compared with the training data."""
 
     @abstractmethod
-    def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return what is calibrated of a client's predictions, and checked of a batch before training.
-
-        Raises:
-            FedBayesError: they are of another kind.
-        """
-
-    @abstractmethod
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """Calibrate on the clients' validation data."""
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """Return what is logged of a calibration."""
+        """Return the figures of a calibration to log."""
 
     @abstractmethod
     def score(self, found: Found) -> ClientScores:
-        """Score what is calibrated on each client's test data."""
+        """Score the calibrated predictions on each client's test data."""
 
     def evaluate(
         self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
     ) -> ClientScores:
-        """Return the scores of what is calibrated on each client's data, other than those of the fit.
+        """Return the scores of the calibrated predictions on each client's data, other than those of the fit.
 
         They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
         of the sets (width of the intervals, in the units of the targets).
@@ -93,7 +85,7 @@ class CalibrationCallback(Reader):
         return {name: self.read(each) for name, each in found}
 
     def _tell(self, what: str, names: list[str]) -> None:
-        """Say which clients are bounded; ``what`` is theirs."""
+        """Name the bounded clients; ``what`` they have sent."""
         if names:
             rank_zero_info(
                 f"Calibration {self.label}: the {what} of client{'s' if len(names) > 1 else ''} {listed(names)} stand "
@@ -101,7 +93,7 @@ class CalibrationCallback(Reader):
             )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what does not go together, before anything runs, and what a client's door would not let out."""
+        """Refuse a likelihood without calibration, and messages that privacy keeps back, before anything runs."""
         self._compared = False
         check_by_example(pl_module, UNSCALED)
         federation = callback_of(trainer, FederatedBayes)
@@ -134,12 +126,12 @@ class CalibrationCallback(Reader):
         self._run(trainer, pl_module, calibrate, raises=trainer.state.fn == "validate")
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score what is calibrated on the test data, and log the table of clients."""
+        """Score the calibrated predictions on the test data, and log the table of clients."""
 
         def score(found: Found) -> None:
             scores = self.score(found)
             summary = {name.removeprefix("clients/"): value for name, value in scores.summary().items()}
-            if len(scores.names) == 1:  # whose mean is its worst
+            if len(scores.names) == 1:  # its mean is its worst
                 summary = {name: summary[name] for name in scores.values}
             label = evaluator_of(trainer).by("logits") + self.label
             pl_module.log_dict({f"test/{label}/{name}": value for name, value in summary.items()})
@@ -150,7 +142,7 @@ class CalibrationCallback(Reader):
     def _run(
         self, trainer: L.Trainer, module: L.LightningModule, use: Callable[[Found], None], *, raises: bool
     ) -> None:
-        """Call ``use`` with the clients' predictions; a mistake costs no fit and no test."""
+        """Call ``use`` with the clients' predictions; a mistake ends no fit and no test."""
         try:
             found = evaluator_of(trainer).predictions(trainer, module)
             use({name: self.read(each) for name, each in found.items()})
@@ -161,7 +153,7 @@ class CalibrationCallback(Reader):
 
 
 def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
-    """Return a stored state of a callback; raise FederationError unless it has the entries that the callback has."""
+    """Return a callback's stored state; raise FederationError unless it has all entries."""
     check_kind("state_dict", state, Mapping, "give what state_dict() has returned")
     missing = [name for name in callback.state_dict() if name not in state]
     if missing:

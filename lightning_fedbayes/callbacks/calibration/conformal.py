@@ -51,14 +51,8 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    RegressionPrediction,
-    said_by,
-)
 
 Pooling = Literal["sum", "median"]
 Per = Literal["position", "example"]
@@ -74,32 +68,31 @@ class FederatedConformal(CalibrationCallback):
 
     the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
 
-    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send other counts than theirs, the
-    bound B of :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling,
-    within
+    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send false counts, the bound B of
+    :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling, within
 
     .. math::
         \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
         B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
 
-    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Where no client exceeds its bound the threshold is that
-    of the sum of all counts. A client that is honest but much harder or easier than the others is clipped likewise, and
-    a line says which; ``per_client`` gives it a threshold of its own. With one or two clients nothing is bounded.
+    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Without such clients the threshold comes from the sum
+    of all counts. An honest client that is much harder or easier than the others is clipped likewise, and a line names
+    it; ``per_client`` gives it a threshold. One or two clients are never bounded.
 
-    With ``pooling="median"`` the threshold is the upper median of the clients' own. Its guarantee does not depend on
-    sampling or on sizes: where f < K/2 clients lie, it lies between the smallest and the largest of the honest clients'
-    own thresholds, so that with clients alike it covers as one of theirs does; where they differ, it covers the median
-    client with the stated level, not their mixture. When to use it: where many of the clients may lie, or each should
-    count alike, and every client has enough examples for a threshold of its own.
+    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds. Where f < K/2 clients lie,
+    it lies between the smallest and the largest of the honest clients' thresholds, whatever their sizes. Clients alike
+    are covered as by one of their thresholds; where they differ, the median client is covered with the stated level,
+    not their mixture. When to use it: many of the clients may lie, or each should count alike, and every client has
+    enough examples for a threshold.
 
-    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; one client may be
-    covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
+    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; a single client
+    may be covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
 
     .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
 
-    Shrinkage is 0 by default, because only then does the guarantee hold for every client by itself. If clients have few
-    examples, their thresholds are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of
-    the client becomes approximate. Choose it by what is known of the clients, or on other held-out data.
+    Only shrinkage 0, the default, guarantees the level for every client. If clients have few examples, their thresholds
+    are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
+    approximate. Choose it from knowledge of the clients, or on other held-out data.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
     for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
@@ -108,32 +101,32 @@ class FederatedConformal(CalibrationCallback):
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
     keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
-    as "test/lac_90/coverage" and the like, each by its own threshold with ``per_client``. ``trainer.predict`` puts the
+    as "test/lac_90/coverage" and the like, each by its threshold with ``per_client``. ``trainer.predict`` puts the
     sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
 
     Args:
         level: probability of coverage in (0, 1).
         kind: "lac", "aps" (see :func:`class_scores`) or "interval" (see :func:`interval_scores`).
-        per_client: one threshold for each client, too.
-        shrinkage: number of examples of the pooled clients that each client's own are mixed with, at least 0.
+        per_client: add one threshold for each client.
+        shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
         epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit; None
-            adds none, and is refused beside :class:`~lightning_fedbayes.UpdatePrivacy`. With noise, ``trainer.fit``
-            takes the thresholds after its last round alone: each time costs ε anew.
+            adds none, and :class:`~lightning_fedbayes.UpdatePrivacy` refuses it. With noise ``trainer.fit`` takes the
+            thresholds after its last round only: each time costs ε again.
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
-        max_influence: c, at least 1: the multiple of the median client that one client may count for, as in
-            :class:`~lightning_fedbayes.Safeguards`; None: counts are believed.
-        per: where an example has several positions, labels or targets: "position", each is covered with the level, as a
-            mean over the positions of new examples, which is exact up to the scatter between examples; or "example",
-            all of an example are covered at once with the level, and the guarantee above is that of examples.
+        max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
+            :class:`~lightning_fedbayes.Safeguards`; None: no bound.
+        per: where an example has several positions, labels or targets: "position" covers each with the level, as a
+            mean over the positions of new examples, exact up to the scatter between examples; "example" covers all of
+            an example at once, and the guarantee above is for examples.
 
     Attributes:
         threshold: of the pooled clients; None before :meth:`fit`.
         thresholds: client name → its threshold; empty without ``per_client``.
-        temperature: of the logits whose scores they are of.
+        temperature: of the logits that were scored.
         releases: number of times that thresholds were taken from noisy counts; each has cost ``epsilon``.
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
-            of yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
+            for yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -200,14 +193,13 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's scores or sketch; return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
-        class, and intervals are the whole line. A warning names the client, or some of many.
-
-        With ``epsilon`` each call counts as a release of every client's noisy counts (:attr:`releases`), with noise of
-        its own. The same calls of a new object by the same seed give the same.
+        class, and intervals are the whole line. A warning names the client, or some of many. With ``epsilon`` each call
+        counts as a release of every client's noisy counts (:attr:`releases`), with new noise, the same for a new object
+        and the same ``seed``.
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
-                added its noise itself.
+                added its noise.
             seed: of the noise.
 
         Raises:
@@ -252,13 +244,10 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's calibration data set; return self.
 
         Args:
-            predictive: for classes, what :meth:`FederatedTemperature.fit_from` takes; for intervals a regressor, whose
-                ``predict_step`` gives mean and variance.
-            datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
+            predictive: for classes as in :meth:`FederatedTemperature.fit_from`; for intervals a regressor with mean and
+                variance from ``predict_step``.
+            datasets, trained_on, batch_size, seed: as there; the noise depends on the seed, too.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
-            trained_on: training data, to be warned of examples in both.
-            batch_size: examples at a time.
-            seed: of the draws from the posterior, and of the noise.
 
         Raises:
             FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
@@ -279,12 +268,7 @@ class FederatedConformal(CalibrationCallback):
     ) -> dict[str, Tensor]:
         """Return the scores of each client's examples, by its name.
 
-        Args:
-            predictive, datasets, temperature, batch_size, seed: see :meth:`fit_from`.
-            first: number of the first client, see :func:`predictions_of`.
-
-        Raises:
-            FedBayesError: the data or the module do not suit the kind.
+        For the arguments and errors see :meth:`fit_from` and, for ``first``, :func:`predictions_of`.
         """
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
@@ -302,10 +286,9 @@ class FederatedConformal(CalibrationCallback):
         return scores
 
     def score(self, found: Found) -> ClientScores:
-        """Return coverage and size, or width, of each client's predictions, by its own threshold with ``per_client``.
+        """Return coverage and size, or width, of each client's predictions, by its threshold with ``per_client``.
 
-        Both figures are means over examples; those of a regressor over examples and targets. Logits are scaled as they
-        were in :meth:`fit_from`.
+        Both are means over examples (of a regressor over examples and targets), with logits scaled as in the fit.
         """
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, (first, *std, targets, counts) in found.items():
@@ -326,14 +309,14 @@ class FederatedConformal(CalibrationCallback):
         return ClientScores.of(sizes, figures)
 
     def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
-        r"""Return each example's set of classes: those whose score is at most the threshold.
+        r"""Return each example's set of classes: those with a score of at most the threshold.
 
         A set of kind "lac" can be empty where no class is probable enough.
 
         Args:
             probs: mean predictive, shape (batch, classes, \*positions).
-            client: whose threshold; None: the pooled one.
-            generator: of U, for "aps" whose scores were randomised.
+            client: name of the client with the threshold; None: the pooled one.
+            generator: of U, for "aps" with randomised scores.
 
         Returns: bool, of the shape of ``probs``.
 
@@ -354,7 +337,7 @@ class FederatedConformal(CalibrationCallback):
         Args:
             mean: predictive means, shape (batch, \*).
             std: predictive standard deviations, above 0, of the same shape.
-            client: whose threshold; None: the pooled one.
+            client: name of the client with the threshold; None: the pooled one.
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
@@ -370,7 +353,7 @@ class FederatedConformal(CalibrationCallback):
         return torch.stack([mean.detach().double() - half, mean.detach().double() + half], -1)
 
     def threshold_of(self, client: str | None = None) -> float:
-        """Return a client's threshold, or the pooled one for None; raise FedBayesError if there is none."""
+        """Return a client's threshold, the pooled one for None; raise FedBayesError if there is none."""
         if self.threshold is None:
             raise FedBayesError("there is no threshold yet: call fit or trainer.validate, or load a checkpoint")
         if client is None:
@@ -382,7 +365,7 @@ class FederatedConformal(CalibrationCallback):
         return self.thresholds[client]
 
     def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
-        """Return a client's sketch, with noise if it is to have some; the error of what is wrong names the client."""
+        """Return a client's sketch, with noise if it is to have some; an error names the client."""
         try:
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
             if self.epsilon is not None and sketch is not scores:
@@ -395,7 +378,7 @@ class FederatedConformal(CalibrationCallback):
         return sketch
 
     def _warn(self, infinite: Mapping[str, int]) -> None:
-        """Warn of those whose threshold is infinite, name → examples, in one line with the reason of the first."""
+        """Warn of infinite thresholds, name → examples, in one line with the reason of the first."""
         if not infinite:
             return
         examples, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - ROUNDING)
@@ -407,15 +390,13 @@ class FederatedConformal(CalibrationCallback):
         what = "every interval is the whole line" if self.kind == "interval" else "every set holds every class"
         rank_zero_warn(f"{next(iter(infinite))}: {why}{others}, so {what}; hold more examples out, or lower the level")
 
-    # -- in a Trainer --------------------------------------------------------------------------------------------------
-
     @property
     def state_key(self) -> str:
-        """Key of the thresholds in a checkpoint, which may hold those of several levels."""
+        """Key of the thresholds in a checkpoint, by kind and level."""
         return self._generate_state_key(kind=self.kind, level=self.level)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what does not go together, before anything runs."""
+        """Refuse a FederatedTemperature behind it, and counts that privacy does not let out."""
         super().setup(trainer, pl_module, stage)
         callbacks = callbacks_of(trainer)
         if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self) :]):
@@ -425,13 +406,13 @@ class FederatedConformal(CalibrationCallback):
             )
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the thresholds; with noise not in every round, but once."""
+        """Take the thresholds; with noise only after the last round."""
         is_last = trainer.current_epoch + 1 == trainer.max_epochs
         if self.epsilon is None or trainer.state.fn != "fit" or is_last:
             super().on_validation_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say if training has ended before the round after which noisy thresholds are taken."""
+        """Warn if training has ended before the round after which noisy thresholds are taken."""
         if self.epsilon is not None and trainer.current_epoch != trainer.max_epochs:
             rank_zero_warn(
                 "FederatedConformal has no thresholds of these weights: training has ended early, and noise is added "
@@ -439,7 +420,7 @@ class FederatedConformal(CalibrationCallback):
             )
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return a client's moments for intervals, its logits for sets, its targets, and the rows of each example."""
+        """Return moments for intervals or logits for sets, targets, and the rows of each example of a client."""
         if self.kind != "interval":
             return *logits_of(found), found["counts"]
         return *numbers_of(found), found["counts"] * found["mean"].shape[1]
@@ -457,18 +438,14 @@ class FederatedConformal(CalibrationCallback):
         return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
 
     def figures(self) -> dict[str, float]:
-        """Return the pooled threshold, the largest of the clients', and the ε of all noisy counts so far, their sum."""
+        """Return the pooled threshold, the largest of the clients', and the ε of all noisy counts so far."""
         assert self.threshold is not None
         own = {"threshold_largest": max(self.thresholds.values())} if self.per_client else {}
         noise = {} if self.epsilon is None else {"epsilon": self.releases * self.epsilon}
         return {"threshold": self.threshold, **own, **noise}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin with no predictions.
-
-        Raises:
-            FedBayesError: there is no threshold, or predictions are scaled otherwise than those that it was taken from.
-        """
+        """Forget earlier predictions; raise FedBayesError without a threshold, or if logits are scaled otherwise."""
         self.threshold_of()
         present = self._temperature_in(trainer)
         if present != self.temperature:
@@ -488,11 +465,11 @@ class FederatedConformal(CalibrationCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
-        if isinstance(outputs, ClassPrediction):
-            known = said_by(pl_module) or likelihood_by(outputs)
-            assert isinstance(known, Categorical | Bernoulli)
+        if isinstance(outputs, likelihoods.ClassPrediction):
+            known = likelihoods.said_by(pl_module) or likelihood_by(outputs)
+            assert isinstance(known, likelihoods.Categorical | likelihoods.Bernoulli)
             self.predictions.append(self.sets(known.by_class(outputs.probs[None])[0].movedim(-1, 1)).cpu())
-        elif isinstance(outputs, RegressionPrediction):
+        elif isinstance(outputs, likelihoods.RegressionPrediction):
             self.predictions.append(self.intervals(outputs.mean, outputs.variance.sqrt()).cpu())
         else:
             raise FedBayesError(
@@ -502,19 +479,11 @@ class FederatedConformal(CalibrationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""
-        return {
-            "threshold": self.threshold,
-            "thresholds": self.thresholds,
-            "temperature": self.temperature,
-            "releases": self.releases,
-        }
+        names = ("threshold", "thresholds", "temperature", "releases")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the thresholds; what has been sent stays counted.
-
-        Raises:
-            FederationError: it is no state of a FederatedConformal.
-        """
+        """Restore the thresholds; releases stay counted. Raises FederationError for a foreign state."""
         state = state_of(self, state_dict)
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
         check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")

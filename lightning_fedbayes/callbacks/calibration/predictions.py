@@ -18,7 +18,7 @@ from lightning_fedbayes.data.clients import check_dataset
 from lightning_fedbayes.metrics.likelihoods import check_by_example
 
 UNSCALED = "There is no probability or interval of one to be calibrated: leave calibrations out; risks have a c-index"
-"""Reason that some likelihoods are not calibrated."""
+"""Reason for likelihoods without calibration."""
 
 
 def predictions_of(
@@ -26,17 +26,16 @@ def predictions_of(
 ) -> dict[str, tuple[Tensor, ...]]:
     """Return each client's logits, (samples, N, classes), and targets, (N,).
 
-    Logits are those of ``predictive.sample(inputs)`` if there is such a method, otherwise of ``predictive(inputs)``,
-    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). Of numbers
-    they are means, standard deviations and targets, vectors of shape (N · targets,).
+    Logits come from ``predictive.sample(inputs)`` if there is such a method, otherwise from ``predictive(inputs)``, one
+    draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). For numbers the
+    result is means, standard deviations and targets, vectors of shape (N · targets,).
 
     Args:
         predictive: a :class:`~lightning_fedbayes.PosteriorPredictive`, a Bayesian module or any other module. It is
-            evaluated in evaluation mode, on the device of its parameters.
-        datasets: of inputs and targets, by client, whose batches have any form that ``predictive`` takes.
+            used in evaluation mode, on the device of its parameters.
+        datasets: of inputs and targets, by client, with batches of any form that ``predictive`` takes.
         batch_size: examples at a time.
-        seed: of the draws. A client's depend on its number, not on the other clients; global generators stay as they
-            are.
+        seed: of the draws, which depend on the client's number, not on other clients; global generators stay unused.
         first: number of the first client.
 
     Raises:
@@ -46,12 +45,12 @@ def predictions_of(
 
 
 def scalable(found: Predicted) -> tuple[Tensor, ...]:
-    """Return what a temperature scales of a client: logits and targets, or means, standard deviations and targets."""
+    """Return the parts that a temperature scales: logits and targets, or means, standard deviations and targets."""
     return numbers_of(found) if "mean" in found else logits_of(found)
 
 
 def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
-    """Return a client's logits and targets; raise FedBayesError if there are none, as of a regressor."""
+    """Return a client's logits and targets; raise FedBayesError without logits, as of a regressor."""
     if "logits" not in found:
         raise FedBayesError(
             'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
@@ -61,7 +60,7 @@ def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
 
 
 def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a client's means, standard deviations and targets, flat; raise FedBayesError if there are none."""
+    """Return a client's means, standard deviations and targets, flat; raise FedBayesError if they are missing."""
     if "mean" not in found:
         raise FedBayesError(
             "the module predicts no mean and variance: give a regressor, or "
@@ -73,9 +72,9 @@ def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
 def rows_of_clients(
     predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0, *, numbers: bool = False
 ) -> Iterator[tuple[str, Predicted]]:
-    """Yield each client's name and what is scored of it; see :func:`predictions_of`.
+    """Yield each client's name and rows; see :func:`predictions_of`.
 
-    With ``numbers`` mean and variance are those of ``predict_step``, if there is one, perhaps exact; otherwise draws.
+    With ``numbers`` mean and variance come from ``predict_step``, if there is one, perhaps exact; otherwise from draws.
     """
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_by_example(predictive, UNSCALED)
@@ -84,17 +83,13 @@ def rows_of_clients(
     check_at_least("first", first, 0, error=FedBayesError)
     steps = numbers and isinstance(predictive, L.LightningModule) and has_predict_step(predictive)
     predict: Any = predicted if steps else rows_by_outputs
+
+    def predict_batch(batch: Any) -> Predicted:
+        return predict(predictive, batch)
+
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
-        yield (
-            name,
-            predict_data(
-                predictive,
-                dataset,
-                batch_size,
-                derive_seed(seed, "evaluation", client=number),
-                lambda batch: predict(predictive, batch),
-            ),
-        )
+        client_seed = derive_seed(seed, "evaluation", client=number)
+        yield name, predict_data(predictive, dataset, batch_size, client_seed, predict_batch)
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
@@ -111,10 +106,10 @@ def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
         if number:
             shared[name] = number, len(dataset)  # pyright: ignore[reportArgumentType]
     if shared:
-        own, total = map(sum, zip(*shared.values()))
+        used_again, total = map(sum, zip(*shared.values()))
         who, whose = ("client", "its") if len(shared) == 1 else ("clients", "their")
         rank_zero_warn(
-            f"{who} {listed(shared)}: {own} of {whose} {total} calibration examples were trained on, so what is "
+            f"{who} {listed(shared)}: {used_again} of {whose} {total} calibration examples were trained on, so what is "
             "calibrated is too confident; hold examples out before training"
         )
 

@@ -31,12 +31,9 @@ MOST_SCORES = 2**53
 ROUNDING = 1e-12
 """Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
 TOLERANCE = 1e-2
-"""By which probabilities may miss a sum of 1: those of half floats do."""
+"""Distance of a sum of probabilities from 1, as of half floats."""
 CHANCE = 2.0
 """Standard deviations of the median client's sampling noise that are added to the median size."""
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def class_scores(
@@ -48,10 +45,10 @@ def class_scores(
         s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
         s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
 
-    When to use it: "lac" gives the smallest sets on average; "aps" gives sets whose size follows the difficulty of the
-    example, so that hard examples are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at
-    least one class, and confident networks get large ones; with ``generator`` U is drawn for each example, and sets are
-    smaller. Of equal probabilities the earlier class counts as the larger one.
+    When to use it: "lac" gives the smallest sets on average; "aps" gives larger sets to harder examples, so that these
+    are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at least one class, and confident
+    networks get large ones; with ``generator`` U is drawn for each example, and sets are smaller. Of equal
+    probabilities the earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -90,11 +87,7 @@ def check_targets(targets: Any, probs: Tensor) -> None:
 def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
     """Return the score that each class would have if it were the true one, shape (batch, classes), float64.
 
-    Args:
-        probs, kind, generator: see :func:`class_scores`. U is the same for all classes of an example.
-
-    Raises:
-        FedBayesError: see :func:`class_scores`.
+    For the arguments and errors see :func:`class_scores`. U is the same for all classes of an example.
     """
     check_choice("kind", kind, ("lac", "aps"), error=FedBayesError)
     check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
@@ -157,9 +150,6 @@ def check_moments(mean: Tensor, std: Tensor) -> None:
         raise FedBayesError("mean or std are not all finite, or a std is not above 0: give a regressor with noise")
 
 
-# -- sketch ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class ScoreSketch:
     r"""Histogram of a client's scores, its message: ``bins`` whole numbers. Sketches of several clients add up.
@@ -168,12 +158,11 @@ class ScoreSketch:
     intervals, grid "half_line", equal parts of [0, 1] for :math:`s / (1 + s)`. 1,024 cells of 8 bytes are 8 KiB.
 
     Args:
-        counts: number of scores in each cell, int64, shape (bins,).
+        counts: number of scores in each cell, int64, shape (bins,), at most 2⁵³ in all.
         grid: "unit" or "half_line".
 
     Raises:
-        FedBayesError: counts that are no vector of whole numbers of at least 0, more than 2⁵³ in all, or an unknown
-            grid.
+        FedBayesError: an argument is out of range or of another type.
 
     >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
     >>> (a + b).counts
@@ -246,13 +235,7 @@ class ScoreSketch:
 
         It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
         the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
-        last cell has an infinite edge.
-
-        Args:
-            level: coverage in (0, 1).
-
-        Raises:
-            FedBayesError: the level is not in (0, 1).
+        last cell has an infinite edge. Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
 
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
@@ -263,21 +246,19 @@ class ScoreSketch:
     def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
         r"""Return a sketch that is ε-differentially private for the presence of one example.
 
-        Adds independent discrete Laplace noise to every count, which one example changes by 1 in one cell, and clips
-        at 0:
+        Adds independent discrete Laplace noise to every count; one example changes one cell by 1. Clips at 0:
 
         .. math:: \tilde c_b = \max(0,\ c_b + G - G'), \qquad P(G = k) = (1 - e^{-\varepsilon}) e^{-\varepsilon k}
 
         Where an example may be *replaced* by another, ε is twice as large; each noisy sketch of the same examples
-        costs its ε anew. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
-        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then no longer
-        exact; clipping adds a few examples to empty cells.
+        costs its ε again. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
+        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then only
+        approximate; clipping adds a few examples to empty cells.
 
         Args:
             epsilon: ε > 0.
-            seed: of the noise. A client takes a secret seed, another one for each sketch: whoever knows it can take the
-                noise away again. Other counts have unrelated noise even by the same seed, so that it does not cancel
-                between two sketches; the same counts have the same.
+            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise. Other counts
+                have unrelated noise even by the same seed, so that it does not cancel between two sketches.
 
         Raises:
             FedBayesError: ε is not above 0, or the seed no whole number.
@@ -313,9 +294,9 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
-    """Return the upper edge of the first cell up to which the share ``covered``, shape (bins,), reaches ``level``.
+    """Return the upper edge of the first cell at which ``covered``, shape (bins,), reaches ``level``; infinity if none.
 
-    Infinity if none does, or if it is the last one of a "half_line".
+    The last edge of a "half_line" is infinite.
     """
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
@@ -366,9 +347,6 @@ def bounded_distribution(
     return torch.where(exceeds.any(0), bounded, pooled), exceeds
 
 
-# -- bound on what one client adds to a sum, from what the median client adds ------------------------------------------
-
-
 def check_influence(max_influence: float | None) -> None:
     """Raise FedBayesError unless ``max_influence`` is a multiple of at least 1, or None."""
     if max_influence is not None:
@@ -377,27 +355,21 @@ def check_influence(max_influence: float | None) -> None:
 
 
 def middle(values: Tensor) -> Tensor:
-    """Return the upper median over the first dimension: the larger of two, so that two clients are never bounded."""
+    """Return the upper median over the first dimension, the larger of two: two clients are never bounded."""
     return values.sort(0).values[len(values) // 2]
 
 
 def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tensor:
-    r"""Return the largest size of a client's sum that is believed.
+    r"""Return the largest size of a client's sum that is believed, shape (\*).
 
     .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
 
-    with the clients' sums s, whose expectation is 0 at the solution if clients are alike, and their variances v there.
-    Fewer than half of the clients cannot move it beyond what the others are. Of three honest clients whose sums cancel
-    none exceeds it with c = 2: the largest is the sum of the other two.
+    with the clients' sums s, (clients, \*), of expectation 0 at the solution if clients are alike, their variances v
+    there, perhaps of one client, and c = ``max_influence``. Fewer than half of the clients cannot move it beyond the
+    others' values. Three honest clients with sums that cancel stay below it with c = 2: the largest is the sum of the
+    other two.
 
     When to use it: for sums that are 0 at the value sought. A client that is clipped at :math:`\pm B` moves the value
     no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
-
-    Args:
-        sums: shape (clients, *).
-        variances: shape (clients, *), or that of their median's shape with one client.
-        max_influence: c, at least 1.
-
-    Returns: shape (*).
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
