@@ -22,10 +22,7 @@ TUNING = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: FederationSettings) -> None:
-    """Raise FederationError, with all reasons, if ``trainer`` or ``module`` cannot run a federation of these settings.
-
-    An option cannot be used if it cuts across rounds, or mixes clients.
-    """
+    """Raise FederationError, with all reasons, if ``trainer`` or ``module`` cuts across rounds or mixes clients."""
     reasons = list(_reasons(trainer, module))
     if reasons:
         raise FederationError("this Trainer cannot run a federation:\n" + "\n".join(f"  * {each}" for each in reasons))
@@ -152,7 +149,7 @@ def check_schedulers(trainer: L.Trainer) -> None:
 def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:
     """Raise FederationError if ``checkpoint`` is of a run without the callback of this ``state_key``.
 
-    Its epochs are no rounds: Lightning would count the one that is open in it as a round, and train one too few.
+    Lightning would count the open epoch of such a run as a round, and train one too few.
     """
     if checkpoint["global_step"] > 0 and not checkpoint.get("callbacks", {}).get(state_key):
         raise FederationError(
@@ -165,9 +162,8 @@ def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise FederationError if a checkpoint's clients hold other data than those at hand, or other local parameters.
 
-    Other settings may change from one round to the next; one line says which have.
-
-    A ``trainer`` may reload data of other sizes during a fit.
+    Other settings may change from one round to the next; one line names them. A ``trainer`` may reload data of other
+    sizes during a fit.
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
