@@ -1,4 +1,4 @@
-"""A client of a federation over a network: it answers what the server asks, whatever carries the messages."""
+"""A client of a federation over a network: it answers the server's questions over any transport."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,8 @@ from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.modules.head import BayesianHead
+from lightning_fedbayes.server.plan import STRIDE
+from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport.calibration import answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
 from lightning_fedbayes.transport.messages import posterior_in, tensors_of
@@ -41,24 +42,23 @@ from lightning_fedbayes.transport.one_shot import (
     check_agreed,
     check_one_shot,
     kind_of,
-    needs_training,
     training_data,
 )
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
-"""The client's own log."""
+"""Log of the client."""
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-"""Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
+"""Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
 CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
 """Keys of a question's configuration that the server sets.
 
 "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
-"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that of a client among all;
-"method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the parameters that nobody sends, ""
-for none.
+"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is the client's share of all
+clients; "method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the frozen parameters, ""
+if there are none.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
@@ -80,9 +80,9 @@ class Question:
 
     Args:
         client: the client's number.
-        config: see :data:`CONFIG_KEYS`, and what is asked for.
+        config: :data:`CONFIG_KEYS`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
-        told: what the client is told beside it: what has been counted of its site, or the state of a head.
+        told: further tensors for the client: what has been counted of its site, or the state of a head.
     """
 
     client: int
@@ -102,17 +102,8 @@ class Question:
         """Return the task that the server sets; ``kept`` is the client's state."""
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
-        return Task(
-            self.client,
-            config["server-round"] - 1,
-            config["seed"],
-            posterior,
-            buffers,
-            kept,
-            config["begun"],
-            config["share"],
-            config["frozen"],
-        )
+        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen")}
+        return Task(self.client, config["server-round"] - 1, posterior=posterior, buffers=buffers, kept=kept, **rest)
 
 
 class RemoteClient:
@@ -120,15 +111,15 @@ class RemoteClient:
 
     Args:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
-        datamodule: whose training loader holds the client's own data; or a function that makes it, of what the
-            transport knows about the client.
+        datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
+            knows about the client.
         partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, one_shot,
             conformal_epsilon, exact, share_errors, state_folder, trainer: see
             :func:`~lightning_fedbayes.flower.client_app`.
 
     Raises:
-        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
-            buffers would leave the client beside what ``privacy`` protects.
+        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
+            unprotected buffers would leave the client under ``privacy``.
     """
 
     def __init__(
@@ -166,44 +157,38 @@ class RemoteClient:
         )
         keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
         keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
-        callbacks = () if trainer is None else trainer.get("callbacks") or ()
+        callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
         protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
-        door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
+        self.door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
         if keeps and state_folder is None:
             raise FederationError(
                 "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of "
-                "privacy stay at the client from round to round: pass state_folder=..., a folder of the client's own"
+                "privacy stay at the client from round to round: pass state_folder=..., one folder per client"
             )
         if privacy is not None:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
-        folder = self.folder_of(state_folder) if keeps else None
+        self.state_folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
             check_one_shot(one_shot)
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
-        self.state_folder = folder
-        self.door = door
         self.options = {**QUIET, **(trainer or {})}
         self.one_shot = one_shot
         self._trainer: L.Trainer | None = None
 
     def folder_of(self, path: Any) -> Path:
-        """Return the folder of what the client keeps; a transport may refuse what it cannot find again.
-
-        Raises:
-            FederationError: it is no path, or refused.
-        """
+        """Return the folder of the client's state; raise FederationError for one that a transport cannot find again."""
         return check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
         """Return the client's answer to a question.
 
         Args:
-            asked: what it is asked to do.
+            asked: what the client is asked to do.
             question: of the server.
-            where: the argument of a function that makes the data module.
+            where: argument of a function that makes the data module.
 
         Raises:
             Exception: it cannot answer; see :meth:`attempt`.
@@ -214,15 +199,19 @@ class RemoteClient:
             "calibrate": self._calibrate,
             "once": self._send_once,
         }
-        return answers[asked](question, partial(self._data, where))
+
+        def data() -> L.LightningDataModule:
+            return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
+
+        return answers[asked](question, data)
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
-        """Return what ``answer`` returns, or, where that raises, a failure; the text goes to the client's own log."""
+        """Return what ``answer`` returns, or a failure if it raises; the text goes to the client's log."""
         try:
             return answer()
         except Exception as error:
-            name, own = type(error).__name__, isinstance(error, FedBayesError)
-            LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not own)
+            name, known = type(error).__name__, isinstance(error, FedBayesError)
+            LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not known)
             return Message("failure", client, texts=self.door.failure(error, stage))
 
     def _train(self, question: Question, data: Data) -> Message:
@@ -238,7 +227,7 @@ class RemoteClient:
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)
-        if method.keeps and config["accepted"] and number not in kept.clients:
+        if method.keeps and config["accepted"] and all(job % STRIDE != number for job in kept.before):
             raise LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
@@ -253,9 +242,9 @@ class RemoteClient:
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
     def _evaluate(self, question: Question, data: Data) -> Message:
-        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one.
+        """Score the server's posterior on the client's validation data, and the personal one if it keeps one.
 
-        Where the posterior is another client's ("across"), its own has a turn of its own.
+        A posterior that is another client's ("across") is scored without the personal one.
         """
         self.door.check("scores")
         number, config = question.client, question.config
@@ -265,7 +254,7 @@ class RemoteClient:
         return Message("scores", number, task.round + 1, count, figures=figures)
 
     def _calibrate(self, question: Question, data: Data) -> Message:
-        """Answer what the server asks of the client's validation data, to calibrate the posterior that it sends."""
+        """Answer a question about the client's validation data, to calibrate the posterior that the server sends."""
         task, request = question.task({}), request_in(question.config)
         kind = check_allowed(request, self.door)
         datamodule = data()
@@ -292,20 +281,16 @@ class RemoteClient:
         self.door.check(kind)
         datamodule = data()
         loader = training_data(datamodule, self.training.settings, task.client, task.seed)
-        if needs_training(method):
+        if isinstance(method, KroneckerLaplace):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
         if isinstance(method, BayesianHead):
             self.training.check_frozen(self.module, task)
         sent = answer_once(method, self.module, loader, question.told or {})
         return Message.of(kind, task.client, task.round + 1, sent)
 
-    def _data(self, where: Any) -> L.LightningDataModule:
-        """The client's data module; made anew for every question if a function makes it."""
-        return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
-
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
-        """Return ``use(trainer)`` for the resident Trainer; a Trainer that an error has left is not used again."""
-        with without_banners():  # the log of a run is the server's; a client's would repeat itself in every message
+        """Return ``use(trainer)`` for the resident Trainer; after an error the next call makes a new one."""
+        with without_banners():  # the server logs the run; a client's would repeat itself in every message
             if self._trainer is None:
                 callbacks = [*self.options.get("callbacks", []), self.training]
                 self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})

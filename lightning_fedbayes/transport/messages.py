@@ -1,41 +1,50 @@
-"""Messages over a network: posteriors as named tensors and back, and what nobody trusts of a client's message."""
+"""Messages over a network: posteriors as named tensors and back, and checks of what a client sends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, get_args
 
+import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.learned import learned_posterior
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Source
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     FusionError,
     PosteriorError,
     check_at_least,
+    check_kind,
     is_whole,
     listed,
     shown,
 )
 from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers.scaler import scale_of
+from lightning_fedbayes.trainer import optimizers_of
 
 MOST_EXAMPLES = 2**31 - 1
-"""More examples than a client has; a smaller lie is a matter of the weighting."""
+"""Most examples that a client may claim."""
 EXAMPLES = "num-examples"
 """Name of the number of examples among a message's numbers."""
 COUNTED = "counted"
-"""Name of what the server has counted of a client's site, where the client is to keep that."""
+"""Name of the tensors that tell a client what the server has counted of its site."""
 MOST_TEXT = 500
-"""Characters of what a failure says that are shown."""
+"""Characters of a failure's texts that are shown."""
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
-"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two stand alone: they say
-of what kind the posterior is, and what the frozen parameters are that nobody sends."""
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
+posterior, and the digest of the frozen parameters."""
+"""Types of means and variances in a message."""
+
 SENT = (torch.float32, torch.float64)
 """Types of means and variances in a message."""
 
@@ -61,12 +70,12 @@ def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPoste
     """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in.
 
     Args:
-        tensors: of a message; nothing in it is trusted.
-        who: whose they are, for messages.
+        tensors: of a message; all are checked.
+        who: their sender, for error messages.
 
     Raises:
-        FusionError: a tensor of another kind, a mean or variance that is neither float32 nor float64, a negative
-            variance, or a variance without a mean.
+        FusionError: an array has another kind, a mean or variance is neither float32 nor float64, a variance is
+            negative or has no mean.
     """
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for key, value in tensors.items():
@@ -92,9 +101,24 @@ def probabilistic_names(arrays: Mapping[str, Any]) -> set[str]:
     return {key.partition("/")[2] for key in arrays if key.startswith("variance/")}
 
 
-def digest_in(tensors: Iterable[str]) -> str:
-    """Return the digest of the frozen parameters, of the names of an initial model's tensors; empty if none."""
-    return next((key.removeprefix("frozen/") for key in tensors if key.startswith("frozen/")), "")
+def initial_model(
+    module: L.LightningModule,
+    *,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
+    posterior: Source | None = None,
+) -> dict[str, Tensor]:
+    """Return the model that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
+
+    For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
+    """
+    check_kind("module", module, L.LightningModule, "give a LightningModule")
+    FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
+    learned = learned_posterior(optimizers_of(module), module, posterior)
+    model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
+    frozen = model.digest()
+    tensors = tensors_of(model.read_posterior(), {**model.federated_buffers, **scale_of(module)})
+    return tensors | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {})
 
 
 def _sendable(value: Tensor) -> Tensor:
@@ -104,7 +128,7 @@ def _sendable(value: Tensor) -> Tensor:
 
 
 def header_of(message: Message) -> dict[str, Any]:
-    """Return what a client's message says of itself."""
+    """Return the header of a client's message."""
     return {"kind": message.kind, "client": message.client, "server-round": message.round, **message.texts}
 
 
@@ -123,26 +147,23 @@ def read_message(
     server_round: int,
     who: str,
 ) -> Message:
-    """Return the message in what has come of a client; nothing in it is trusted.
+    """Return the message in a client's reply; every part is checked.
 
     Args:
         header: see :func:`header_of`.
-        tensors: returns its tensors, once its header is in order.
-        numbers: see :func:`numbers_of`; what is no finite number is left out.
-        client: the client that was asked; None: it is to say who it is.
+        tensors: returns its tensors; called once its header is in order.
+        numbers: see :func:`numbers_of`; other than finite numbers are left out.
+        client: the client that was asked; None: the header says who it is.
         kind: what it was asked for.
         server_round: the round that it was asked about.
-        who: whose it is, for messages.
+        who: its sender, for error messages.
 
     Raises:
-        FusionError: the client failed, says that it is another, or has sent something else, of another round or of
-            no whole number of examples.
+        FusionError: the client failed, or sent another client's number, kind or round, or no whole number of examples.
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):
-        raise FusionError(
-            f"{who}: its reply says of itself that it is {shown(says)}, which no message of this version is"
-        )
+        raise FusionError(f"{who}: its reply says that it is {shown(says)}, which no message of this version is")
     if says == "failure":
         raise FusionError(f"{who} failed{failure_in(header)}")
     if says != kind:
@@ -170,12 +191,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def has_lost_state(header: Any) -> bool:
-    """Return True if a client says that it has lost what it had to keep."""
+    """Return True if a client reports that it has lost its state."""
     return isinstance(header, Mapping) and header.get("error") == errors.LostState.__name__
 
 
 def failure_in(config: Mapping[str, Any]) -> str:
-    """Return what a client's failure says of itself, with what this package knows of an error of its own."""
+    """Return the text of a client's failure, with the meaning of an error of this package."""
     name, stage, text = (str(config.get(key, ""))[:MOST_TEXT] for key in ("error", "stage", "text"))
     if text:
         return f" in {stage}: {name}: {text}"
@@ -190,7 +211,7 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
 
     Args:
         message: of the client.
-        probabilistic: names of the parameters that must come with a variance, and no others.
+        probabilistic: names of exactly the parameters that must come with a variance.
 
     Raises:
         FusionError: it cannot be used. Values and shapes are checked by :class:`~lightning_fedbayes.Server`.
@@ -219,7 +240,7 @@ def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | No
     """Return the table of the clients that have sent a model and scored all; None for fewer than two.
 
     Args:
-        found: number of the client whose model it is → number of the client that has scored it → what that has sent.
+        found: number of the model's client → number of the client that has scored it → its message.
     """
     both = [client for client in sorted(found) if all(client in row for row in found.values())]
     if len(both) < 2:

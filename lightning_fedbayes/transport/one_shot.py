@@ -165,11 +165,7 @@ def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any
 
 
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:
-    """Return what a client has sent once; nothing in it is trusted.
-
-    Raises:
-        FedBayesError: it cannot be used.
-    """
+    """Return what a client has sent once; nothing in it is trusted. Raises FedBayesError: it cannot be used."""
     if isinstance(method, HierarchicalLinearRegression):
         return message.read(LinearStatistics)
     if isinstance(method, BayesianHead):

@@ -35,7 +35,6 @@ from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.messages import (
     client_scores,
     cross_scores,
-    digest_in,
     posterior_in,
     probabilistic_names,
     read_update,
@@ -72,11 +71,7 @@ class Rounds:
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
-            fusion=get_method(fusion),
-            weighting=weighting,
-            fraction=fraction,
-            safeguards=safeguards,
-            seed=seed,
+            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed
         )
         check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, safeguards.min_clients)
@@ -117,17 +112,13 @@ class Rounds:
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Make the server that starts from ``model``, an ``initial_model``, or goes on from the checkpoint."""
         posterior, buffers = posterior_in(model, "the initial model")
-        self._probabilistic, self._frozen = probabilistic_names(model), digest_in(model)
+        self._probabilistic = probabilistic_names(model)
+        self._frozen = next((key.removeprefix("frozen/") for key in model if key.startswith("frozen/")), "")
         self._federation = uuid.uuid4().hex
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
         self._own: dict[int, ClientUpdate] = {}  # those of them that have been admitted
         self.server = Server(
-            posterior,
-            buffers,
-            fusion=self.method,
-            weighting=self.weighting,
-            safeguards=self.safeguards,
-            late=self.late,
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards, late=self.late
         )
         self.best, under_way = {}, {}
         if self.checkpoint is not None and self.checkpoint.exists():

@@ -157,11 +157,7 @@ class ClientTraining(L.Callback):
         return self._result, self._kept
 
     def evaluate(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        datamodule: L.LightningDataModule,
-        task: Task,
+        self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[dict[str, float], int]:
         """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
 
