@@ -1,4 +1,4 @@
-"""A federation without rounds over a network: whoever is free trains, and whoever has arrived is fused."""
+"""A federation without rounds over a network: every free client trains, and messages are fused as they arrive."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.schedule import Arrival, Delays, Turn, recorded
 
 Ask = Callable[[int, int, int, ArrayRecord, Mapping[str, Any]], Message]
-"""Message to a client, of (its node, its number, the round from 1, the global arrays, what it is told of them)."""
+"""Message to a client, from (its node, its number, the round from 1, the global arrays, more configuration)."""
 Read = Callable[[Message, int, int], "ClientUpdate | ClientFailure"]
-"""Content of a reply, of (the reply, the client that was asked, the round that it was asked about)."""
+"""Content of a reply, from (the reply, the client that was asked, the round that it was asked about)."""
 
 
 class Job(NamedTuple):
-    """Work of a client that is under way: whose, from which version of the global posterior, where, and since when."""
+    """Work of a client that is under way: its version of the global posterior, its node, and its start in seconds."""
 
     client: int
     started: int
@@ -47,20 +47,20 @@ class Heard(NamedTuple):
 
 
 class Course:
-    """Messages under way, and those heard since the last fusion.
+    """Messages under way, and messages that have arrived since the last fusion.
 
-    A client that is too late is not waited for, and what it sends counts for nothing; one that has not answered in time
-    is given up. Who has been heard, or given up, begins again after the next fusion.
+    Messages that are too late do not count; a client that does not answer in time is given up. A client whose message
+    has arrived, or that was given up, begins again after the next fusion.
 
     Args:
         schedule: who trains at once, and how many messages are fused.
         server: admits them.
         clients: the connected clients.
         seed: of the draws of clients, where not all train at once.
-        timeout: seconds that a client is waited for.
+        timeout: seconds to wait for a client.
         ask, read: write a message to a client, and read its reply.
-        log: where fusions are written down; None: nowhere.
-        resumed: what :meth:`state_dict` gave, of a run that has ended too early.
+        log: file of the fusions; None: no file.
+        resumed: :meth:`state_dict` of a run that has ended too early.
 
     Raises:
         FederationError: a ``replay`` is of no federation, or is the file to write.
@@ -110,15 +110,13 @@ class Course:
         return {job.client for job in self._jobs.values()}
 
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
-        """Run the federation until messages are to be fused, and admit them.
+        """Run the federation until messages are to be fused, and admit them; return outcomes in order of arrival.
 
         Args:
             grid: how the server reaches the clients.
-            round: fusions before, the version of the global posterior.
+            round: number of earlier fusions, the version of the global posterior.
             arrays: the global posterior.
             fewest: clients that must be connected.
-
-        Returns: the outcomes in the order of arrival.
 
         Raises:
             FederationError: too few clients are connected, or a replay cannot go on.
@@ -166,11 +164,7 @@ class Course:
             self.clients.look(grid, self.timeout)
 
     def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
-        """Let the server admit these clients; what it cannot use is a failure from then on.
-
-        Raises:
-            FederationError: it has been used in the federation that is repeated.
-        """
+        """Let the server admit these clients, or note their failures; raise FederationError for one in a replay."""
         assert self._turn is not None
         now = time.monotonic() - self._begin
         arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
@@ -187,7 +181,7 @@ class Course:
         return outcomes
 
     def end(self, outcomes: Collection[ClientOutcome]) -> None:
-        """Add to the history what the fusion was, write it into the log, and forget what no message will be about."""
+        """Add the fusion to the history and the log, and forget versions that no message will need."""
         turn, self._turn, server = self._turn, None, self.server
         if turn is None:
             return
@@ -207,17 +201,15 @@ class Course:
         server.versions.forget(needed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who is waited for, client → version, and the global buffers of these versions."""
+        """Return the clients at work, client → version, and the global buffers of these versions."""
         return {"clients": self._under_way(), "buffers": dict(self._buffers)}
 
     def _under_way(self) -> dict[int, int]:
         held = {client: each.started for client, each in self._heard.items()}
         return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
 
-    # -- who begins ----------------------------------------------------------------------------------------------------
-
     def _go_on(self, grid: Grid, round: int) -> None:
-        """Ask those again that were under way when the run ended, from where they began, if they are there in time."""
+        """Ask clients again that were at work when the run ended, from their versions, if they connect in time."""
         assert self.server.versions is not None
         late = time.monotonic() - self._begin > self.timeout
         for client, started in list(self._resumed.items()):
@@ -230,7 +222,7 @@ class Course:
                 self._start(grid, client, started, to_arrays(shared.posterior, self._buffers[started]), told)
 
     def _ready(self, round: int, together: int) -> list[int]:
-        """Return the clients that begin now: drawn from those that are free, until enough are at work."""
+        """Return the clients that begin now: drawn from the free ones, until enough are at work."""
         known = list(self.clients.nodes)
         if together < len(known):
             draws = generator(self.seed, "cohort", round)
@@ -248,17 +240,15 @@ class Course:
             failure = FusionError(f"client {client}: Flower does not take the message to it")
             self._heard[client] = Heard(ClientFailure(client, failure), started)
 
-    # -- who is heard --------------------------------------------------------------------------------------------------
-
     def _hear(self, grid: Grid, round: int, refused: set[int]) -> bool:
-        """Take what has arrived; return False if nothing has."""
+        """Take the messages that have arrived; return False if there are none."""
         replies = {}
         for reply in grid.pull_messages(list(self._jobs)) if self._jobs else ():
             identity = reply.metadata.reply_to_message_id
             job = self._jobs.get(identity)
             if job is not None and (reply.has_error() or reply.metadata.src_node_id == job.node):
                 replies[identity] = reply
-        for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # who comes together, by number
+        for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # arrivals at once go by number
             client, started, *_ = self._jobs.pop(identity)
             if self.schedule.is_too_late(started, round):
                 refused.add(client)
@@ -282,12 +272,12 @@ class Course:
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:
         """Return the clients to fuse now, in the order of arrival; None to wait for more."""
         valid = sum(isinstance(each.message, ClientUpdate) for each in self._heard.values())
-        nobody = not self._waited(round) and (late or bool(self._heard))
-        return list(self._heard) if valid >= buffer or nobody else None
+        ends = not self._waited(round) and (late or bool(self._heard))
+        return list(self._heard) if valid >= buffer or ends else None
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:
-    """Raise FederationError for a schedule that is one of a simulation, or whose every fusion would fail."""
+    """Raise FederationError for a schedule of a simulation, or one with too few messages for any fusion."""
     if schedule.delays != Delays():
         raise FederationError("delays= are those of a simulation: over a network the real ones count; leave them out")
     if schedule.buffer is not None and schedule.buffer < min_clients:

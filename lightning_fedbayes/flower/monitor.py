@@ -1,4 +1,4 @@
-"""Best global posterior of a federation over Flower, and when it has not become better for long enough."""
+"""Best global posterior of a federation over Flower, and the end of a federation that no longer improves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_fedbayes.server import Server
 
 @dataclass(frozen=True)
 class Monitor:
-    """Figure of the clients' validation by which the best round is told.
+    """Figure of the clients' validation that tells the best round.
 
     Args:
-        name: of the figure; None: no round is the best.
+        name: of the figure; None: there is no best round.
         mode: "min" or "max".
         patience: rounds without a better one after which the federation stops; None: never.
 
@@ -37,17 +37,17 @@ class Monitor:
                 raise FederationError(f"patience={self.patience} with monitor=None: say which figure, as by 'val/nll'")
 
     def noted(self, best: Mapping[str, Any], figures: Mapping[str, Any], server: Server) -> dict[str, Any]:
-        """Return the best round after a further one: "score", "round" from 1, "posterior" and "buffers".
+        """Return the best round after a further one: "score", "round" from 1, "posterior", "buffers", and "scored".
 
-        With "scored", the last round that has been scored.
+        "scored" is the last round with scores.
 
         Args:
-            best: that before; empty for none.
-            figures: of the clients' validation; none if nobody has answered, or nothing is evaluated.
+            best: the best round before; empty for none.
+            figures: of the clients' validation; empty without answers or evaluation.
             server: after the round.
 
         Raises:
-            FederationError: the figure is not among them.
+            FederationError: the figure is missing.
         """
         if self.name is None or not figures:
             return {**best}

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fedbayes.clients.settings import BufferPolicy, Source
 from lightning_fedbayes.core.errors import check_at_least, check_kind, check_number
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import record_of
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration
-from lightning_fedbayes.transport.initial import initial_model
+from lightning_fedbayes.transport.messages import initial_model
 
 
-def initial_arrays(
-    module: L.LightningModule,
-    *,
-    buffers: BufferPolicy = "average",
-    local_parameters: Sequence[str] = (),
-    posterior: Source | None = None,
-) -> ArrayRecord:
-    """Return the arrays that a federation starts from: posterior and buffers of ``module``, of frozen ones a digest.
+def initial_arrays(module: L.LightningModule, **options: Any) -> ArrayRecord:
+    """Return the arrays that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
 
     Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
-    Trainer: the server calls it once, to know which parameters have a posterior.
+    Trainer: the server calls it once, to find the parameters with a posterior.
 
     Args:
         module: the network.
-        buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
-        posterior: see there; that of the clients.
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of the clients; see
+            :class:`~lightning_fedbayes.FederatedBayes`.
     """
-    return record_of(initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior))
+    return record_of(initial_model(module, **options))
 
 
 def server_app(
@@ -42,10 +36,8 @@ def server_app(
     *,
     rounds: int,
     timeout: float = 3600,
-    buffers: BufferPolicy = "average",
-    local_parameters: Sequence[str] = (),
-    posterior: Source | None = None,
     calibration: Sequence[Calibration] = (),
+    **options: Any,
 ) -> ServerApp:
     """Return the ServerApp of a federation.
 
@@ -59,10 +51,10 @@ def server_app(
     Args:
         module: the network before training, the same as the clients'.
         strategy: runs the rounds.
-        rounds: number of rounds, those in the checkpoint among them.
+        rounds: number of rounds, rounds in the checkpoint included.
         timeout: seconds that a round waits for its clients.
-        buffers, local_parameters, posterior: those of :func:`~lightning_fedbayes.flower.client_app`.
         calibration: see :meth:`FusionStrategy.start`.
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`~lightning_fedbayes.flower.client_app`.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -71,7 +63,7 @@ def server_app(
     check_at_least("rounds", rounds, 1)
     check_number("timeout", timeout, "(0, inf)")
     check_calibration(calibration)
-    arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
+    arrays = initial_arrays(module, **options)
     app = ServerApp()
 
     @app.main()

@@ -113,9 +113,33 @@ class RemoteClient:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
         datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
             knows about the client.
-        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, one_shot,
-            conformal_epsilon, exact, share_errors, state_folder, trainer: see
-            :func:`~lightning_fedbayes.flower.client_app`.
+        partition: deals out data that all clients have in common, as in a simulation. Without one, a
+            :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
+        fusion: the federated method, the same as the server's: its name, a :class:`~lightning_fedbayes.Method`, or a
+            fusion rule, which matters at the server only.
+        local_epochs, keep, buffers, local_parameters, posterior: see :class:`~lightning_fedbayes.FederatedBayes`;
+            ``buffers`` and ``local_parameters`` are the server's. A kept "posterior" is for
+            :func:`~lightning_fedbayes.flower.personal_posterior`; the client scores it, too, where it scores the global
+            posterior, under names that begin with "personal/".
+        privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
+            counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
+            federations, and tells the server their ε.
+        one_shot: the way in which the client may be asked to send in place of rounds: a
+            :class:`~lightning_fedbayes.KroneckerLaplace`, a :class:`~lightning_fedbayes.HierarchicalLinearRegression`,
+            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`; see
+            :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
+        conformal_epsilon: ε of the noise on counts of scores, the same as the server's
+            ``FederatedConformal(epsilon=...)``. Each answer costs it again; the client adds them up in its
+            ``state_folder``, and sends no exact sums for a temperature. None: counts are exact, and not sent under
+            ``privacy``.
+        exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
+            :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
+            "temperature", "counts", "statistics", "curvature", "scale"; see the table in docs/privacy.md.
+        share_errors: send the text of an exception to the server, for federations of one owner. Otherwise the server
+            gets its class and the stage, and the text stays in the client's log.
+        state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer
+            state, the number of its messages under ``privacy``.
+        trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
 
     Raises:
         FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or

@@ -141,7 +141,6 @@ def read_message(
     header: Any,
     tensors: Callable[[], dict[str, Tensor]],
     numbers: Any,
-    *,
     client: int | None,
     kind: Kind,
     server_round: int,
