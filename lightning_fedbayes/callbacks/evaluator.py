@@ -13,33 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
-from lightning_fedbayes.clients.evaluation import (
-    OF_DRAWS,
-    REMEDY,
-    Predicted,
-    drawing,
-    has_predict_step,
-    joined,
-    mean_probs,
-    means_of,
-    predict_data,
-    predicted,
-    rows_by_outputs,
-)
+from lightning_fedbayes.clients import evaluation
+from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.run_file import BY_DRAWS
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    RegressionPrediction,
-    examples_in,
-    said_by,
-)
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 from lightning_fedbayes.trainer.data import validate_batch
 
@@ -219,7 +201,9 @@ class Evaluator:
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
             lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
             try:
-                with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
+                with evaluation.drawing(
+                    module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)
+                ):
                     found = {**self._predict(module, batch), **(found or {})}
                 self._again |= lacks
             except FedBayesError as error:
@@ -241,7 +225,7 @@ class Evaluator:
             by_name(data_of(self.loaders)[0])
         found = returned(outputs, module)
         if self._lacks(found) and self._asks:
-            with drawing(module.device, 0):
+            with evaluation.drawing(module.device, 0):
                 try:
                     found = {**self._predict(module, batch), **(found or {})}
                 except FedBayesError:
@@ -259,11 +243,11 @@ class Evaluator:
 
     def _keep(self, found: Predicted) -> Predicted:
         """Return, on the CPU, what readers need of a batch after the last one."""
-        kept = means_of(found)
+        kept = evaluation.means_of(found)
         if self._calibrates and "logits" in found and (self._needs_logits or "probs" not in found):
             kept["logits"] = found["logits"]
         elif self._calibrates and "probs" in found and not self._needs_logits:  # the mean is all that sets need
-            mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
+            mean = evaluation.mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
             kept["logits"] = mean.log()
         return {name: value.detach().cpu() for name, value in kept.items()}
 
@@ -273,18 +257,20 @@ class Evaluator:
         if self._posterior is not None:
             predictive = self.predictive(module, self._posterior)
             return self._draw(predictive, *unpacked(batch, predictive, needs_targets=True))
-        target, known = unpacked(batch, module, needs_targets=True)[1], said_by(module)
+        target, known = unpacked(batch, module, needs_targets=True)[1], likelihoods.said_by(module)
         are_numbers = target.is_floating_point() if known is None else not known.of_classes
-        if has_predict_step(module) and (are_numbers or not self._needs_logits):
+        if evaluation.has_predict_step(module) and (are_numbers or not self._needs_logits):
             try:
-                return predicted(module, batch)
+                return evaluation.predicted(module, batch)
             except FedBayesError:  # of a user's own predictions; readers other than a ClientReport can use outputs
                 if not self._takes_outputs:
                     raise
         try:
-            return rows_by_outputs(module, batch)
+            return evaluation.rows_by_outputs(module, batch)
         except NotImplementedError:
-            raise FedBayesError(f"{type(module).__name__} has no forward that gives logits: {REMEDY}") from None
+            raise FedBayesError(
+                f"{type(module).__name__} has no forward that gives logits: {evaluation.REMEDY}"
+            ) from None
 
     def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
         """Return predictions by draws: as many as a report asks for, and :data:`DRAWS` logits for a calibration."""
@@ -356,16 +342,16 @@ class Evaluator:
         datasets, batch_size = data_of(self.loaders)
         named = by_name(datasets)
         sizes = {name: len(dataset) for name, dataset in named.items()}  # pyright: ignore[reportArgumentType]
-        whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
+        whole = [evaluation.joined(self._kept[loader]) for loader in sorted(self._kept)]
         parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
         self._kept.clear()
-        if [examples_in(each) for each in parts] == list(sizes.values()):
+        if [likelihoods.examples_in(each) for each in parts] == list(sizes.values()):
             return dict(zip(named, parts))
         if not self._asks:
             raise FedBayesError(
                 "cannot map the examples of a batch to clients: give a loader that does not shuffle"
                 if self._has_given
-                else f"{type(module).__name__} returns no predictions from its steps: {REMEDY}"
+                else f"{type(module).__name__} returns no predictions from its steps: {evaluation.REMEDY}"
             )
         are_new, predictions = not self._has_given, dict[str, Predicted]()
         if are_new or self._posterior is not None:  # else the module's steps predict likewise
@@ -379,7 +365,7 @@ class Evaluator:
 
         for number, (name, dataset) in enumerate(named.items()):  # one more pass
             seed = derive_seed(self._seed, "evaluation", client=number)
-            predictions[name] = predict_data(module, dataset, batch_size, seed, predict, self.collate_fn)
+            predictions[name] = evaluation.predict_data(module, dataset, batch_size, seed, predict, self.collate_fn)
         return predictions
 
 
@@ -421,16 +407,16 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
         return outputs
     target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
     if isinstance(probs, Tensor) and isinstance(target, Tensor) and not target.is_floating_point():
-        known = said_by(module) or next(
+        known = likelihoods.said_by(module) or next(
             (
                 each
-                for each in (Categorical(), Bernoulli(), Categorical(channels=-1))
+                for each in (likelihoods.Categorical(), likelihoods.Bernoulli(), likelihoods.Categorical(channels=-1))
                 for draws in (probs, probs[:1].squeeze(0))
                 if draws.ndim and not each.unfit(draws, target)
             ),
             None,
         )
-        if isinstance(known, Categorical | Bernoulli):
+        if isinstance(known, likelihoods.Categorical | likelihoods.Bernoulli):
             draws = probs if not known.unfit(probs[0], target) else probs.unsqueeze(0)
             found = known.rows_of_probs(draws, target)
             if isinstance(logits, Tensor) and logits.shape == probs.shape:
@@ -442,8 +428,8 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
     if not mean.numel() == variance.numel() == target.numel():
         return None
     mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
-    found = RegressionPrediction(mean, variance.reshape(mean.shape), *3 * [mean.new_zeros(())])
-    return Gaussian(0.0).rows_of(found, target)
+    found = likelihoods.RegressionPrediction(mean, variance.reshape(mean.shape), *3 * [mean.new_zeros(())])
+    return likelihoods.Gaussian(0.0).rows_of(found, target)
 
 
 def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
@@ -471,11 +457,11 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
 
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
     """Return each client's predictions, whose examples follow one another; empty if there are more or fewer."""
-    if not whole or examples_in(whole) != sum(sizes):
+    if not whole or likelihoods.examples_in(whole) != sum(sizes):
         return []
     rows = [int(each.sum()) for each in whole["counts"].split(sizes)]
     pieces = {
-        name: value.split(sizes if name == "counts" else rows, -2 if name in OF_DRAWS else 0)
+        name: value.split(sizes if name == "counts" else rows, -2 if name in evaluation.OF_DRAWS else 0)
         for name, value in whole.items()
     }
     return [{name: piece[number] for name, piece in pieces.items()} for number in range(len(sizes))]

@@ -143,10 +143,15 @@ class UncertaintyReport(Reader):
             hits, totals = self._hits + hits, self._totals + totals
         self._hits, self._totals = hits, totals
 
-    def log_likelihood_in(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[float, int]:
-        r"""Return the sum of :math:`E_q \log p(y \mid x, \theta)` over a validation's examples, and their number."""
-        evaluator_of(trainer).complete(trainer, pl_module)
+    @property
+    def log_likelihood(self) -> tuple[float, int]:
+        r"""Sum of :math:`E_q \log p(y \mid x, \theta)` over the examples since the start, and their number."""
         return self._log_likelihood, self._seen
+
+    def log_likelihood_in(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[float, int]:
+        """Return :attr:`log_likelihood` once all predictions of a validation are there."""
+        evaluator_of(trainer).complete(trainer, pl_module)
+        return self.log_likelihood
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the areas and the clients' accuracies."""

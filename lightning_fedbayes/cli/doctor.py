@@ -73,7 +73,7 @@ def _round(engine: Any) -> str:
 
     parts = {name: TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)) for name in ("a", "b")}
     federation = FederatedBayes(engine=engine)
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     with quietly():
         trainer = L.Trainer(max_epochs=1, accelerator="auto", logger=False, callbacks=[federation], **quiet)
         module = HybridBayesianClassifier(mlp(2, 2, hidden=[2]), bayesian_last=1)

@@ -240,5 +240,6 @@ def plain(text: str) -> str:
 
 def _formula(tex: str) -> str:
     for pair in SYMBOLS.split():
-        tex = re.sub(*pair.split("="), tex)
+        pattern, symbol = pair.split("=")
+        tex = re.sub(pattern, symbol, tex)
     return tex.replace(r"\ ", " ")

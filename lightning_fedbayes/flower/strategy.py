@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,12 +15,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_number
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.asynchronous import Course, check_schedule
-from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
@@ -28,6 +29,63 @@ from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.server import Rounds, told_round
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Figure of the clients' validation that tells the best round.
+
+    Args:
+        name: of the figure; None: there is no best round.
+        mode: "min" or "max".
+        patience: rounds without a better one after which the federation stops; None: never.
+
+    Raises:
+        FederationError: an argument is out of range, or nothing is evaluated.
+    """
+
+    name: str | None
+    mode: Literal["min", "max"]
+    patience: int | None
+
+    def __post_init__(self) -> None:
+        errors.check_choice("mode", self.mode, ("min", "max"))
+        if self.name is not None:
+            errors.check_kind("monitor", self.name, str, "give the name of a figure, such as 'val/nll'")
+        if self.patience is not None:
+            errors.check_at_least("patience", self.patience, 1)
+            if self.name is None:
+                raise FederationError(f"patience={self.patience} with monitor=None: say which figure, as by 'val/nll'")
+
+    def noted(self, best: Mapping[str, Any], figures: Mapping[str, Any], server: Server) -> dict[str, Any]:
+        """Return the best round after a further one: "score", "round" from 1, "posterior", "buffers", and "scored".
+
+        "scored" is the last round with scores.
+
+        Args:
+            best: the best round before; empty for none.
+            figures: of the clients' validation; empty without answers or evaluation.
+            server: after the round.
+
+        Raises:
+            FederationError: the figure is missing.
+        """
+        if self.name is None or not figures:
+            return {**best}
+        if self.name not in figures:
+            raise FederationError(
+                f"monitor='{self.name}': clients log no such figure; {errors.nearest(self.name, figures)}"
+            )
+        score, scored = float(figures[self.name]), {"scored": server.rounds}
+        if best and (score >= best["score"] if self.mode == "min" else score <= best["score"]):
+            return {**best, **scored}
+        kept = {"posterior": server.posterior.state_dict(), "buffers": dict(server.buffers)}
+        return {"score": score, "round": server.rounds, **kept, **scored}
+
+    def is_over(self, best: Mapping[str, Any]) -> bool:
+        """Return True if the federation stops."""
+        return bool(best) and self.patience is not None and best["scored"] - best["round"] >= self.patience
+
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -295,7 +353,7 @@ class FusionStrategy(Rounds, Strategy):
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")
         check_calibration(calibration)
-        check_number("timeout", timeout, "(0, inf)")
+        errors.check_number("timeout", timeout, "(0, inf)")
         self._roster.wait(grid, self.wait_for, timeout)
         self.calibrate_by(calibration, self._asking(grid, arrays, timeout))
 
@@ -343,7 +401,7 @@ class FusionStrategy(Rounds, Strategy):
             FedBayesError: the answers give no result.
         """
         once.check_one_shot(method)
-        check_number("timeout", timeout, "(0, inf)")
+        errors.check_number("timeout", timeout, "(0, inf)")
         server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
         self._timeout = timeout
         self._roster.wait(grid, self.wait_for, timeout)

@@ -16,8 +16,8 @@ from torch.utils.data import ConcatDataset, Dataset
 from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.callback import data_of
-from lightning_fedbayes.callbacks.calibration.scores import GRIDS
-from lightning_fedbayes.callbacks.calibration.temperature import checked_pair, message_of
+from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
+from lightning_fedbayes.callbacks.calibration.temperature import message_of
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message

@@ -17,15 +17,8 @@ from lightning_fedbayes.callbacks import ExamplePrivacy
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
-from lightning_fedbayes.core.errors import (
-    ClientMismatch,
-    FedBayesError,
-    FederationError,
-    LostState,
-    check_kind,
-    check_path,
-    check_strings,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, LostState
 from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
@@ -33,17 +26,10 @@ from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.modules.head import BayesianHead
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
+from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
 from lightning_fedbayes.transport.messages import posterior_in, tensors_of
-from lightning_fedbayes.transport.one_shot import (
-    OneShot,
-    answer_once,
-    check_agreed,
-    check_one_shot,
-    kind_of,
-    training_data,
-)
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
@@ -159,16 +145,16 @@ class RemoteClient:
         local_parameters: Sequence[str] = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
-        one_shot: OneShot | None = None,
+        one_shot: once.OneShot | None = None,
         conformal_epsilon: float | None = None,
         exact: Collection[str] = (),
         share_errors: bool = False,
         state_folder: str | Path | None = None,
         trainer: Mapping[str, Any] | None = None,
     ) -> None:
-        check_kind("module", module, L.LightningModule, "give a LightningModule")
-        check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
-        check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
+        errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
+        errors.check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
+        errors.check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
         settings = FederationSettings(
             partition,
             local_epochs=local_epochs,
@@ -194,7 +180,7 @@ class RemoteClient:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
         self.state_folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
-            check_one_shot(one_shot)
+            once.check_one_shot(one_shot)
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
@@ -204,7 +190,7 @@ class RemoteClient:
 
     def folder_of(self, path: Any) -> Path:
         """Return the folder of the client's state; raise FederationError for one that a transport cannot find again."""
-        return check_path("state_folder", path)
+        return errors.check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
         """Return the client's answer to a question.
@@ -300,16 +286,16 @@ class RemoteClient:
     def _send_once(self, question: Question, data: Data) -> Message:
         """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
         task = question.task({})
-        method = check_agreed(self.one_shot, str(question.config.get("one-shot")))
-        kind = kind_of(method)
+        method = once.check_agreed(self.one_shot, str(question.config.get("one-shot")))
+        kind = once.kind_of(method)
         self.door.check(kind)
         datamodule = data()
-        loader = training_data(datamodule, self.training.settings, task.client, task.seed)
+        loader = once.training_data(datamodule, self.training.settings, task.client, task.seed)
         if isinstance(method, KroneckerLaplace):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
         if isinstance(method, BayesianHead):
             self.training.check_frozen(self.module, task)
-        sent = answer_once(method, self.module, loader, question.told or {})
+        sent = once.answer_once(method, self.module, loader, question.told or {})
         return Message.of(kind, task.client, task.round + 1, sent)
 
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:

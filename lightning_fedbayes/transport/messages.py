@@ -17,16 +17,7 @@ from lightning_fedbayes.clients.learned import learned_posterior
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Source
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FusionError,
-    PosteriorError,
-    check_at_least,
-    check_kind,
-    is_whole,
-    listed,
-    shown,
-)
+from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.scaler import scale_of
@@ -88,10 +79,10 @@ def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPoste
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
-        raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
+        raise FusionError(f"{who}: variances without a mean: {errors.listed(orphans)}")
     try:
         posterior = GaussianPosterior.from_state_dict(parts)
-    except PosteriorError as error:
+    except errors.PosteriorError as error:
         raise FusionError(f"{who}: {error}") from None
     return posterior, parts["buffer"]
 
@@ -112,7 +103,7 @@ def initial_model(
 
     For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
     """
-    check_kind("module", module, L.LightningModule, "give a LightningModule")
+    errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
     FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
     learned = learned_posterior(optimizers_of(module), module, posterior)
     model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
@@ -162,21 +153,21 @@ def read_message(
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):
-        raise FusionError(f"{who}: its reply says that it is {shown(says)}, which no message of this version is")
+        raise FusionError(f"{who}: its reply says that it is {errors.shown(says)}, which no message of this version is")
     if says == "failure":
         raise FusionError(f"{who} failed{failure_in(header)}")
     if says != kind:
         raise FusionError(f"{who}: its reply is of kind '{says}', and it was asked for '{kind}'")
     number: Any = header.get("client")
     answered: Any = header.get("server-round")
-    if not is_whole(number) or number < 0 or (client is not None and number != client):
-        raise FusionError(f"{who}: it says that it is client {shown(number)}")
-    if not is_whole(answered) or answered != server_round:
-        raise FusionError(f"{who}: its reply is of round {shown(answered)}, and this is round {server_round}")
+    if not errors.is_whole(number) or number < 0 or (client is not None and number != client):
+        raise FusionError(f"{who}: it says that it is client {errors.shown(number)}")
+    if not errors.is_whole(answered) or answered != server_round:
+        raise FusionError(f"{who}: its reply is of round {errors.shown(answered)}, and this is round {server_round}")
     sent = tensors()
     known = {str(name): value for name, value in numbers.items()} if isinstance(numbers, Mapping) else {}
     count = known.pop(EXAMPLES, 0)
-    check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
+    errors.check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
     figures = {name: float(value) for name, value in known.items() if _is_finite(value)}
     return Message(kind, number, answered, int(count), sent, figures)
 
@@ -223,9 +214,9 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     if wrong:
         raise FusionError(
             f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{listed(wrong)}"
+            f"{errors.listed(wrong)}"
         )
-    check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
+    errors.check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
 
 

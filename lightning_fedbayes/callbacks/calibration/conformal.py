@@ -12,27 +12,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, logits_of, numbers_of
-from lightning_fedbayes.callbacks.calibration.scores import (
-    BINS,
-    GRIDS,
-    MOST_BINS,
-    ROUNDING,
-    Kind,
-    ScoreSketch,
-    all_class_scores,
-    bounded_distribution,
-    check_epsilon,
-    check_influence,
-    check_moments,
-    check_same_grid,
-    check_targets,
-    class_scores,
-    edge_at,
-    interval_scores,
-    middle,
+from lightning_fedbayes.callbacks.calibration import scores as scoring
+from lightning_fedbayes.callbacks.calibration.callback import (
+    CalibrationCallback,
+    Datasets,
+    Found,
+    check_apart,
+    logits_of,
+    numbers_of,
+    state_of,
 )
+from lightning_fedbayes.callbacks.calibration.scores import BINS, GRIDS, Kind, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
@@ -162,11 +152,11 @@ class FederatedConformal(CalibrationCallback):
         check_choice("kind", kind, GRIDS, error=FedBayesError)
         check_flag("per_client", per_client, error=FedBayesError)
         check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
-        check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
         if epsilon is not None:
-            check_epsilon(epsilon)
+            scoring.check_epsilon(epsilon)
         check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
-        check_influence(max_influence)
+        scoring.check_influence(max_influence)
         check_choice("per", per, get_args(Per), error=FedBayesError)
         self.per: Per = per
         self.level = level
@@ -213,13 +203,13 @@ class FederatedConformal(CalibrationCallback):
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         self.releases += self.epsilon is not None
         grid, sizes = GRIDS[self.kind], {name: each.num_examples for name, each in sketches.items()}
-        pooled, exceeds = bounded_distribution(list(sketches.values()), self.level, self.max_influence)
+        pooled, exceeds = scoring.bounded_distribution(list(sketches.values()), self.level, self.max_influence)
         if self.pooling == "median":
             own = torch.tensor([each.threshold(self.level) for each in sketches.values()], dtype=torch.float64)
-            self.threshold, behind = float(middle(own)), int(middle(torch.tensor(list(sizes.values()))))
+            self.threshold, behind = float(scoring.middle(own)), int(scoring.middle(torch.tensor(list(sizes.values()))))
         else:
-            self.threshold, behind = edge_at(self.level, pooled, grid), sum(sizes.values())
-            cell = int((pooled < self.level - ROUNDING).sum().clamp_max(len(pooled) - 1))
+            self.threshold, behind = scoring.edge_at(self.level, pooled, grid), sum(sizes.values())
+            cell = int((pooled < self.level - scoring.ROUNDING).sum().clamp_max(len(pooled) - 1))
             self._tell("scores", [name for name, exceed in zip(sketches, exceeds[:, cell].tolist()) if exceed])
         self._warn({"all clients": behind} if math.isinf(self.threshold) else {})
         self.thresholds = {}
@@ -227,7 +217,7 @@ class FederatedConformal(CalibrationCallback):
             for name, sketch in sketches.items():
                 share = sizes[name] / (sizes[name] + self.shrinkage)
                 mixed = share * sketch.distribution() + (1 - share) * pooled
-                self.thresholds[name] = edge_at(self.level, mixed, grid)
+                self.thresholds[name] = scoring.edge_at(self.level, mixed, grid)
             self._warn({f"client {name}": size for name, size in sizes.items() if math.isinf(self.thresholds[name])})
         return self
 
@@ -278,11 +268,11 @@ class FederatedConformal(CalibrationCallback):
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
             each = (
-                interval_scores(first, std[0], targets)
+                scoring.interval_scores(first, std[0], targets)
                 if self.kind == "interval"
-                else class_scores(mean_probs(first, temperature), targets, self.kind)
+                else scoring.class_scores(mean_probs(first, temperature), targets, self.kind)
             )
-            scores[name] = by_example(each, counts, "amax") if self.per == "example" else each
+            scores[name] = scoring.by_example(each, counts, "amax") if self.per == "example" else each
         return scores
 
     def score(self, found: Found) -> ClientScores:
@@ -296,15 +286,15 @@ class FederatedConformal(CalibrationCallback):
             if self.kind == "interval":
                 ends = self.intervals(first, std[0], whose)
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
-                figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                figures[name] = {"coverage": scoring.share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
                 probs = mean_probs(first, self.temperature)
-                check_targets(targets, probs)
+                scoring.check_targets(targets, probs)
                 sets = self.sets(probs, whose)
                 inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
-                figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
+                figures[name] = {"coverage": scoring.share(inside), "set_size": float(sets.sum(1).double().mean())}
             if self.per == "example":
-                figures[name]["coverage"] = share(by_example(inside.double(), counts, "amin"))
+                figures[name]["coverage"] = scoring.share(scoring.by_example(inside.double(), counts, "amin"))
             sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
 
@@ -326,9 +316,9 @@ class FederatedConformal(CalibrationCallback):
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
         if not isinstance(probs, Tensor) or probs.ndim < 3:
-            return all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+            return scoring.all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
         last = probs.movedim(1, -1)
-        scores = all_class_scores(last.flatten(0, -2), self.kind, generator)
+        scores = scoring.all_class_scores(last.flatten(0, -2), self.kind, generator)
         return (scores <= self.threshold_of(client)).view(last.shape).movedim(-1, 1)
 
     def intervals(self, mean: Tensor, std: Tensor, client: str | None = None) -> Tensor:
@@ -348,7 +338,7 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")
         check_numbers(mean=mean, std=std)
         check_same_shape(mean=mean, std=std)
-        check_moments(mean.flatten(), std.flatten())
+        scoring.check_moments(mean.flatten(), std.flatten())
         half = self.threshold_of(client) * std.detach().double()
         return torch.stack([mean.detach().double() - half, mean.detach().double() + half], -1)
 
@@ -370,7 +360,7 @@ class FederatedConformal(CalibrationCallback):
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
             if self.epsilon is not None and sketch is not scores:
                 sketch = sketch.noisy(self.epsilon, seed)
-            check_same_grid(self.sketch(torch.empty(0)), sketch)
+            scoring.check_same_grid(self.sketch(torch.empty(0)), sketch)
         except FedBayesError as error:
             raise FedBayesError(f"client {name}: {error}") from None
         if sketch.num_examples == 0:
@@ -381,7 +371,7 @@ class FederatedConformal(CalibrationCallback):
         """Warn of infinite thresholds, name → examples, in one line with the reason of the first."""
         if not infinite:
             return
-        examples, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - ROUNDING)
+        examples, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - scoring.ROUNDING)
         others = f" (and likewise {listed(list(infinite)[1:])})" if len(infinite) > 1 else ""
         if examples < least:
             why = f"{examples} held-out examples, and a level of {self.level} needs {least}"
@@ -494,15 +484,3 @@ class FederatedConformal(CalibrationCallback):
         check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
         self.releases = max(self.releases, releases)
-
-
-def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
-    """Return the largest ("amax") or smallest ("amin") of the ``values``, (N,), of each example that has some."""
-    index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
-    found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
-    return found[counts.to(values.device) > 0]
-
-
-def share(inside: Tensor) -> float:
-    """Return the share of True."""
-    return float(inside.double().mean())

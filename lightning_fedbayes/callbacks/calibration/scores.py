@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
@@ -373,3 +373,56 @@ def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tenso
     no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
+
+
+def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits, (batch, classes) or draws of them, as (samples, batch, classes) in float64, and targets in int64.
+
+    Raises FedBayesError for other logits, or targets that are not (batch,) classes of them.
+    """
+    check_tensor("logits", logits, error=FedBayesError)
+    check_tensor("targets", targets, error=FedBayesError)
+    draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"
+    if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
+        why = Categorical().unfit(draws[0], targets)
+    if why:
+        raise FedBayesError(
+            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
+            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
+        )
+    if len(targets) == 0:
+        raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+    finite = logits.isfinite()
+    if not bool(finite.all()):
+        raise FedBayesError(
+            f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
+            "classes out, or look for the cause in the network"
+        )
+    return draws.detach().double(), targets.to(logits.device, torch.int64)
+
+
+def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a client's predictions and targets; an error names the client, if it has a ``name``."""
+    who = f"client {name}: " if name else ""
+    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
+        raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")
+    try:
+        if len(pair) == 2:
+            return check_logits(*pair)
+        if not len(interval_scores(*pair)):
+            raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+        return tuple(each.detach().double() for each in pair)
+    except FedBayesError as error:
+        raise FedBayesError(f"{who}{error}") from None
+
+
+def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
+    """Return the largest ("amax") or smallest ("amin") of the ``values``, (N,), of each example that has some."""
+    index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
+    found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
+    return found[counts.to(values.device) > 0]
+
+
+def share(inside: Tensor) -> float:
+    """Return the share of True."""
+    return float(inside.double().mean())

@@ -16,13 +16,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of, scalable
-from lightning_fedbayes.callbacks.calibration.scores import check_influence, interval_scores, largest_sums, middle
+from lightning_fedbayes.callbacks.calibration import scores
+from lightning_fedbayes.callbacks.calibration.callback import (
+    CalibrationCallback,
+    Datasets,
+    Found,
+    check_apart,
+    predictions_of,
+    scalable,
+    state_of,
+)
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.metrics.likelihoods import Categorical, RegressionPrediction, said_by
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, said_by
 
 LIMIT = math.log(1e3)
 """Largest |log T|: temperatures lie between 1/1000 and 1000."""
@@ -92,7 +99,7 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
     >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).gradient
     0.2384
     """
-    logits, targets = check_logits(logits, targets)
+    logits, targets = scores.check_logits(logits, targets)
     check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
     return _message(logits, targets, temperature)
 
@@ -115,41 +122,15 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
 
 
 def message_of(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
-    r"""Return the message of a :func:`checked_pair`.
+    r"""Return the message of a :func:`.checked_pair`.
 
     For means and standard deviations T scales the latter: :math:`L = \log T + (y - \mu)^2 / 2 \sigma^2 T^2` up to a
     constant, :math:`L' = 1 - z^2 / T^2` and :math:`L'' = 2 z^2 / T^2` with :math:`z = (y - \mu) / \sigma`.
     """
     if len(pair) == 2:
         return _message(*pair, temperature)
-    squares = interval_scores(*pair).square().sum() / temperature**2
+    squares = scores.interval_scores(*pair).square().sum() / temperature**2
     return TemperatureMessage(float(len(pair[0]) - squares), float(2 * squares), len(pair[0]))
-
-
-def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits, (batch, classes) or draws of them, as (samples, batch, classes) in float64, and targets in int64.
-
-    Raises FedBayesError for other logits, or targets that are not (batch,) classes of them.
-    """
-    check_tensor("logits", logits, error=FedBayesError)
-    check_tensor("targets", targets, error=FedBayesError)
-    draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"
-    if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
-        why = Categorical().unfit(draws[0], targets)
-    if why:
-        raise FedBayesError(
-            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
-            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
-        )
-    if len(targets) == 0:
-        raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
-    finite = logits.isfinite()
-    if not bool(finite.all()):
-        raise FedBayesError(
-            f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
-            "classes out, or look for the cause in the network"
-        )
-    return draws.detach().double(), targets.to(logits.device, torch.int64)
 
 
 def bounded_sum(
@@ -171,8 +152,8 @@ def bounded_sum(
     if max_influence is None:
         return reduce(add, messages), ()
     sums = torch.tensor([(each.gradient, each.curvature) for each in messages], dtype=torch.float64)
-    gradient = largest_sums(sums[:, 0], sums[:, 1], max_influence)
-    curvature = len(messages) * middle(sums[:, 1].abs())
+    gradient = scores.largest_sums(sums[:, 0], sums[:, 1], max_influence)
+    curvature = len(messages) * scores.middle(sums[:, 1].abs())
     sizes, bounds = sums.abs(), torch.stack([gradient, curvature])
     factors = torch.where(sizes > bounds, bounds / sizes, 1.0).amin(1)
     outlying = tuple(map(int, (factors < 1).nonzero()[:, 0]))
@@ -345,7 +326,7 @@ class FederatedTemperature(CalibrationCallback):
     def __init__(self, temperature: float | None = None, *, max_influence: float | None = 2.0) -> None:
         if temperature is not None:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
-        check_influence(max_influence)
+        scores.check_influence(max_influence)
         self.max_influence = max_influence
         self.temperature = temperature
         self.exchanges = 0
@@ -366,7 +347,7 @@ class FederatedTemperature(CalibrationCallback):
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
-        checked = {name: checked_pair(name, pair) for name, pair in clients.items()}
+        checked = {name: scores.checked_pair(name, pair) for name, pair in clients.items()}
         search = TemperatureSearch(max_influence=self.max_influence)
         while not search.done:
             search = search.after([message_of(pair, search.temperature) for pair in checked.values()])
@@ -445,7 +426,7 @@ class FederatedTemperature(CalibrationCallback):
         """Return the figures of each client's scaled predictions."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, pair in found.items():
-            first, *std, targets = checked_pair(name, pair)
+            first, *std, targets = scores.checked_pair(name, pair)
             if std:
                 variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
                 figures[name] = figures_of(
@@ -512,18 +493,3 @@ class FederatedTemperature(CalibrationCallback):
             check_number("temperature", state["temperature"], "(0, inf)")
         check_at_least("exchanges", state["exchanges"], 0)
         self.temperature, self.exchanges = state["temperature"], state["exchanges"]
-
-
-def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a client's predictions and targets; an error names the client, if it has a ``name``."""
-    who = f"client {name}: " if name else ""
-    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
-        raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")
-    try:
-        if len(pair) == 2:
-            return check_logits(*pair)
-        if not len(interval_scores(*pair)):
-            raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
-        return tuple(each.detach().double() for each in pair)
-    except FedBayesError as error:
-        raise FedBayesError(f"{who}{error}") from None

@@ -1,20 +1,23 @@
-"""A client of a Flower federation, from a Lightning module and a data module."""
+"""The two apps of a Flower federation, from a Lightning module and a data module or a strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flwr.app
 import lightning as L
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 
-from lightning_fedbayes.core.errors import ClientMismatch, FederationError
+from lightning_fedbayes.core.errors import ClientMismatch, FederationError, check_at_least, check_kind, check_number
 from lightning_fedbayes.core.messages import Message
-from lightning_fedbayes.flower.wire import records_of, tensors_in
+from lightning_fedbayes.flower.strategy import FusionStrategy
+from lightning_fedbayes.flower.wire import record_of, records_of, tensors_in
+from lightning_fedbayes.transport.calibration import Calibration, check_calibration
 from lightning_fedbayes.transport.client import STAGES, Asked, Question, RemoteClient
-from lightning_fedbayes.transport.messages import COUNTED
+from lightning_fedbayes.transport.messages import COUNTED, initial_model
 from lightning_fedbayes.transport.one_shot import TOLD
 
 NODE_CONFIG_KEY = "partition-id"
@@ -94,3 +97,60 @@ def question_in(message: flwr.app.Message, context: Context) -> Question:
     told = content.get(COUNTED, content.get(TOLD))
     told = tensors_in(told, "the server") if isinstance(told, ArrayRecord) else None
     return Question(client_number(context), dict(config), tensors_in(arrays, "the server"), told)
+
+
+def initial_arrays(module: L.LightningModule, **options: Any) -> ArrayRecord:
+    """Return the arrays that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
+
+    Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
+    Trainer: the server calls it once, to find the parameters with a posterior.
+
+    Args:
+        module: the network.
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of the clients; see
+            :class:`~lightning_fedbayes.FederatedBayes`.
+    """
+    return record_of(initial_model(module, **options))
+
+
+def server_app(
+    module: L.LightningModule,
+    strategy: FusionStrategy,
+    *,
+    rounds: int,
+    timeout: float = 3600,
+    calibration: Sequence[Calibration] = (),
+    **options: Any,
+) -> ServerApp:
+    """Return the ServerApp of a federation.
+
+    ::
+
+        app = server_app(module, FusionStrategy("conflation", checkpoint="/var/lib/federation.pt"), rounds=50)
+
+    With a checkpoint, a run that was killed goes on when it is submitted again, and
+    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards.
+
+    Args:
+        module: the network before training, the same as the clients'.
+        strategy: runs the rounds.
+        rounds: number of rounds, rounds in the checkpoint included.
+        timeout: seconds that a round waits for its clients.
+        calibration: see :meth:`FusionStrategy.start`.
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`~lightning_fedbayes.flower.client_app`.
+
+    Raises:
+        FederationError: an argument cannot be used.
+    """
+    check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
+    check_at_least("rounds", rounds, 1)
+    check_number("timeout", timeout, "(0, inf)")
+    check_calibration(calibration)
+    arrays = initial_arrays(module, **options)
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout, calibration=calibration)
+
+    return app
