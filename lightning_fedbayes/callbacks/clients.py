@@ -173,10 +173,7 @@ class ClientReport(Reader):
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
-    """Return the Trainer's :class:`UncertaintyReport`; put it and a :class:`ClientReport` behind ``beside`` if new.
-
-    ``personal`` is the federation, if its clients keep their posteriors.
-    """
+    """Return the Trainer's :class:`UncertaintyReport`; put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
     second.is_given = second.is_given and second in callbacks

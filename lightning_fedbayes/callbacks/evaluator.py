@@ -320,10 +320,9 @@ class Evaluator:
                 return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
-        """Return the predictions of every client's examples, by its name, on the CPU.
+        """Return every client's predictions, by its name, on the CPU; raise FedBayesError if there are none.
 
-        A client is a part of a :class:`~lightning_fedbayes.ClientDatasets` or ``ConcatDataset``, a loader by its
-        number, or "all". Raises FedBayesError if there are no predictions or no data sets.
+        A client is a part of a ``ClientDatasets`` or ``ConcatDataset``, a loader by its number, or "all".
         """
         if self._found is None:
             self._open(trainer, module)

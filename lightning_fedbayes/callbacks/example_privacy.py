@@ -234,10 +234,7 @@ def check_all_sampled(module: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 
 def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: Sequence[Tensor | None]) -> None:
-    """Raise FederationError unless the gradient is the mean of the examples' and the prior's.
-
-    A penalty on the parameters in the loss, for instance, belongs to no example, and would be lost.
-    """
+    """Raise FederationError unless the gradient is the mean of the examples' and the prior's, without penalties."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter, prior in zip(parameters, of_prior):
         samples = parameter.grad_sample.flatten(1)

@@ -29,10 +29,7 @@ ANONYMOUS = "The anonymous setting has no effect and will be removed in a future
 
 
 def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
-    """Log a figure: an image in W&B and TensorBoard, a PNG file beside the figures of a CSVLogger.
-
-    Here and below ``round`` is the number of finished rounds (epochs).
-    """
+    """Log a figure after ``round`` rounds (epochs): an image in W&B and TensorBoard, a PNG file for a CSVLogger."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -105,8 +102,7 @@ def prepare_wandb() -> None:
     """Log offline without an account, and silence a warning that users can do nothing about.
 
     Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Do not call ``wandb.login`` here: it fixes
-    wandb's settings before the variable is set. The callback calls this when it is made, because the Trainer starts its
-    loggers before its hooks.
+    wandb's settings before the variable is set. The Trainer starts its loggers before its hooks, so call it earlier.
     """
     if not any(name in os.environ for name in DECIDED) and not has_account(server()):
         os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts

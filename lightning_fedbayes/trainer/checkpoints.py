@@ -20,10 +20,7 @@ from lightning_fedbayes.core.errors import FederationError
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """Return why a file of ``torch.save`` is not whole; None if it is.
-
-    The file is a zip archive with a checksum (CRC-32) of every tensor, which ``torch.load`` does not check.
-    """
+    """Return why a zip file of ``torch.save`` fails its checksums, which ``torch.load`` ignores; None if whole."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = archive.testzip() if torch.serialization.get_crc32_options() else None
@@ -119,8 +116,7 @@ def _counts(progress: Any) -> dict[str, Any]:
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
     """Make ``checkpoint`` say that exactly ``rounds_done`` rounds are complete.
 
-    Lightning writes checkpoints while an epoch is still open (during validation, or after a batch) and tries to finish
-    that epoch on resuming, from batch counts that may differ from the next round's.
+    Lightning writes checkpoints while an epoch is open, and would finish it on resuming, from other batch counts.
     """
     checkpoint["epoch"] = rounds_done
     loops = checkpoint["loops"]["fit_loop"]

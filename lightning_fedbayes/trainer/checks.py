@@ -147,10 +147,7 @@ def check_schedulers(trainer: L.Trainer) -> None:
 
 
 def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:
-    """Raise FederationError if ``checkpoint`` is of a run without the callback of this ``state_key``.
-
-    Lightning would count the open epoch of such a run as a round, and train one too few.
-    """
+    """Raise FederationError if ``checkpoint`` is of a run without this callback, whose epochs are no rounds."""
     if checkpoint["global_step"] > 0 and not checkpoint.get("callbacks", {}).get(state_key):
         raise FederationError(
             f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start a "
@@ -160,11 +157,7 @@ def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None
 
 
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise FederationError if a checkpoint's clients hold other data than those at hand, or other local parameters.
-
-    Other settings may change from one round to the next; one line names them. A ``trainer`` may reload data of other
-    sizes during a fit.
-    """
+    """Raise FederationError if a checkpoint has other clients' data or local parameters; print other changes."""
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")

@@ -16,10 +16,7 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 class FederatedSource:
-    """Source of training loaders that turns the user's loader into the federation's when the Trainer asks for it.
-
-    All ``setup`` hooks have run by then, of the module or datamodule as well.
-    """
+    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``."""
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
         self.source = source
@@ -84,7 +81,7 @@ def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
 def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
     """Validate a batch before training as Lightning's sanity check does, for ``callbacks`` only, and leave no trace.
 
-    Module and random generators are restored. Raises FedBayesError of a callback; other errors come up again later.
+    Raises FedBayesError of a callback; other errors come up again later.
     """
     made: Any = trainer
     before, stage = ModuleState(module, module.named_buffers()), made.state.stage

@@ -112,10 +112,9 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
 
 
 def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
-    """Yield :func:`step_obstacles`, and callbacks with hooks of a batch, which would see the batches of all clients.
+    """Yield :func:`step_obstacles`, and callbacks with hooks of a batch that cannot use a list of stacked batches.
 
-    A callback with a true attribute ``sees_stacks`` leaves weights and options alone and can use a list of stacked
-    batches.
+    A callback with a true attribute ``sees_stacks`` can, and leaves weights and options alone.
     """
     yield from step_obstacles(trainer)
     for callback, hook in batch_watchers(trainer):
@@ -169,7 +168,7 @@ def fast_step(trainer: L.Trainer) -> Step:
 def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:
     """Return a function that trains on one batch by ``step``, in place of the epoch loop's ``advance``.
 
-    ``prepare`` turns what the data fetcher gives into the batch; by default it moves it to the device.
+    ``prepare`` turns the data fetcher's batch into the module's; by default it moves it to the device.
     """
     made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop

@@ -30,10 +30,7 @@ Checkpoint = dict[str, Any]
 
 
 class FitLoop:
-    """The fit loop of a Trainer: its data, length, steps, counters and checkpoints.
-
-    Every method that changes the loop is undone by :meth:`restore`.
-    """
+    """Data, length, steps, counters and checkpoints of a Trainer's fit loop; :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.trainer = trainer
@@ -66,10 +63,7 @@ class FitLoop:
         self.trainer.limit_train_batches = 1.0  # Lightning's limit is per epoch, the federation's per client
 
     def _with_own_steps(self, plain: type[L.Trainer]) -> type[L.Trainer]:
-        """Return ``plain`` with the ``estimated_stepping_batches`` of the client that trains.
-
-        Between rounds they are of the client with most batches, if it takes part in every round.
-        """
+        """Return ``plain`` with ``estimated_stepping_batches`` of the present client, or of the largest one."""
         loop = self
 
         class Federated(plain):
@@ -220,11 +214,7 @@ class FitLoop:
             self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def stop_together(self, in_round: Callable[[], bool]) -> None:
-        """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
-
-        A process that stopped earlier would leave the others waiting. ``in_round`` returns True while clients train in
-        this process.
-        """
+        """Hold ``trainer.should_stop`` back until no process is ``in_round``; then all stop, or none."""
         inner, asked = self._epoch.on_advance_end, False
 
         def on_advance_end(fetcher: Any) -> None:
@@ -282,7 +272,7 @@ class FitLoop:
     def pending_plateau(self) -> dict[str, Any]:
         """Return the figures that epoch-wise ``ReduceLROnPlateau`` schedulers still wait for, monitor → value.
 
-        Lightning steps them after it has written the round's checkpoint, and on resuming leaves that step out.
+        Lightning steps them after it has written the round's checkpoint, and leaves that step out on resuming.
         """
         known = self.trainer.callback_metrics
         monitors = [str(each.monitor) for each in self.trainer.lr_scheduler_configs if each.reduce_on_plateau]

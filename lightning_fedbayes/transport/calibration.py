@@ -59,10 +59,9 @@ def try_calibration(callbacks: Sequence[Calibration], ask: Ask) -> None:
 
 
 def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
-    """Find T by exchanges with the clients; raise FederationError if no client answers.
+    """Find T by exchanges with the clients; where one fails begin again without it, and count exchanges on.
 
-    Where one fails the search begins again at the last T without it; exchanges count on, so that failures do not make
-    it longer.
+    Raises FederationError if no client answers.
     """
     search, clients = calibration.TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
@@ -114,10 +113,7 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
 
 
 def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
-    """Return a client's part of a ClientDatasets in ``loaders``, otherwise all data, and the batch size.
-
-    Raises FedBayesError if there are no data, or no part for the client.
-    """
+    """Return a client's part of a ClientDatasets, or all data, and the batch size; raise FedBayesError without data."""
     datasets, batch_size = data_of(loaders)
     if isinstance(datasets, ClientDatasets):
         if client >= len(datasets.datasets):
@@ -131,14 +127,10 @@ def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
 def answer(
     module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int
 ) -> calibration.TemperatureMessage | ScoreSketch:
-    """Return a client's answer to a request: sums, or the counts of a sketch with its noise.
+    """Return a client's answer to a request: sums, or the counts of a sketch with fresh and secret noise.
 
-    Args:
-        module, data, request: with the global posterior; see :func:`own_data` and :data:`REQUEST`.
-        client, seed: its number, and the federation's seed. The seed of the noise is fresh and secret.
-
-    Raises:
-        FedBayesError: the data or the module do not suit the request.
+    ``module`` holds the global posterior, and ``seed`` is the federation's. Raises FedBayesError if data or module do
+    not suit the request.
     """
     (dataset, batch_size), name = data, str(client)
     kind, temperature = request["kind"], request["temperature"]

@@ -193,16 +193,7 @@ class RemoteClient:
         return errors.check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
-        """Return the client's answer to a question.
-
-        Args:
-            asked: what the client is asked to do.
-            question: of the server.
-            where: argument of a function that makes the data module.
-
-        Raises:
-            Exception: it cannot answer; see :meth:`attempt`.
-        """
+        """Return the answer to a question, or raise; ``where`` is for a function that makes the data module."""
         answers = {
             "train": self._train,
             "evaluate": self._evaluate,
@@ -252,10 +243,7 @@ class RemoteClient:
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
     def _evaluate(self, question: Question, data: Data) -> Message:
-        """Score the server's posterior on the client's validation data, and the personal one if it keeps one.
-
-        A posterior that is another client's ("across") is scored without the personal one.
-        """
+        """Score the server's posterior and the kept personal one; of another client ("across") only the former."""
         self.door.check("scores")
         number, config = question.client, question.config
         keeps = self.training.settings.is_personal(self.module) and not config.get("across")

@@ -45,10 +45,6 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
     ``linearised/`` if the posterior is.
-
-    Args:
-        posterior: means and variances, any floating dtype; bfloat16 is exact in float32.
-        buffers: name → tensor.
     """
     stored = posterior.state_dict()
     parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": dict(buffers)}
@@ -58,15 +54,10 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
 
 
 def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in.
+    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in; ``who`` sent them.
 
-    Args:
-        tensors: of a message; all are checked.
-        who: their sender, for error messages.
-
-    Raises:
-        FusionError: an array has another kind, a mean or variance is neither float32 nor float64, a variance is
-            negative or has no mean.
+    Raises FusionError for an array of another kind, a mean or variance that is neither float32 nor float64, and a
+    variance that is negative or has no mean.
     """
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for key, value in tensors.items():
@@ -140,12 +131,9 @@ def read_message(
     """Return the message in a client's reply; every part is checked.
 
     Args:
-        header: see :func:`header_of`.
+        header, numbers: see :func:`header_of` and :func:`numbers_of`; other than finite numbers are left out.
         tensors: returns its tensors; called once its header is in order.
-        numbers: see :func:`numbers_of`; other than finite numbers are left out.
-        client: the client that was asked; None: the header says who it is.
-        kind: what it was asked for.
-        server_round: the round that it was asked about.
+        client, kind, server_round: what the server asked for; client None: the header says who it is.
         who: its sender, for error messages.
 
     Raises:
@@ -197,14 +185,9 @@ def failure_in(config: Mapping[str, Any]) -> str:
 
 
 def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
-    """Return the update in a client's message.
+    """Return the update in a client's message, with variances of exactly the ``probabilistic`` parameters.
 
-    Args:
-        message: of the client.
-        probabilistic: names of exactly the parameters that must come with a variance.
-
-    Raises:
-        FusionError: it cannot be used. Values and shapes are checked by :class:`~lightning_fedbayes.Server`.
+    Raises FusionError if it cannot be used. :class:`~lightning_fedbayes.Server` checks values and shapes.
     """
     who = f"client {message.client}"
     if not message.tensors:
@@ -229,8 +212,7 @@ def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> Client
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
     """Return the table of the clients that have sent a model and scored all; None for fewer than two.
 
-    Args:
-        found: number of the model's client → number of the client that has scored it → its message.
+    ``found`` is number of the model's client → number of the client that has scored it → its message.
     """
     both = [client for client in sorted(found) if all(client in row for row in found.values())]
     if len(both) < 2:

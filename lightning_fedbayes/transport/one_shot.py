@@ -76,10 +76,7 @@ def training_data(
 def answer_once(
     method: OneShot | str, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
 ) -> KroneckerSite | LinearStatistics | HeadSlopes | ScaleSums:
-    """Return the answer of a client by ``method``, from its trained ``module`` or the examples of its ``loader``.
-
-    ``told`` is the state of the head at the server, :meth:`HeadFit.told`; empty at first.
-    """
+    """Return a client's answer by ``method``; ``told`` is :meth:`HeadFit.told` of the server, empty at first."""
     if isinstance(method, str):
         return ScaleSums.of(loader.dataset, loader.collate_fn, module)
     if isinstance(method, KroneckerLaplace):

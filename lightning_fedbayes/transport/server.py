@@ -187,10 +187,9 @@ class Rounds:
     def finish(
         self, server_round: int, asked: Collection[int], answers: Answers, lost: Collection[int] = ()
     ) -> RoundResult:
-        """Fuse the usable answers of round ``server_round``, from 1, and write the checkpoint.
+        """Fuse the usable answers of the cohort ``asked`` in round ``server_round``, from 1, and write the checkpoint.
 
-        ``asked`` is the cohort, and ``lost`` are the clients that have lost their state. Raises FederationError if too
-        many rounds in a row failed.
+        ``lost`` are the clients that have lost their state. Raises FederationError if too many rounds in a row failed.
         """
         server = self.server
         assert server is not None
@@ -239,10 +238,7 @@ class Rounds:
             ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
-        r"""Keep the clients' scores; return means of all figures over the clients with a finite number.
-
-        Clients weigh by their validation examples, :math:`\sum n_k m_k / \sum n_k`.
-        """
+        r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""
         refused = {str(client): each for client, each in answers.items() if isinstance(each, FedBayesError)}
         for line in told_failures(refused):
             rank_zero_info(f"Round {server_round}, evaluation: {line}")

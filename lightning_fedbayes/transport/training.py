@@ -60,14 +60,8 @@ class Task:
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
     """Return clients up to number ``client``, all with the data of that one: only it will train.
 
-    Args:
-        dataset: the training data: with a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, of all
-            clients; otherwise the client's.
-        partition: deals out common data, by ``seed``.
-        client: the client's number.
-
-    Raises:
-        FederationError: there are fewer clients.
+    With a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, ``dataset`` is of all clients, otherwise
+    of this one. Raises FederationError if there are fewer clients.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
@@ -130,10 +124,9 @@ class ClientTraining(L.Callback):
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train the ``module``, as it was built or as an earlier task left it, as ``task`` says.
+        """Train ``module``, as it was built or as an earlier task left it; raise whatever the client's code raises.
 
-        Returns: the update, whose tensors the next task overwrites, and the client's state for its next round. Raises
-        whatever the client's code raises.
+        Returns: the update, whose tensors the next task overwrites, and the client's state for its next round.
         """
         self._reset(module)
         self._task, self._result = task, None
@@ -154,9 +147,8 @@ class ClientTraining(L.Callback):
     ) -> tuple[dict[str, float], int]:
         """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
 
-        Returns: the finite figures that ``validation_step`` logs, and the number of examples. Names of figures with the
-        posterior, parameters and buffers that the client has kept, if any, begin with "personal/". Raises
-        FederationError if there are no validation data.
+        Returns: the finite figures that ``validation_step`` logs, "personal/..." for the posterior, parameters and
+        buffers that the client keeps, and the number of examples. Raises FederationError without validation data.
         """
         model = self.load_global(module, task)
         kept = task.kept.get(task.client + (self.method.problems - 1) * STRIDE, {})

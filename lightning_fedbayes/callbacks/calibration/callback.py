@@ -79,10 +79,7 @@ def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
 def rows_of_clients(
     predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0, *, numbers: bool = False
 ) -> Iterator[tuple[str, Predicted]]:
-    """Yield each client's name and rows; see :func:`predictions_of`.
-
-    With ``numbers`` mean and variance come from ``predict_step``, if there is one, perhaps exact; otherwise from draws.
-    """
+    """Yield each client's name and rows (:func:`predictions_of`); with ``numbers`` by ``predict_step`` if possible."""
     errors.check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_by_example(predictive, UNSCALED)
     errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
@@ -185,11 +182,8 @@ class CalibrationCallback(Reader):
     ) -> ClientScores:
         """Return the scores of the calibrated predictions on each client's data, other than those of the fit.
 
-        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
-        of the sets (width of the intervals, in the units of the targets).
-
-        Args:
-            predictive, datasets, batch_size, seed: see :meth:`fit_from`.
+        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size of
+        the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
 
         Raises:
             FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.

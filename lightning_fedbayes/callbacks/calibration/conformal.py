@@ -256,10 +256,7 @@ class FederatedConformal(CalibrationCallback):
         seed: int = 0,
         first: int = 0,
     ) -> dict[str, Tensor]:
-        """Return the scores of each client's examples, by its name.
-
-        For the arguments and errors see :meth:`fit_from` and, for ``first``, :func:`predictions_of`.
-        """
+        """Return the scores of each client's examples, by its name; see :meth:`fit_from` and :func:`predictions_of`."""
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 

@@ -193,8 +193,7 @@ class ScoreSketch:
 
         Args:
             scores: shape (examples,); in [0, 1] for "unit", at least 0 for "half_line".
-            bins: number of cells.
-            grid: "unit" or "half_line".
+            bins, grid: of the sketch.
 
         Raises:
             FedBayesError: scores outside the grid or not finite, or an argument out of range.
@@ -294,10 +293,7 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
-    """Return the upper edge of the first cell at which ``covered``, shape (bins,), reaches ``level``; infinity if none.
-
-    The last edge of a "half_line" is infinite.
-    """
+    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``; infinity beyond the grid."""
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
