@@ -268,9 +268,8 @@ class Evaluator:
         try:
             return evaluation.rows_by_outputs(module, batch)
         except NotImplementedError:
-            raise FedBayesError(
-                f"{type(module).__name__} has no forward that gives logits: {evaluation.REMEDY}"
-            ) from None
+            name = type(module).__name__
+            raise FedBayesError(f"{name} has no forward that gives logits: {evaluation.REMEDY}") from None
 
     def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
         """Return predictions by draws: as many as a report asks for, and :data:`DRAWS` logits for a calibration."""
@@ -347,11 +346,9 @@ class Evaluator:
         if [likelihoods.examples_in(each) for each in parts] == list(sizes.values()):
             return dict(zip(named, parts))
         if not self._asks:
-            raise FedBayesError(
-                "cannot map the examples of a batch to clients: give a loader that does not shuffle"
-                if self._has_given
-                else f"{type(module).__name__} returns no predictions from its steps: {evaluation.REMEDY}"
-            )
+            shuffled = "cannot map the examples of a batch to clients: give a loader that does not shuffle"
+            none = f"{type(module).__name__} returns no predictions from its steps: {evaluation.REMEDY}"
+            raise FedBayesError(shuffled if self._has_given else none)
         are_new, predictions = not self._has_given, dict[str, Predicted]()
         if are_new or self._posterior is not None:  # else the module's steps predict likewise
             self._again |= {"client", "logits", "own", *(["batches"] if are_new else [])}

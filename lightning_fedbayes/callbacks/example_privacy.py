@@ -92,18 +92,15 @@ class ExamplePrivacy(L.Callback):
             return
         if federated_callback(trainer).settings.engine == "vectorized":
             raise FederationError(
-                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute for a "
-                "stack of clients; use engine='sequential' or 'auto'"
+                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute; use "
+                "engine='sequential' or 'auto'"
             )
         if trainer.world_size > 1:
-            raise FederationError(
-                f"ExamplePrivacy counts the steps of clients that one process trains, and there are "
-                f"{trainer.world_size}; use devices=1"
-            )
+            why = f"it counts the steps of clients that one process trains, and there are {trainer.world_size}"
+            raise FederationError(f"ExamplePrivacy: {why}; use devices=1")
         if trainer.precision not in FULL_PRECISION:
-            raise FederationError(
-                f"precision={trainer.precision!r}: a gradient is clipped and noised in full precision; use '32-true'"
-            )
+            why = "a gradient is clipped and noised in full precision"
+            raise FederationError(f"precision={trainer.precision!r}: {why}; use '32-true'")
         why = "To clip the gradient of each hides none: take FederatedBayes(privacy=UpdatePrivacy(...))"
         check_by_example(pl_module, why, FederationError)
         check_network(pl_module)
@@ -111,10 +108,8 @@ class ExamplePrivacy(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the optimizer."""
         if len(trainer.optimizers) != 1:
-            raise FederationError(
-                f"ExamplePrivacy: {type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and an example "
-                "is clipped over all parameters at once; use one"
-            )
+            found = f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers"
+            raise FederationError(f"ExamplePrivacy: {found}, and clips an example over all parameters at once; use one")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the first round, put hooks on the layers."""
@@ -227,10 +222,9 @@ def check_all_sampled(module: nn.Module, parameters: Sequence[Tensor]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     missing = [names[id(each)] for each in parameters if getattr(each, "grad_sample", None) is None]
     if missing:
-        raise FederationError(
-            f"ExamplePrivacy: the loss of this batch does not depend on {listed(missing)} through the layers that "
-            "hold them; call the layers themselves, and freeze what is not used (requires_grad_(False))"
-        )
+        remedy = "call the layers themselves, and freeze what is not used (requires_grad_(False))"
+        why = f"the loss of this batch does not depend on {listed(missing)} through the layers that hold them"
+        raise FederationError(f"ExamplePrivacy: {why}; {remedy}")
 
 
 def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: Sequence[Tensor | None]) -> None:
@@ -243,6 +237,5 @@ def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: S
         if rest.norm() > ROUNDING * (samples.norm(dim=1).max() + prior.norm()):
             raise FederationError(
                 f"ExamplePrivacy: a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a "
-                "penalty on the parameters; no example has a part in it, and it would be lost. Use the optimizer's "
-                "weight_decay, or a BayesianModule, whose KL is known"
+                "penalty on the parameters, and would be lost. Use weight_decay, or a BayesianModule, whose KL is known"
             )

@@ -194,10 +194,8 @@ class FederatedBayes(L.Callback):
         """
         federation = self.federation
         if federation.engine.model.has_changed():
-            raise FederationError(
-                "the module holds another model than the global one of the federation, such as one of a checkpoint: "
-                "personal posteriors are those of the last round"
-            )
+            why = "personal posteriors are those of the last round"
+            raise FederationError(f"the module holds another model than the federation's global one: {why}")
         with federation.holding(client) as own:
             yield own
 
@@ -426,10 +424,8 @@ class FederatedBayes(L.Callback):
         if self._federation is not None and self._federation.stage == "training":
             self._report.tell_failures(self._federation.round)
             self._federation.abandon()
-            rank_zero_info(
-                f"Round {self._federation.round + 1} was cut short; the module holds the global posterior that it "
-                "started from."
-            )
+            cut = f"Round {self._federation.round + 1} was cut short"
+            rank_zero_info(f"{cut}; the module holds the global posterior that it started from.")
 
     def _give_back(self) -> None:
         if self._loop is not None:

@@ -248,10 +248,8 @@ class FederationReport:
             )
         self._unheld = []
         if result.refusal is not None:
-            rank_zero_info(
-                f"Round {result.round + 1}: the old posterior stays, because the clients cannot be fused: "
-                f"{result.refusal}"
-            )
+            kept = "the old posterior stays, because the clients cannot be fused"
+            rank_zero_info(f"Round {result.round + 1}: {kept}: {result.refusal}")
         for client, weight in result.weights.items():
             self.records.weight[client] = weight
         new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying

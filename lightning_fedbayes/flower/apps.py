@@ -75,10 +75,8 @@ def client_number(context: Context) -> int:
     """Return the client's number of a node; raise FederationError if the node's configuration lacks it."""
     number = context.node_config.get(NODE_CONFIG_KEY)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise FederationError(
-            f"this node's {NODE_CONFIG_KEY} is {number!r}: start every SuperNode with a number of its own, from 0, as "
-            f'in --node-config "{NODE_CONFIG_KEY}=0"'
-        )
+        remedy = f'start every SuperNode with another number from 0, as by --node-config "{NODE_CONFIG_KEY}=0"'
+        raise FederationError(f"this node's {NODE_CONFIG_KEY} is {number!r}: {remedy}")
     return number
 
 

@@ -281,6 +281,5 @@ def check_schedule(schedule: Asynchronous, min_clients: int) -> None:
     if schedule.delays != Delays():
         raise FederationError("delays= are those of a simulation: over a network the real ones count; leave them out")
     if schedule.buffer is not None and schedule.buffer < min_clients:
-        raise FederationError(
-            f"buffer={schedule.buffer} with min_clients={min_clients}: every fusion would have too few messages"
-        )
+        why = f"buffer={schedule.buffer} with min_clients={min_clients}"
+        raise FederationError(f"{why}: every fusion would have too few messages")

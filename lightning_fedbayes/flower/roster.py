@@ -39,10 +39,9 @@ class Roster:
         start = time.monotonic()
         while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
-                raise FederationError(
-                    f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "
-                    "SuperNodes, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
-                )
+                remedy = "start the other SuperNodes, or lower wait_for= or Safeguards(min_clients=)"
+                have = f"{len(self.nodes)} of {clients} clients"
+                raise FederationError(f"{have} are connected after {timeout:g} s; {remedy}")
             time.sleep(POLL_SECONDS)
         return self.nodes
 
@@ -101,8 +100,6 @@ class Roster:
             self._silent.add(node)
             return
         if number in self._claims.values():
-            rank_zero_info(
-                f"Node {node} is left out: it says that it is client {number}, and so does another node that came "
-                "before; give every SuperNode a partition-id of its own"
-            )
+            remedy = "give every SuperNode a partition-id of its own"
+            rank_zero_info(f"Node {node} is left out: another node is client {number}, too; {remedy}")
         self._claims[node] = number

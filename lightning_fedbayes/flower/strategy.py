@@ -73,9 +73,8 @@ class Monitor:
         if self.name is None or not figures:
             return {**best}
         if self.name not in figures:
-            raise FederationError(
-                f"monitor='{self.name}': clients log no such figure; {errors.nearest(self.name, figures)}"
-            )
+            known = errors.nearest(self.name, figures)
+            raise FederationError(f"monitor='{self.name}': clients log no such figure; {known}")
         score, scored = float(figures[self.name]), {"scored": server.rounds}
         if best and (score >= best["score"] if self.mode == "min" else score <= best["score"]):
             return {**best, **scored}

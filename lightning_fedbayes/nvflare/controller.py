@@ -112,7 +112,7 @@ class FusionController(ModelController):
         if type(self) is FusionController:
             raise FederationError(
                 "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
-                "takes no arguments and calls super().__init__(network(), ...), and give an object of that"
+                "takes no arguments and calls super().__init__(network(), ...)"
             )
         job.set_app_packages([*job.job.app_packages, "lightning_fedbayes"])  # installed at every site
         super().add_to_fed_job(job, ctx, **kwargs)
@@ -180,10 +180,9 @@ class FusionController(ModelController):
         start = time.monotonic()
         while len(sites := self._sites()) < clients and not self.is_aborted():
             if time.monotonic() - start > self._seconds:
-                raise FederationError(
-                    f"{len(sites)} of {clients} clients are connected after {self._seconds:g} s; start the other "
-                    "sites, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
-                )
+                remedy = "start the other sites, or lower wait_for= or Safeguards(min_clients=)"
+                have = f"{len(sites)} of {clients} clients"
+                raise FederationError(f"{have} are connected after {self._seconds:g} s; {remedy}")
             time.sleep(POLL_SECONDS)
         return sites
 
@@ -216,10 +215,8 @@ class FusionController(ModelController):
         for client, site in sites.items():
             try:
                 if site not in replies:
-                    raise FusionError(
-                        f"client {client}: {site} has sent nothing that FLARE takes within {self._seconds:g} s; its "
-                        "log says why, if its script has come to an end"
-                    )
+                    silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
+                    raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
                 answers[client] = message_in(replies[site], client, kind, server_round)
             except FusionError as refusal:
                 answers[client] = refusal

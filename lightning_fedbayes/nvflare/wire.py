@@ -75,7 +75,5 @@ def tensors_in(params: Any, who: str) -> dict[str, Tensor]:
 def check_absolute(name: str, path: str | Path | None) -> None:
     """Raise FederationError unless a path leads to the same place wherever FLARE runs a process."""
     if path is not None and not check_path(name, path).is_absolute():
-        raise FederationError(
-            f"{name}={shown(str(path))}: give an absolute path; FLARE runs its processes in folders of its own, and "
-            "its simulator empties them before each job"
-        )
+        why = "FLARE runs its processes in other folders, and its simulator empties them"
+        raise FederationError(f"{name}={shown(str(path))}: give an absolute path; {why}")

@@ -62,10 +62,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             if "optimizer_states" in checkpoint:  # not of weights alone
                 rank_zero_warn(f"{file} is damaged ({reason}): going on from {other.name}, the newest whole checkpoint")
                 return checkpoint
-        raise FederationError(
-            f"the checkpoint {file} is damaged ({reason}), perhaps because the disk was full or the run was killed "
-            "while it was copied: give ckpt_path= another checkpoint, or delete the file and begin anew"
-        )
+        remedy = "give ckpt_path= another checkpoint, or delete the file and begin anew"
+        raise FederationError(f"the checkpoint {file} is damaged ({reason}): {remedy}")
 
 
 def use_whole_checkpoints(trainer: L.Trainer) -> None:

@@ -119,10 +119,8 @@ def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
     yield from step_obstacles(trainer)
     for callback, hook in batch_watchers(trainer):
         if not getattr(callback, "sees_stacks", False):
-            yield (
-                f"the callback {type(callback).__name__} has a hook {hook}, and would see stacked batches of all "
-                "clients; give it an attribute sees_stacks = True if it can use them"
-            )
+            why = "would see stacked batches of all clients; give it an attribute sees_stacks = True if it can use them"
+            yield f"the callback {type(callback).__name__} has a hook {hook}, and {why}"
 
 
 def batch_watchers(trainer: L.Trainer) -> Iterator[tuple[L.Callback, str]]:

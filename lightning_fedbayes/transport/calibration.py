@@ -164,10 +164,9 @@ def count_noise(folder: Path, client: int, epsilon: float) -> float:
     try:
         spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FederationError(
-            f"{path}, this client's account of noisy counts, is damaged ({error}), and it sends no more of them. "
-            "Restore the file, or write the ε spent so far into it"
-        ) from None
+        remedy = "restore the file, or write the ε spent so far into it"
+        why = f"{path}, this client's account of noisy counts, is damaged ({error})"
+        raise FederationError(f"{why}, and it sends no more of them; {remedy}") from None
     folder.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(json.dumps({"epsilon": spent + epsilon}))

@@ -225,9 +225,8 @@ def stored_state(path: Path) -> dict[str, Any]:
             if made.own:
                 GaussianPosterior.from_state_dict(made.own)
     except Exception as error:  # whatever another program has written
-        raise FederationError(
-            f"{path} is no state of a client ({type(error).__name__}: {error}); give each client a folder of its own"
-        ) from error
+        why = f"{path} is no state of a client ({type(error).__name__}: {error})"
+        raise FederationError(f"{why}; give each client a folder of its own") from error
     return stored
 
 

@@ -79,10 +79,8 @@ class Question:
     def __post_init__(self) -> None:
         missing = [key for key in CONFIG_KEYS if key not in self.config]
         if missing:
-            raise ClientMismatch(
-                f"the server's message lacks {', '.join(missing)}: this client works with a server that runs "
-                "lightning_fedbayes, of the same version"
-            )
+            need = "this client needs a server with the same version of lightning_fedbayes"
+            raise ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
 
     def task(self, kept: Mapping[int, Any]) -> Task:
         """Return the task that the server sets; ``kept`` is the client's state."""
@@ -172,10 +170,8 @@ class RemoteClient:
         protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
         self.door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
         if keeps and state_folder is None:
-            raise FederationError(
-                "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of "
-                "privacy stay at the client from round to round: pass state_folder=..., one folder per client"
-            )
+            why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
+            raise FederationError(f"{why}: pass state_folder=..., one folder per client")
         if privacy is not None:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
         self.state_folder = self.folder_of(state_folder) if keeps else None
@@ -221,10 +217,9 @@ class RemoteClient:
         method = self.training.method
         own = method.agreement()
         if config["method"] != own:
-            raise ClientMismatch(
-                f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
-                "give the client the fusion= that the server has"
-            )
+            theirs, ours = config["method"] or "an average", own or "an average"
+            found = f"the server's method is ({theirs}), this client's ({ours})"
+            raise ClientMismatch(f"{found}: give the client the fusion= that the server has")
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)

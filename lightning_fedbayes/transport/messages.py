@@ -195,10 +195,8 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     posterior, buffers = posterior_in(message.tensors, who)
     wrong = sorted(probabilistic_names(message.tensors) ^ probabilistic)
     if wrong:
-        raise FusionError(
-            f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{errors.listed(wrong)}"
-        )
+        rule = "it must send the variances of the probabilistic parameters and of no others"
+        raise FusionError(f"{who}: {rule}; wrong are {errors.listed(wrong)}")
     errors.check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
 

@@ -81,10 +81,8 @@ class Rounds:
         errors.check_flag("across", across)
         self.method = settings.method
         if across and (self.method.sends_means or self.method.name == "sums"):
-            raise FederationError(
-                f"across=True with fusion='{self.method.name}': its clients send no posterior of their own; give a "
-                "method whose clients do, or across=False"
-            )
+            why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
+            raise FederationError(f"{why}; give a method whose clients do, or across=False")
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
@@ -151,10 +149,8 @@ class Rounds:
         except FusionError as error:
             reasons.append(str(error))
         if reasons:
-            raise FederationError(
-                f"{self.checkpoint} is of another federation: {'; '.join(reasons)}. Resume with the same network and "
-                "seed, or give checkpoint= another path"
-            )
+            remedy = "resume with the same network and seed, or give checkpoint= another path"
+            raise FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
         """Begin a round, from 1; return its cohort, drawn by (seed, round) from the clients at hand, ascending."""

@@ -72,10 +72,8 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
     if partition is not None or isinstance(dataset, ClientDatasets):
         clients = clients_of(dataset, partition, seed)
         if client >= len(clients):
-            raise FederationError(
-                f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0: start "
-                "fewer clients, or deal out to more"
-            )
+            found = f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0"
+            raise FederationError(f"{found}: start fewer clients, or deal out to more")
         name, data = clients.names[client], clients.datasets[client]
     return Clients((name,) * (client + 1), (data,) * (client + 1))
 
@@ -85,10 +83,8 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
     check_schedulers(trainer)
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
-            raise FederationError(
-                f"{type(config.scheduler).__name__} follows a validation metric, and a client that starts in round "
-                f"{rounds + 1} does not know those before; use a schedule of the round, such as StepLR"
-            )
+            remedy = "use a schedule of the round, such as StepLR"
+            raise FederationError(f"{type(config.scheduler).__name__} needs validations of earlier rounds; {remedy}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
             for done in range(1, rounds + 1):
@@ -99,10 +95,8 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
 def check_same_frozen(model: ResidentModel, digest: str) -> None:
     """Raise ClientMismatch unless the frozen parameters have the server's ``digest``."""
     if model.digest() != digest:
-        raise ClientMismatch(
-            "the frozen parameters of this client's module are not the server's, and nobody sends them: build it with "
-            "the same weights at both ends, from one file or one seed"
-        )
+        remedy = "build it with the same weights at both ends, from one file or one seed"
+        raise ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
 
 
 class ClientTraining(L.Callback):

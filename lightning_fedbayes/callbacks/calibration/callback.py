@@ -59,20 +59,16 @@ def scalable(found: Predicted) -> tuple[Tensor, ...]:
 def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
     """Return a client's logits and targets; raise FedBayesError without logits, as of a regressor."""
     if "logits" not in found:
-        raise FedBayesError(
-            'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
-            "none: calibrate it by FederatedConformal(kind='interval')"
-        )
+        regressor = "A regressor has none: calibrate it by FederatedConformal(kind='interval')"
+        raise FedBayesError(f'no logits are known: return "logits" beside "probs" and "target". {regressor}')
     return found["logits"], found["target"]
 
 
 def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
     """Return a client's means, standard deviations and targets, flat; raise FedBayesError if they are missing."""
     if "mean" not in found:
-        raise FedBayesError(
-            "the module predicts no mean and variance: give a regressor, or "
-            "PosteriorPredictive(module, posterior, likelihood=fb.Gaussian(noise=...))"
-        )
+        remedy = "PosteriorPredictive(module, posterior, likelihood=fb.Gaussian(noise=...))"
+        raise FedBayesError(f"the module predicts no mean and variance: give a regressor, or {remedy}")
     return found["mean"].flatten(), found["variance"].sqrt().flatten(), found["target"].flatten()
 
 
@@ -182,8 +178,8 @@ class CalibrationCallback(Reader):
     ) -> ClientScores:
         """Return the scores of the calibrated predictions on each client's data, other than those of the fit.
 
-        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size of
-        the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
+        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
+        of the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
 
         Raises:
             FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
@@ -214,10 +210,8 @@ class CalibrationCallback(Reader):
             Door(privacy, self.epsilon, examples=examples).check(self.sends, self.epsilon)
         except NotSent:
             protects = "ExamplePrivacy" if privacy is None else "privacy=UpdatePrivacy(...)"
-            raise FedBayesError(
-                f"{type(self).__name__} beside {protects}: clients would send {EXACT[self.sends]}, exactly. "
-                f"{self.if_private}"
-            ) from None
+            sent = f"clients would send {EXACT[self.sends]}, exactly"
+            raise FedBayesError(f"{type(self).__name__} beside {protects}: {sent}. {self.if_private}") from None
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Calibrate on the validation data, before any checkpoint of these weights is written."""
@@ -268,8 +262,6 @@ def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
     errors.check_kind("state_dict", state, Mapping, "give what state_dict() has returned")
     missing = [name for name in callback.state_dict() if name not in state]
     if missing:
-        raise FederationError(
-            f"the state lacks {', '.join(missing)}: it is none of a {type(callback).__name__}; give what its "
-            "state_dict() has returned"
-        )
+        kind = type(callback).__name__
+        raise FederationError(f"the state lacks {', '.join(missing)}: give what {kind}.state_dict() has returned")
     return state

@@ -387,10 +387,7 @@ class FederatedConformal(CalibrationCallback):
         super().setup(trainer, pl_module, stage)
         callbacks = callbacks_of(trainer)
         if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self) :]):
-            raise FedBayesError(
-                "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
-                "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
-            )
+            raise FedBayesError("put FederatedTemperature first: FederatedConformal takes its sets of scaled logits")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the thresholds; with noise only after the last round."""
@@ -401,10 +398,8 @@ class FederatedConformal(CalibrationCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn if training has ended before the round after which noisy thresholds are taken."""
         if self.epsilon is not None and trainer.current_epoch != trainer.max_epochs:
-            rank_zero_warn(
-                "FederatedConformal has no thresholds of these weights: training has ended early, and noise is added "
-                "once, after the last round. Call trainer.validate"
-            )
+            why = "training has ended early, before the last round, which adds the noise"
+            rank_zero_warn(f"FederatedConformal has no thresholds of these weights: {why}. Call trainer.validate")
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return moments for intervals or logits for sets, targets, and the rows of each example of a client."""
@@ -436,10 +431,8 @@ class FederatedConformal(CalibrationCallback):
         self.threshold_of()
         present = self._temperature_in(trainer)
         if present != self.temperature:
-            raise FedBayesError(
-                f"the thresholds are of logits scaled by T = {self.temperature:.4g}, and predictions are scaled by "
-                f"T = {present:.4g}: predict with the FederatedTemperature that was in the Trainer then"
-            )
+            found = f"thresholds are of logits scaled by T = {self.temperature:.4g}, predictions by T = {present:.4g}"
+            raise FedBayesError(f"{found}: predict with the FederatedTemperature that was in the Trainer then")
         self.predictions = []
 
     def on_predict_batch_end(
@@ -459,10 +452,8 @@ class FederatedConformal(CalibrationCallback):
         elif isinstance(outputs, likelihoods.RegressionPrediction):
             self.predictions.append(self.intervals(outputs.mean, outputs.variance.sqrt()).cpu())
         else:
-            raise FedBayesError(
-                f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: give a module of this package, or "
-                "wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
-            )
+            remedy = "give a module of this package, or fb.PosteriorPredictive(module, posterior)"
+            raise FedBayesError(f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: {remedy}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""

@@ -78,10 +78,8 @@ def check_targets(targets: Any, probs: Tensor) -> None:
     check_tensor("targets", targets, error=FedBayesError)
     why = "targets are no classes" if targets.dtype == torch.bool else Categorical().unfit(probs, targets)
     if why:
-        raise FedBayesError(
-            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}, probs of {tuple(probs.shape)}: {why}; "
-            f"give one integer for each example, from 0 to {probs.shape[1] - 1}"
-        )
+        found = f"targets are of shape {tuple(targets.shape)} and {targets.dtype}, probs of {tuple(probs.shape)}"
+        raise FedBayesError(f"{found}: {why}; give one integer for each example, from 0 to {probs.shape[1] - 1}")
 
 
 def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
@@ -106,10 +104,8 @@ def check_probs(probs: Tensor) -> Tensor:
     """Return probabilities in float64; raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
     check_numbers(probs=probs)
     if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
-        raise FedBayesError(
-            f"probs are of shape {tuple(probs.shape)} and {probs.dtype}; give the mean predictive, floating-point of "
-            "shape (batch, classes): average draws by probs.mean(0)"
-        )
+        found = f"probs are of shape {tuple(probs.shape)} and {probs.dtype}"
+        raise FedBayesError(f"{found}; give the mean predictive, (batch, classes): average draws by probs.mean(0)")
     probs = probs.detach().double()
     if not bool(((probs >= 0).all(1) & ((probs.sum(1) - 1).abs() <= TOLERANCE)).all()):
         raise FedBayesError("probs are no probabilities: each row is at least 0 and sums to 1; give logits.softmax(-1)")
@@ -176,16 +172,12 @@ class ScoreSketch:
         check_choice("grid", self.grid, ("unit", "half_line"), error=FedBayesError)
         check_tensor("counts", self.counts, error=FedBayesError)
         if self.counts.dtype != torch.int64 or self.counts.ndim != 1 or not 1 <= len(self.counts) <= MOST_BINS:
-            raise FedBayesError(
-                f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}; give a vector of int64"
-            )
+            found = f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}"
+            raise FedBayesError(f"{found}; give a vector of int64")
         if bool((self.counts < 0).any()):
             raise FedBayesError(f"counts hold {int(self.counts.min())}; give numbers of scores, at least 0")
-        if float(self.counts.sum(dtype=torch.float64)) > MOST_SCORES:
-            raise FedBayesError(
-                f"counts hold {float(self.counts.sum(dtype=torch.float64)):.3g} scores, which cannot be told apart; "
-                "give at most 2^53"
-            )
+        if (total := float(self.counts.sum(dtype=torch.float64))) > MOST_SCORES:
+            raise FedBayesError(f"counts hold {total:.3g} scores, which cannot be told apart; give at most 2^53")
 
     @classmethod
     def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
@@ -202,16 +194,13 @@ class ScoreSketch:
         check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
         check_numbers(scores=scores)
         if scores.ndim != 1 or scores.dtype == torch.bool:
-            raise FedBayesError(
-                f"scores are of shape {tuple(scores.shape)} and {scores.dtype}; give a vector of numbers, or flatten it"
-            )
+            found = f"scores are of shape {tuple(scores.shape)} and {scores.dtype}"
+            raise FedBayesError(f"{found}; give a vector of numbers, or flatten it")
         scores = scores.detach().double().cpu()
         top = 1.0 if grid == "unit" else math.inf
         if not bool((scores.isfinite() & (scores >= 0) & (scores <= top)).all()):
-            raise FedBayesError(
-                f"scores are not all finite and in [0, {top:g}]: give those of class_scores (grid 'unit') or "
-                "interval_scores (grid 'half_line')"
-            )
+            remedy = "give those of class_scores (grid 'unit') or interval_scores (grid 'half_line')"
+            raise FedBayesError(f"scores are not all finite and in [0, {top:g}]: {remedy}")
         mapped = scores if grid == "unit" else scores / (1 + scores)
         cells = (mapped * bins).long().clamp(0, bins - 1)
         return cls(torch.bincount(cells, minlength=bins), grid)
@@ -286,14 +275,12 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
     """Raise FedBayesError unless two sketches have the same cells."""
     check_kind("sketch", other, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
     if len(first.counts) != len(other.counts) or first.grid != other.grid:
-        raise FedBayesError(
-            f"sketches differ: {len(first.counts)} cells of '{first.grid}' and {len(other.counts)} of '{other.grid}'; "
-            "all clients count with the same bins and grid"
-        )
+        cells = [f"{len(each.counts)} cells of '{each.grid}'" for each in (first, other)]
+        raise FedBayesError(f"sketches differ: {' and '.join(cells)}; all clients count with the same bins and grid")
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
-    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``; infinity beyond the grid."""
+    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``; infinity if none does."""
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
@@ -390,10 +377,8 @@ def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
     finite = logits.isfinite()
     if not bool(finite.all()):
-        raise FedBayesError(
-            f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
-            "classes out, or look for the cause in the network"
-        )
+        wrong = f"{int((~finite).sum())} of {logits.numel()} entries are not finite"
+        raise FedBayesError(f"logits: {wrong}; leave those examples or classes out, or mend the network")
     return draws.detach().double(), targets.to(logits.device, torch.int64)
 
 

@@ -359,10 +359,8 @@ class FederatedTemperature(CalibrationCallback):
             rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
         elif search.at_limit:
             why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
-            rank_zero_warn(
-                f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
-                "limits is best; hold more examples out"
-            )
+            ends = f"the temperature ends at its limit, T = {search.temperature:.3g}"
+            rank_zero_warn(f"{ends}: {why}, so no T within the limits is best; hold more examples out")
         elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
             taken = f"{search.exchanges} exchanges"
             rank_zero_warn(f"the temperature has not converged in {taken}: T = {search.temperature}")
@@ -399,19 +397,15 @@ class FederatedTemperature(CalibrationCallback):
         """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`, or if some are NaN."""
         check_tensor("logits", logits, error=FedBayesError)
         if bool((wrong := logits.isnan()).any()):
-            raise FedBayesError(
-                f"logits: {int(wrong.sum())} of {logits.numel()} entries are NaN; look for the cause in the inputs or "
-                "the network"
-            )
+            count = f"{int(wrong.sum())} of {logits.numel()}"
+            raise FedBayesError(f"logits: {count} entries are NaN; look for the cause in the inputs or the network")
         return logits / self.check_fitted()
 
     def check_fitted(self) -> float:
         """Return T; raise FedBayesError before :meth:`fit`."""
         if self.temperature is None:
-            raise FedBayesError(
-                "there is no temperature yet: call fit or trainer.validate, load a checkpoint that has one, or give "
-                "FederatedTemperature(temperature)"
-            )
+            remedy = "call fit or trainer.validate, load a checkpoint, or give FederatedTemperature(temperature)"
+            raise FedBayesError(f"there is no temperature yet: {remedy}")
         return self.temperature
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
