@@ -33,16 +33,11 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 class ClientRecords:
     """Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
-    Args:
-        clients: their number.
-
     Attributes:
         rounds, failures: rounds that each took part in, and was left out of.
         train_loss, first_loss: mean training loss in its last and first round.
         diverged: 1 if its training loss has exceeded :func:`worst_loss` in some round.
-        weight: its normalised weight ω in its last round.
-        seconds: training time in its last round.
-        megabytes_up: size of its last update.
+        weight, seconds, megabytes_up: its normalised weight ω, training time and size of the update in its last round.
         last_failure: client → the reason why it was left out last.
     """
 
@@ -225,11 +220,7 @@ class FederationReport:
         self._failures = {}
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and their reliabilities if the rule infers them.
-
-        Print lines about a refusal of the rule, the clients that are left out or diverge, and, after the first round of
-        a fit, a loss without KL divergence.
-        """
+        """Note the clients' weights, and reliabilities if the rule infers them; print lines about what went wrong."""
         for outcome in result.outcomes:
             if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen among others
                 self.records.fail(outcome.client, outcome.error)
@@ -281,8 +272,7 @@ class FederationReport:
         Args:
             trainer: at the end of a training epoch.
             figures: name → value; "round", counted from 1, becomes the x-axis.
-            training_names: figures that the module has logged of its training per epoch.
-            step_names: figures of single steps, whose x-axis stays the step.
+            training_names, step_names: figures that the module has logged per epoch, and per step, over the step.
             scored: knows the accuracy of the global model for each client, by the last validation.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
@@ -352,10 +342,7 @@ class FederationReport:
         self._with_axis |= names
 
     def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
-        """Log the tables of clients, reliabilities (with a picture) and chosen rules; tell how far sites have come.
-
-        ``scored`` is as in :meth:`log_round`, ``history`` the figures of every round.
-        """
+        """Log the tables of clients, reliabilities (with a picture) and chosen rules; tell how far sites have come."""
         tell_of_sites(history)
         known = self.records
         if not trainer.loggers or not len(known):
@@ -418,10 +405,7 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
 
 
 def learnt_variances(module: nn.Module) -> list[str]:
-    """Return the names of the Gaussian parameters with trained variances; empty for layers of bayesian-torch.
-
-    Those have a KL divergence that this package does not see.
-    """
+    """Return the names of the Gaussian parameters with trained variances; empty for layers of bayesian-torch."""
     parameters = gaussian_parameters(module)
     if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
         return []

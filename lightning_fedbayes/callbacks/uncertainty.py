@@ -87,8 +87,7 @@ class UncertaintyReport(Reader):
 
         Args:
             sizes: training examples of each client.
-            label_counts: training examples per client and class, shape (clients, classes); None if unknown.
-            classes: the classes of its columns.
+            label_counts, classes: training examples, (clients, classes), None if unknown, and their columns.
             names: the clients' names in a :class:`~lightning_fedbayes.ClientDatasets` of validation data.
         """
         self.client_sizes, self.label_counts, self.classes, self.client_names = sizes, label_counts, classes, names

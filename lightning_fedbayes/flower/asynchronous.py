@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -18,16 +18,14 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, Clien
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.flower import roster
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.server import Asynchronous, Server
+from lightning_fedbayes.server import Asynchronous
 from lightning_fedbayes.server.arrivals import Fusion, read_arrivals
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.schedule import Arrival, Delays, Turn, recorded
 
-Ask = Callable[[int, int, int, ArrayRecord, Mapping[str, Any]], Message]
-"""Message to a client, from (its node, its number, the round from 1, the global arrays, more configuration)."""
-Read = Callable[[Message, int, int], "ClientUpdate | ClientFailure"]
-"""Content of a reply, from (the reply, the client that was asked, the round that it was asked about)."""
+if TYPE_CHECKING:
+    from lightning_fedbayes.flower.strategy import FusionStrategy
 
 
 class Job(NamedTuple):
@@ -53,51 +51,33 @@ class Course:
     has arrived, or that was given up, begins again after the next fusion.
 
     Args:
-        schedule: who trains at once, and how many messages are fused.
-        server: admits them.
-        clients: the connected clients.
-        seed: of the draws of clients, where not all train at once.
-        timeout: seconds to wait for a client.
-        ask, read: write a message to a client, and read its reply.
-        log: file of the fusions; None: no file.
+        strategy: its settings, server and messages.
         resumed: :meth:`state_dict` of a run that has ended too early.
 
     Raises:
         FederationError: a ``replay`` is of no federation, or is the file to write.
     """
 
-    def __init__(
-        self,
-        schedule: Asynchronous,
-        server: Server,
-        clients: roster.Roster,
-        seed: int,
-        timeout: float,
-        ask: Ask,
-        read: Read,
-        log: Path | None,
-        resumed: Mapping[str, Any],
-    ) -> None:
-        self.schedule = schedule
-        self.server = server
-        self.clients = clients
-        self.seed = seed
-        self.timeout = timeout
-        self._ask, self._read = ask, read
+    def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:
+        assert strategy.schedule is not None
+        assert strategy.server is not None
+        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.server
+        self.clients, self.timeout = strategy._roster, strategy._timeout
+        self._log = log = None if strategy.checkpoint is None else strategy.checkpoint.with_suffix(".jsonl")
         self._turns: list[Turn] | None = None
-        if schedule.replay is not None:
-            if log is not None and log.resolve() == Path(schedule.replay).resolve():
+        replay = self.schedule.replay
+        if replay is not None:
+            if log is not None and log.resolve() == Path(replay).resolve():
                 raise FederationError(f"replay={log} would be overwritten: give another checkpoint=, or none")
-            self._turns = recorded(read_arrivals(Path(schedule.replay)))
+            self._turns = recorded(read_arrivals(Path(replay)))
         self._jobs: dict[str, Job] = {}
         self._heard: dict[int, Heard] = {}
         self._resumed: dict[int, int] = dict(resumed.get("clients", {}))
         self._buffers: dict[int, Mapping[str, Tensor]] = dict(resumed.get("buffers", {}))
         self._turn: Turn | None = None
         self._begin = time.monotonic()
-        self._log = log
         if log is not None and log.exists():  # a run that was killed may have written one line more
-            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: server.rounds])))
+            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: self.server.rounds])))
 
     @property
     def free(self) -> dict[int, int]:
@@ -112,14 +92,8 @@ class Course:
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
         """Run the federation until messages are to be fused, and admit them; return outcomes in order of arrival.
 
-        Args:
-            grid: how the server reaches the clients.
-            round: number of earlier fusions, the version of the global posterior.
-            arrays: the global posterior.
-            fewest: clients that must be connected.
-
-        Raises:
-            FederationError: too few clients are connected, or a replay cannot go on.
+        ``round`` is the number of earlier fusions, and ``fewest`` clients must be connected. Raises FederationError if
+        they are not, or a replay cannot go on.
         """
         began, turns = time.monotonic(), self._turns
         if turns is not None and round >= len(turns):
@@ -225,7 +199,7 @@ class Course:
         """Return the clients that begin now: drawn from the free ones, until enough are at work."""
         known = list(self.clients.nodes)
         if together < len(known):
-            draws = generator(self.seed, "cohort", round)
+            draws = generator(self.strategy.seed, "cohort", round)
             known = [known[place] for place in torch.randperm(len(known), generator=draws).tolist()]
         free = [client for client in known if client not in self.busy and client not in self._heard]
         return free[: max(0, together - len(self._waited(round)))]
@@ -233,7 +207,9 @@ class Course:
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
         node = self.clients.nodes[client]
-        sent = [each for each in grid.push_messages([self._ask(node, client, started + 1, arrays, told)]) if each]
+        sent = [
+            each for each in grid.push_messages([self.strategy._ask(node, client, started + 1, arrays, told)]) if each
+        ]
         if sent:
             self._jobs[sent[0]] = Job(client, started, node, time.monotonic())
         else:
@@ -258,7 +234,7 @@ class Course:
                 )
                 self._heard[client] = Heard(ClientFailure(client, late), started)
             else:
-                self._heard[client] = Heard(self._read(replies[identity], client, started + 1), started)
+                self._heard[client] = Heard(self.strategy._read(replies[identity], client, started + 1), started)
         for identity, job in list(self._jobs.items()):
             if time.monotonic() - job.since > self.timeout:  # the message of a node that has died never comes
                 silence = FusionError(f"client {job.client}: no reply within {self.timeout:g} s")

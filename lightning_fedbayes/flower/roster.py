@@ -16,13 +16,10 @@ POLL_SECONDS = 0.5
 
 
 class Roster:
-    """The connected clients, by number. A node says once in a run which client it is.
+    """The connected clients, by number; ``nodes`` maps client → node, ascending.
 
-    Random draws and a rule's state go by the client's number, which outlives a node's connection. A number belongs to
-    the first node that claims it, while that node is connected.
-
-    Attributes:
-        nodes: client → node, ascending.
+    Random draws and a rule's state go by the client's number, which outlives a node's connection. A node says once in
+    a run which client it is. A number belongs to the first node that claims it, while that node is connected.
     """
 
     def __init__(self) -> None:

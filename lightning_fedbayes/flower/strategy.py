@@ -39,9 +39,6 @@ class Monitor:
         name: of the figure; None: there is no best round.
         mode: "min" or "max".
         patience: rounds without a better one after which the federation stops; None: never.
-
-    Raises:
-        FederationError: an argument is out of range, or nothing is evaluated.
     """
 
     name: str | None
@@ -60,15 +57,8 @@ class Monitor:
     def noted(self, best: Mapping[str, Any], figures: Mapping[str, Any], server: Server) -> dict[str, Any]:
         """Return the best round after a further one: "score", "round" from 1, "posterior", "buffers", and "scored".
 
-        "scored" is the last round with scores.
-
-        Args:
-            best: the best round before; empty for none.
-            figures: of the clients' validation; empty without answers or evaluation.
-            server: after the round.
-
-        Raises:
-            FederationError: the figure is missing.
+        "scored" is the last round with scores; ``figures`` are of the clients' validation, perhaps empty. Raises
+        FederationError if the figure is missing.
         """
         if self.name is None or not figures:
             return {**best}
@@ -169,11 +159,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
         """See :meth:`Rounds.go_on`."""
-        if self.schedule is not None:
-            assert self.server is not None
-            log = None if self.checkpoint is None else self.checkpoint.with_suffix(".jsonl")
-            parts = (self.schedule, self.server, self._roster, self.seed, self._timeout, self._ask, self._read)
-            self._course = Course(*parts, log, under_way)
+        self._course = None if self.schedule is None else Course(self, under_way)
 
     def under_way(self) -> dict[str, Any]:
         """See :meth:`Rounds.under_way`."""
@@ -315,8 +301,8 @@ class FusionStrategy(Rounds, Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
         """Fuse the usable replies of the round; see Flower's ``Strategy``.
 
-        Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if too
-            many rounds in a row failed.
+        Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if
+            too many rounds in a row failed.
         """
         replies, asked = list(replies), self._asked
         for reply in replies:
@@ -464,8 +450,7 @@ class FusionStrategy(Rounds, Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         r"""Return means over the clients, weighted by validation examples, :math:`\sum n_k m_k / \sum n_k`.
 
-        Of each figure over the clients with a finite number; :attr:`client_scores` holds them by client. See Flower's
-        ``Strategy``.
+        Clients without a finite number of a figure do not count in it. See Flower's ``Strategy``.
         """
         found = read_all(replies, self._scoring, "scores", server_round)
         if self.schedule is not None:  # clients at work keep their last scores

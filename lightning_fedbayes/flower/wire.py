@@ -18,7 +18,6 @@ from lightning_fedbayes.transport.messages import header_of, numbers_of, posteri
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
     """Return ``posterior`` and ``buffers`` as one ArrayRecord, by ``transport.messages.tensors_of``.
 
-    >>> q = GaussianPosterior({"w": torch.zeros(2), "b": torch.zeros(1)}, {"w": torch.ones(2), "b": torch.zeros(1)})
     >>> sorted(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(2)}), {"steps": torch.tensor(3)}))
     ['buffer/steps', 'mean/w']
     """

@@ -49,16 +49,11 @@ class FusionClient(RemoteClient):
         return super().folder_of(path)
 
     def answer(self, model: FLModel) -> FLModel:
-        """Return what the client sends in answer to a task of the server: an update, scores, sums, or a failure.
+        """Return the answer to what ``flare.receive()`` returned: an update, scores, sums, or a failure.
 
-        Args:
-            model: what ``flare.receive()`` has returned.
-
-        Raises:
-            FederationError: it is no FLModel.
+        Raises FederationError if ``model`` is no FLModel.
         """
         check_kind("model", model, FLModel, "give what flare.receive() returns")
-
         meta = model.meta
 
         def reply() -> Message:

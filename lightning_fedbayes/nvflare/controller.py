@@ -194,10 +194,7 @@ class FusionController(ModelController):
         sites: Mapping[int, str],
         request: Mapping[str, Any] | None = None,
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
-        """Ask the clients of some sites for an answer to the global model, and wait.
-
-        Returns: client → its message, or why it cannot be read; and the clients that have lost their state.
-        """
+        """Ask clients, and wait; return client → its message or why it has none, and those that lost their state."""
         replies: dict[str, FLModel] = {}
 
         def take(reply: FLModel) -> None:
