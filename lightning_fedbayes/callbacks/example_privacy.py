@@ -84,8 +84,6 @@ class ExamplePrivacy(L.Callback):
         self._checked = False
         self._batch_idx = 0
 
-    # -- before training -----------------------------------------------------------------------------------------------
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and the network."""
         if stage != "fit":
@@ -127,8 +125,6 @@ class ExamplePrivacy(L.Callback):
         )
         self._checked = False
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -161,8 +157,6 @@ class ExamplePrivacy(L.Callback):
         kinds = self._counts.setdefault(client, {})
         kind = self.noise_multiplier, min(1.0, examples / engine.sizes[client])
         kinds[kind] = kinds.get(kind, 0) + 1
-
-    # -- after a round -------------------------------------------------------------------------------------------------
 
     @property
     def epsilons(self) -> dict[int, float]:

@@ -112,23 +112,9 @@ class FederatedBayes(L.Callback):
         schedule: settings.Asynchronous | None = None,
         seed: int = 0,
     ) -> None:
-        self.settings = self._given = settings.FederationSettings(
-            partition,
-            local_epochs,
-            fraction,
-            fusion,
-            weighting,
-            engine,
-            keep,
-            buffers,
-            local_parameters,
-            safeguards,
-            adversaries,
-            privacy,
-            posterior,
-            schedule,
-            seed,
-        )
+        first = (partition, local_epochs, fraction, fusion, weighting, engine, keep, buffers, local_parameters)
+        last = (safeguards, adversaries, privacy, posterior, schedule, seed)
+        self.settings = self._given = settings.FederationSettings(*first, *last)
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
@@ -217,8 +203,6 @@ class FederatedBayes(L.Callback):
             **known,
             "engine": known["engine"] if self._federation is None else self._federation.engine.name,
         }
-
-    # -- before training -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and put the clients between it and its training loader."""
@@ -319,8 +303,6 @@ class FederatedBayes(L.Callback):
         self._restored = None
         return loop, loader, federation
 
-    # -- a round -------------------------------------------------------------------------------------------------------
-
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
         loop, loader = self._prepare(trainer)
@@ -359,8 +341,6 @@ class FederatedBayes(L.Callback):
                         self._report.client(outcome)
                 self._loop.count_steps(steps)
             self._report.fused(result)
-
-    # -- between rounds ------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed the Monte Carlo samples of the validation, and let it score the global posterior."""
@@ -412,12 +392,14 @@ class FederatedBayes(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round."""
         self._drop_unfinished_round()
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
-        if stage == "fit":
-            self._give_back()
+        if stage == "fit" and self._loop is not None:
+            self._loop.restore()
+        if stage == "fit" and self._federation is not None:
+            self._federation.engine.restore_priors()
 
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""
@@ -426,14 +408,6 @@ class FederatedBayes(L.Callback):
             self._federation.abandon()
             cut = f"Round {self._federation.round + 1} was cut short"
             rank_zero_info(f"{cut}; the module holds the global posterior that it started from.")
-
-    def _give_back(self) -> None:
-        if self._loop is not None:
-            self._loop.restore()
-        if self._federation is not None:
-            self._federation.engine.restore_priors()
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole federation at the end of the last finished round."""

@@ -143,19 +143,14 @@ def answer(
     return sketch.noisy(request["epsilon"], secrets.randbits(62)) if request["epsilon"] else sketch
 
 
-def request_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request in a message's configuration; raise ClientMismatch if there is none."""
+def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
+    """Return a message's request, and the kind of its answer; raise NotSent if that must not leave the client."""
     missing = [key for key in REQUEST if key not in config]
     if missing:
         raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
-    return {key: config[key] for key in REQUEST}
-
-
-def check_allowed(request: Mapping[str, Any], door: Door) -> Kind:
-    """Return the kind of message that answers a request; raise NotSent if it must not leave the client."""
-    kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
-    door.check(kind, request["epsilon"] or None)
-    return kind
+    kind: Kind = "temperature" if config["kind"] == TEMPERATURE else "counts"
+    door.check(kind, config["epsilon"] or None)
+    return {key: config[key] for key in REQUEST}, kind
 
 
 def count_noise(folder: Path, client: int, epsilon: float) -> float:

@@ -27,7 +27,7 @@ from lightning_fedbayes.modules.head import BayesianHead
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport import one_shot as once
-from lightning_fedbayes.transport.calibration import answer, check_allowed, count_noise, own_data, request_in
+from lightning_fedbayes.transport.calibration import answer, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
 from lightning_fedbayes.transport.messages import posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
@@ -248,8 +248,8 @@ class RemoteClient:
 
     def _calibrate(self, question: Question, data: Data) -> Message:
         """Answer a question about the client's validation data, to calibrate the posterior that the server sends."""
-        task, request = question.task({}), request_in(question.config)
-        kind = check_allowed(request, self.door)
+        task = question.task({})
+        request, kind = request_in(question.config, self.door)
         datamodule = data()
         datamodule.prepare_data()
         datamodule.setup("validate")
