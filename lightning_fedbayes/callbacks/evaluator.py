@@ -452,7 +452,7 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
 
 
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
-    """Return each client's predictions, whose examples follow one another; empty if there are more or fewer."""
+    """Return each client's consecutive predictions; empty if there are more or fewer examples."""
     if not whole or likelihoods.examples_in(whole) != sum(sizes):
         return []
     rows = [int(each.sum()) for each in whole["counts"].split(sizes)]

@@ -129,7 +129,7 @@ MOST_CURVES = 20
 """Most clients with a curve each; for more, quantiles are logged."""
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
-"""Figures whose curves begin in the first round in which they are not 0."""
+"""Figures with curves that begin in the first round in which they are not 0."""
 RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
@@ -292,7 +292,7 @@ class FederationReport:
                 self._draw_over_rounds(logger, names)
 
     def log_test(self, trainer: L.Trainer) -> None:
-        """Draw the figures of a test over the rounds; the round is logged beside them."""
+        """Draw the figures of a test over the rounds; the round is logged with them."""
         if not trainer.loggers:
             return
         self._note_figures(trainer, int(trainer.callback_metrics["round"]), {})

@@ -19,7 +19,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 360, 220, 46, 34, 8, 10
 LOGARITHMIC = 1e3
 """Ratio of the largest to the smallest value from which a chart is logarithmic."""
 FAR = 1e150
-"""Values from here on, such as those of a diverged run, are not drawn."""
+"""Larger values, as of a diverged run, are not drawn."""
 COLOURS, DASHES = 7, ("none", "6 3", "2 3")
 """Lines have the classes c0 to c6; more lines are dashed."""
 
@@ -190,7 +190,7 @@ def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
 
 
 def _clients(table: Table | None) -> str:
-    """Return the table of clients, the least accurate first, those of unknown accuracy behind them."""
+    """Return the table of clients, the least accurate first, unknown accuracies last."""
     if table is None:
         return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
     columns = dict(map(without_draws, table["columns"]))
@@ -246,7 +246,7 @@ def chart(
         title: above it.
         lines: label → points; those that are not finite, or nearly, are left out.
         xlabel: name of the x-axis.
-        x, y: ends of the axes; None: those of the points.
+        x, y: ends of the axes; None: of the points.
         shares: with both ends of both axes: draw the diagonal, and the points of the last line as discs of these areas.
     """
     lines = {label: [(a, b) for a, b in points if abs(b) < FAR] for label, points in lines.items()}

@@ -62,7 +62,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             if "optimizer_states" in checkpoint:  # not of weights alone
                 rank_zero_warn(f"{file} is damaged ({reason}): going on from {other.name}, the newest whole checkpoint")
                 return checkpoint
-        remedy = "give ckpt_path= another checkpoint, or delete the file and begin anew"
+        remedy = "give ckpt_path= another checkpoint, or delete the file and start again"
         raise FederationError(f"the checkpoint {file} is damaged ({reason}): {remedy}")
 
 

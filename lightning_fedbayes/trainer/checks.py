@@ -39,7 +39,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         owner = f"{type(module).__name__}.training_step"
         yield f"{owner} takes dataloader_iter, which hides the clients' batches; take batch and batch_idx"
-    made: Any = trainer  # whose annotations leave some attributes out
+    made: Any = trainer  # its annotations leave some attributes out
     if any(base.__module__.startswith("pytorch_lightning.") for each in made.callbacks for base in type(each).__mro__):
         yield "it has callbacks of the package pytorch_lightning; take those of its twin: import lightning as L"
     if trainer.world_size > 1:
@@ -122,7 +122,7 @@ def check_schedulers(trainer: L.Trainer) -> None:
 
 
 def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:
-    """Raise FederationError if ``checkpoint`` is of a run without this callback, whose epochs are no rounds."""
+    """Raise FederationError if ``checkpoint`` is of a run without this callback: its epochs are no rounds."""
     if checkpoint["global_step"] > 0 and not checkpoint.get("callbacks", {}).get(state_key):
         raise FederationError(
             f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start one from "

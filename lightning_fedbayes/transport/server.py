@@ -116,7 +116,7 @@ class Rounds:
         self._frozen = next((key.removeprefix("frozen/") for key in model if key.startswith("frozen/")), "")
         self._federation = uuid.uuid4().hex
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
-        self._own: dict[int, ClientUpdate] = {}  # those of them that have been admitted
+        self._own: dict[int, ClientUpdate] = {}  # the admitted ones
         self.server = Server(
             posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards, late=self.late
         )
