@@ -35,7 +35,8 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: Feder
 
 def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
-        yield f"{type(module).__name__}.automatic_optimization is False: the Trainer takes the clients' steps; use True"
+        why = "the Trainer takes the clients' steps; use automatic optimization"
+        yield f"{type(module).__name__}.automatic_optimization is False: {why}"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         owner = f"{type(module).__name__}.training_step"
         yield f"{owner} takes dataloader_iter, which hides the clients' batches; take batch and batch_idx"

@@ -93,7 +93,7 @@ class ServerState:
                 check_mapping("buffers", state.best["buffers"], Tensor)
             check_mapping("under_way", state.under_way, Mapping)
         except Exception as error:  # whatever another program has written
-            why = f"{path} is no checkpoint of a server: {error}; give checkpoint= another path"
+            why = f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
             raise FederationError(why) from error
         return state
 

@@ -84,7 +84,8 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
             remedy = "use a schedule of the round, such as StepLR"
-            raise FederationError(f"{type(config.scheduler).__name__} needs validations of earlier rounds; {remedy}")
+            name = type(config.scheduler).__name__
+            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
             for done in range(1, rounds + 1):
