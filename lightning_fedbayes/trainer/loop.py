@@ -44,11 +44,7 @@ class FitLoop:
         self._most_steps, self._limit = self._epoch.max_steps, trainer.limit_train_batches
         self._steps_before = (0, 0)
         self._class = type(trainer)
-
-    @property
-    def collective(self) -> Collective:
-        """The processes that share the clients of a round."""
-        return collective_of(self.trainer)
+        self.collective: Collective = collective_of(trainer)  # the processes that share the clients of a round
 
     @property
     def part(self) -> tuple[int, int]:

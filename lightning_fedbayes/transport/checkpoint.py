@@ -185,6 +185,11 @@ class StateFile:
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
+    @property
+    def clients(self) -> set[int]:
+        """Numbers of the clients with this state: one, if the file is not another client's."""
+        return {job % STRIDE for job in self.before}
+
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
         """Let a client keep ``kept`` for the method, as the server has counted it."""
         state = {**vars(ClientState()), **self.before.get(client, {}), "kept": dict(kept)}

@@ -18,14 +18,10 @@ from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, LostState
 from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.modules.head import BayesianHead
-from lightning_fedbayes.server.plan import STRIDE
-from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import answer, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
@@ -80,7 +76,7 @@ class Question:
         missing = [key for key in CONFIG_KEYS if key not in self.config]
         if missing:
             need = "this client needs a server with the same version of lightning_fedbayes"
-            raise ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
+            raise errors.ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
 
     def task(self, kept: Mapping[int, Any]) -> Task:
         """Return the task that the server sets; ``kept`` is the client's state."""
@@ -171,7 +167,7 @@ class RemoteClient:
         self.door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
         if keeps and state_folder is None:
             why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
-            raise FederationError(f"{why}: pass state_folder=..., one folder per client")
+            raise errors.FederationError(f"{why}: pass state_folder=..., one folder per client")
         if privacy is not None:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
         self.state_folder = self.folder_of(state_folder) if keeps else None
@@ -207,7 +203,7 @@ class RemoteClient:
         try:
             return answer()
         except Exception as error:
-            name, known = type(error).__name__, isinstance(error, FedBayesError)
+            name, known = type(error).__name__, isinstance(error, errors.FedBayesError)
             LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not known)
             return Message("failure", client, texts=self.door.failure(error, stage))
 
@@ -219,12 +215,12 @@ class RemoteClient:
         if config["method"] != own:
             theirs, ours = config["method"] or "an average", own or "an average"
             found = f"the server's method is ({theirs}), this client's ({ours})"
-            raise ClientMismatch(f"{found}: give the client the fusion= that the server has")
+            raise errors.ClientMismatch(f"{found}: give the client the fusion= that the server has")
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)
-        if method.keeps and config["accepted"] and all(job % STRIDE != number for job in kept.before):
-            raise LostState(
+        if method.keeps and config["accepted"] and number not in kept.clients:
+            raise errors.LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
             )
@@ -274,9 +270,9 @@ class RemoteClient:
         self.door.check(kind)
         datamodule = data()
         loader = once.training_data(datamodule, self.training.settings, task.client, task.seed)
-        if isinstance(method, KroneckerLaplace):
+        if isinstance(method, once.KroneckerLaplace):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
-        if isinstance(method, BayesianHead):
+        if isinstance(method, once.BayesianHead):
             self.training.check_frozen(self.module, task)
         sent = once.answer_once(method, self.module, loader, question.told or {})
         return Message.of(kind, task.client, task.round + 1, sent)

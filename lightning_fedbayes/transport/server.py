@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_fedbayes.callbacks.calibration import FederatedTemperature
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
@@ -20,12 +19,17 @@ from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.methods.method import PREFIX
-from lightning_fedbayes.server import Server
+from lightning_fedbayes.server import RoundResult, Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
-from lightning_fedbayes.server.server import RoundResult
 from lightning_fedbayes.transport import messages
-from lightning_fedbayes.transport.calibration import Ask, Calibration, find_temperature, take_thresholds
+from lightning_fedbayes.transport.calibration import (
+    Ask,
+    Calibration,
+    FederatedTemperature,
+    find_temperature,
+    take_thresholds,
+)
 from lightning_fedbayes.transport.checkpoint import ServerState
 
 Answers = Mapping[int, "Message | FedBayesError"]
