@@ -22,39 +22,37 @@ if TYPE_CHECKING:
     from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
 
 MOST_ACROSS = 24
-"""Most clients whose models are scored on the data of each other: one pass over the data for each of them."""
+"""Most clients with models that are scored on each other's data: one pass over the data for each of them."""
 
 
 class ClientReport(Reader):
-    """Scores every client on its own validation and test data.
+    """Scores every client on its validation and test data.
 
     Return a loader over a :class:`~lightning_fedbayes.ClientDatasets` from ``val_dataloader`` or ``test_dataloader``;
     :class:`~lightning_fedbayes.FederatedBayes` brings this report along, and ``trainer.validate`` or ``trainer.test``
     take it as a callback. In a federation as many loaders as clients are the clients', in their order. Other data are
-    left alone.
+    not scored.
 
     Logged in every validation and test: mean over all examples, mean of the worst 10 % of the clients and spread of
     every figure of :class:`.ClientScores`, as "val/clients/nll", "val/clients/nll_worst" and
     "val/clients/nll_spread". Logged at the end: the table of clients, "val/clients".
 
-    In a federation whose clients keep their posteriors, "val/personal/nll" and the like, and the table "val/personal",
-    are those of each client's own posterior, :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1, where
-    the parts of the data have the clients' names.
+    If clients keep their posteriors and the parts of the data have the clients' names, "val/personal/nll" and the like,
+    and the table "val/personal", score each client's personal posterior,
+    :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1. At the end of training each is scored on every
+    client's validation data: the table and the picture "val/across" (:class:`.CrossScores`), of at most 24 clients at
+    equal distances. A line names the clients that stand out.
 
-    There, at the end of training, each client's own posterior is scored on every client's validation data, too: the
-    table and the picture "val/across" (:class:`.CrossScores`). A line names the clients that stand
-    out. Of more than 24 clients it takes 24, at equal distances.
-
-    Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
-    module of the user's own is scored where this report or an :class:`~lightning_fedbayes.UncertaintyReport` is given:
-    its predictions are drawn from the global posterior, and all of these names have "draws/" behind "val/", as
-    "val/draws/clients/nll". Of the report that a federation brings along one line says that there are none.
+    The predictions are returned by ``validation_step`` (``test_step``), or by ``predict_step``. For another module a
+    user gives this report or an :class:`~lightning_fedbayes.UncertaintyReport`: predictions are drawn from the global
+    posterior, and all names have "draws/" behind "val/", as "val/draws/clients/nll". The report that a federation
+    brings along prints a line that there are no scores.
 
     Attributes:
-        scores: stage ("val" or "test") → the last :class:`.ClientScores`; "personal/val" and
-            "personal/test" those of the clients' own posteriors.
+        scores: stage ("val" or "test") → the last :class:`.ClientScores`; "personal/val" and "personal/test" by the
+            personal posteriors.
         across: the last :class:`~lightning_fedbayes.clients.across.CrossScores`; None before the end of a training.
-        personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
+        personal: the federation, if its clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 
     by_client = True
@@ -66,7 +64,7 @@ class ClientReport(Reader):
         self._is_silent = False
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
-        """Return True if a user has given the report, or the module has a ``predict_step`` of its own."""
+        """Return True if a user has given the report, or the module has its own ``predict_step``."""
         return (self.is_given and has_clients) or has_predict_step(module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,20 +77,20 @@ class ClientReport(Reader):
         self._table(trainer, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table if there is no training whose end is still to come."""
+        """Log the table, unless a training's end will."""
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn != "fit":
             self._table(trainer, "val")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of the last validation, and each client's own posterior on the data of all."""
+        """Log the table of the last validation, and each client's personal posterior on the data of all."""
         self._table(trainer, "val")
         evaluator = evaluator_of(trainer)
         if self.personal is None or "personal/val" not in self.scores or not evaluator.has_clients(trainer, pl_module):
             return
         clients = getattr(evaluator.loaders[0], "dataset", None)
         if isinstance(clients, ClientDatasets):
-            self.across = self._scores_across(evaluator, pl_module, self.personal, clients)
+            self.across = self._scores_across(evaluator, pl_module, clients)
             evaluator.begin()
         if self.across is not None:
             named = ", ".join(f"{name} ({' and '.join(why)})" for name, why in self.across.outlying().items())
@@ -104,7 +102,7 @@ class ClientReport(Reader):
                 log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Score and log; what cannot be scored is said once, and costs nobody a run."""
+        """Score and log; if that is impossible, say so once and go on."""
         evaluator = evaluator_of(trainer)
         if self._is_silent or not evaluator.has_clients(trainer, module):
             return
@@ -121,22 +119,23 @@ class ClientReport(Reader):
         figures = {evaluator.by("client") + name: value for name, value in scores.summary().items()}
         clients = getattr(evaluator.loaders[0], "dataset", None)
         if self.personal is not None and isinstance(clients, ClientDatasets):
-            own = self._own_scores(evaluator, module, self.personal, clients)
-            if own is not None:
-                self.scores[f"personal/{stage}"] = own
+            personal = self._personal_scores(evaluator, module, clients)
+            if personal is not None:
+                self.scores[f"personal/{stage}"] = personal
                 begin = f"{evaluator.by('own')}personal/"
-                figures |= {name.replace("clients/", begin): value for name, value in own.summary().items()}
+                figures |= {name.replace("clients/", begin): value for name, value in personal.summary().items()}
         module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
 
-    def _own_scores(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, clients: ClientDatasets
+    def _personal_scores(
+        self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> ClientScores | None:
-        """Score every client by the posterior that it has trained last; None if that is not of the module's weights."""
-        if not set(clients.names) <= set(federation.clients.names):
+        """Score every client by its last posterior; None if that does not fit the module's weights."""
+        assert self.personal is not None
+        if not set(clients.names) <= set(self.personal.clients.names):
             return None
         try:
             scores = [
-                self._own_on(evaluator, module, federation, name, ClientDatasets({name: dataset}))
+                self._scores_of(evaluator, module, name, ClientDatasets({name: dataset}))
                 for name, dataset in zip(clients.names, clients.datasets, strict=True)
             ]
         except FedBayesError:
@@ -144,31 +143,25 @@ class ClientReport(Reader):
         values = {figure: torch.cat([each.values[figure] for each in scores]) for figure in scores[0].values}
         return ClientScores(tuple(clients.names), tuple(each.num_examples[0] for each in scores), values)
 
-    def _own_on(
-        self,
-        evaluator: Evaluator,
-        module: L.LightningModule,
-        federation: FederatedBayes,
-        client: str,
-        data: ClientDatasets,
+    def _scores_of(
+        self, evaluator: Evaluator, module: L.LightningModule, client: str, data: ClientDatasets
     ) -> ClientScores:
-        """Return the scores of a client's own posterior on ``data``."""
-        with federation.holding(federation.clients.names.index(client)) as posterior:
+        """Return the scores of a client's personal posterior on ``data``."""
+        assert self.personal is not None
+        with self.personal.holding(self.personal.clients.names.index(client)) as posterior:
             predictor, size = evaluator.predictor(module, posterior), evaluator.batch_size
             return evaluate_clients(predictor, data, batch_size=size, collate_fn=evaluator.collate_fn)
 
     def _scores_across(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, clients: ClientDatasets
+        self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> CrossScores | None:
-        """Score every client's own posterior on the data of all; None for one client, or what cannot be scored."""
+        """Score every client's personal posterior on the data of all; None for one client, or if that is impossible."""
         shown = torch.linspace(0, len(clients.names) - 1, min(len(clients.names), MOST_ACROSS)).round().int().tolist()
         data = ClientDatasets({clients.names[each]: clients.datasets[each] for each in shown})
         if len(shown) < 2:
             return None
         try:
-            return CrossScores.of(
-                {name: self._own_on(evaluator, module, federation, name, data) for name in data.names}
-            )
+            return CrossScores.of({name: self._scores_of(evaluator, module, name, data) for name in data.names})
         except FedBayesError:
             return None
 
@@ -180,10 +173,7 @@ class ClientReport(Reader):
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
-    """Return the Trainer's :class:`UncertaintyReport`; it and a :class:`ClientReport` stand behind ``beside``, if new.
-
-    ``personal`` is the federation, if its clients keep their posteriors.
-    """
+    """Return the Trainer's :class:`UncertaintyReport`; put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
     second.is_given = second.is_given and second in callbacks

@@ -13,33 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
-from lightning_fedbayes.clients.evaluation import (
-    OF_DRAWS,
-    REMEDY,
-    Predicted,
-    drawing,
-    has_predict_step,
-    joined,
-    mean_probs,
-    means_of,
-    predict_data,
-    predicted,
-    rows_by_outputs,
-)
+from lightning_fedbayes.clients import evaluation
+from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.run_file import BY_DRAWS
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    RegressionPrediction,
-    examples_in,
-    said_by,
-)
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 from lightning_fedbayes.trainer.data import validate_batch
 
@@ -49,19 +31,19 @@ Datasets = ClientDatasets | Mapping[str, Dataset]
 BATCH_SIZE = 256
 """Examples at a time, where a loader does not say."""
 MOST_LOST = 0.05
-"""Share of the targets that draws may get wrong where the mean is right before a line says so."""
+"""Share of the targets that draws may get wrong, where the mean is right, without a line in the log."""
 DRAWS = 10
-"""Draws of the parameters by which a module of the user's own is calibrated, whatever a report draws."""
+"""Draws of the parameters that calibrate a user's module, whatever a report draws."""
 
 
 class Reader(L.Callback):
     """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
 
     Attributes:
-        is_given: a user has given it, so that training is refused where it would be in vain.
+        is_given: a user has given it; training is refused where it would be in vain.
         by_client: it needs validation data of clients.
         calibrates: it needs the predictions of every client, also where the module's steps return none.
-        needs_logits: it needs the logits of every draw, not the mean probabilities alone.
+        needs_logits: it needs the logits of every draw; mean probabilities do not suffice.
     """
 
     is_given = True
@@ -77,23 +59,23 @@ class Reader(L.Callback):
         """Receive the predictions of one batch."""
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return what it keeps of a client's predictions; raise FedBayesError if it cannot use them."""
+        """Return the parts of a client's predictions to keep; raise FedBayesError if it cannot use them."""
         return ()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check a batch, without a trace, if Lightning's own check has validated none; once for each module."""
+        """Check a batch, once for each module, if Lightning's sanity check has validated none; leave no trace."""
         evaluator = evaluator_of(trainer)
         if self.is_given and evaluator.checked is not pl_module:
             evaluator.checked = pl_module
-            own = [each for each in callbacks_of(trainer) if isinstance(each, Reader) or hasattr(each, "posterior_of")]
-            validate_batch(trainer, pl_module, own)
+            ours = [each for each in callbacks_of(trainer) if isinstance(each, Reader) or hasattr(each, "posterior_of")]
+            validate_batch(trainer, pl_module, ours)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin anew."""
+        """Forget the last predictions."""
         evaluator_of(trainer).begin()
 
     def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin anew."""
+        """Forget the last predictions."""
         self.on_validation_epoch_start(trainer, pl_module)
 
     def on_validation_batch_end(
@@ -111,7 +93,7 @@ class Reader(L.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the predictions go."""
+        """Release the predictions."""
         evaluator_of(trainer).begin()
 
     on_test_end = on_validation_end
@@ -120,17 +102,16 @@ class Reader(L.Callback):
 class Evaluator:
     r"""Collects what a module predicts in one validation or test, for every :class:`Reader` of the Trainer.
 
-    Predictions are what ``validation_step`` (``test_step``) returns: a dict with "target", (batch, \*positions), and
-    "probs" in the form of the outputs, (batch, classes, \*positions), of one logit those of 1, perhaps with draws
-    first, (samples, batch, \*); or with "mean", "variance" and "target", (batch, targets) each; "logits", of the shape
-    of "probs", beside them where they are to be scaled. A module whose steps return none predicts once more, batch by
-    batch, if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
-    ``forward``, and its likelihood says what they mean. These draws are seeded by the batch, and leave the global
-    generators alone.
+    ``validation_step`` (``test_step``) returns predictions as a dict with "target", (batch, \*positions), and "probs"
+    in the form of the outputs, (batch, classes, \*positions), for one logit the probability of 1, perhaps with draws
+    first, (samples, batch, \*); or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
+    of "probs", are needed to scale them. A module whose steps return no predictions predicts once more, batch by batch,
+    if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
+    ``forward``. The batch seeds these draws, and the global generators stay as they are.
 
-    Whose an example is follows from its position, where a loader gives all examples in their order. Elsewhere
-    (shuffled or sampled, ``limit_val_batches`` below 1, another sampler of Lightning's, a collate function of the
-    user's) the clients' data sets are predicted in one further pass.
+    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere (shuffled or
+    sampled, ``limit_val_batches`` below 1, another sampler or collate function) the clients' data sets are predicted in
+    one further pass.
     """
 
     def __init__(self) -> None:
@@ -142,20 +123,19 @@ class Evaluator:
         self.begin()
 
     def by(self, what: str) -> str:
-        """Return what stands before the names of figures: :data:`BY_DRAWS` if the package itself has drawn what they
-        are of, or nothing, as for what the module's step has returned, or its ``forward`` gives.
+        """Return the prefix of figures: :data:`BY_DRAWS` if the package has drawn their predictions, otherwise "".
 
-        In the last validation or test they are of ``what``: "batches" as readers see them, the predictions by
-        "client", their "logits", or those by the clients' "own" posteriors.
+        ``what`` names the predictions of the last validation or test: "batches" as readers see them, those by "client",
+        their "logits", or those by the clients' "own" posteriors.
         """
         return BY_DRAWS if self._can_draw and what in self._again else ""
 
     def has_clients(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Return True if the data are the clients' own: a ClientDatasets, or a loader for each of the federation's."""
+        """Return True if the data are the clients': a ClientDatasets, or a loader for each of the federation's."""
         return not trainer.sanity_checking and bool(self._open(trainer, module)) and self._has_clients
 
     def begin(self) -> None:
-        """Forget the last validation or test, but for what there is to say of it."""
+        """Forget the last validation or test."""
         self._tell()
         self._readers: list[Reader] | None = None
         self._kept: dict[int, list[Predicted]] = defaultdict(list)
@@ -165,7 +145,7 @@ class Evaluator:
         self._has_given = False
 
     def _open(self, trainer: L.Trainer, module: L.LightningModule) -> list[Reader]:
-        """Return the readers; at the first call see what they need and how the data come."""
+        """Return the readers; at the first call find out what they need and how the data come."""
         if self._readers is not None:
             return self._readers
         callbacks = callbacks_of(trainer)
@@ -179,14 +159,13 @@ class Evaluator:
         numbers = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
         numbers = numbers if isinstance(numbers, list) else [numbers]
         clients = max((len(getattr(reader, "client_sizes", ())) for reader in readers), default=0)
-        alone = len(self.loaders) == 1
-        data = getattr(self.loaders[0], "dataset", None) if alone else None
+        data = getattr(self.loaders[0], "dataset", None) if len(self.loaders) == 1 else None
         self._has_clients = isinstance(data, ClientDatasets) or 1 < len(self.loaders) == clients
         self._in_order = len(numbers) == len(self.loaders) and all(
             gives_all(loader, number, together=isinstance(data, ConcatDataset))
             for loader, number in zip(self.loaders, numbers)
         )
-        if trainer.sanity_checking:  # those that would be in vain without predictions
+        if trainer.sanity_checking:  # only readers that would be in vain without predictions
             readers = [each for each in readers if each.is_given and (self._has_clients or not each.by_client)]
         self._readers = readers
         self._calibrates = any(reader.calibrates for reader in readers)
@@ -199,13 +178,10 @@ class Evaluator:
         self._asks = any(reader.asks(module, posterior, has_clients=self._has_clients) for reader in readers)
         samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), None)
         self._samples, self._takes_outputs = samples or DRAWS, self._calibrates or samples is not None
-        draws = (
-            posterior is not None
-            and not callable(getattr(module, "sample", None))
-            and any(is_random(each) for each in posterior.variance.values())
-        )
-        self._posterior = posterior if draws else None
-        self._can_draw = draws or callable(getattr(module, "sample", None))
+        samples_itself = callable(getattr(module, "sample", None))
+        is_wide = posterior is not None and any(is_random(each) for each in posterior.variance.values())
+        self._posterior = posterior if is_wide and not samples_itself else None
+        self._can_draw = is_wide or samples_itself
         return readers
 
     def collect(
@@ -225,7 +201,9 @@ class Evaluator:
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
             lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
             try:
-                with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
+                with evaluation.drawing(
+                    module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)
+                ):
                     found = {**self._predict(module, batch), **(found or {})}
                 self._again |= lacks
             except FedBayesError as error:
@@ -236,18 +214,18 @@ class Evaluator:
                 self._kept[loader].append(self._keep(found))
 
     def _lacks(self, found: Predicted | None) -> bool:
-        """Return True if a module has to predict once more beside what its step has returned."""
+        """Return True if a module has to predict once more, in addition to what its step has returned."""
         return found is None or (self._needs_logits and "probs" in found and "logits" not in found)
 
     def _try(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any) -> None:
-        """Raise what would keep readers from their predictions, on a batch of the check before training."""
+        """Check a batch before training; raise FedBayesError if readers would get no predictions."""
         readers = self._open(trainer, module)
         self.checked = module
         if self._calibrates:
             by_name(data_of(self.loaders)[0])
         found = returned(outputs, module)
         if self._lacks(found) and self._asks:
-            with drawing(module.device, 0):
+            with evaluation.drawing(module.device, 0):
                 try:
                     found = {**self._predict(module, batch), **(found or {})}
                 except FedBayesError:
@@ -264,36 +242,37 @@ class Evaluator:
             reader.see(found)
 
     def _keep(self, found: Predicted) -> Predicted:
-        """Return, on the CPU, what readers need of a batch once the others are there."""
-        kept = means_of(found)
+        """Return, on the CPU, what readers need of a batch after the last one."""
+        kept = evaluation.means_of(found)
         if self._calibrates and "logits" in found and (self._needs_logits or "probs" not in found):
             kept["logits"] = found["logits"]
         elif self._calibrates and "probs" in found and not self._needs_logits:  # the mean is all that sets need
-            mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
+            mean = evaluation.mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
             kept["logits"] = mean.log()
         return {name: value.detach().cpu() for name, value in kept.items()}
 
     @torch.no_grad()
     def _predict(self, module: L.LightningModule, batch: Any) -> Predicted:
-        """Return the module's predictions of a batch, which its step has not returned."""
+        """Return the predictions of a batch that the module's step has not returned."""
         if self._posterior is not None:
             predictive = self.predictive(module, self._posterior)
             return self._draw(predictive, *unpacked(batch, predictive, needs_targets=True))
-        target, known = unpacked(batch, module, needs_targets=True)[1], said_by(module)
+        target, known = unpacked(batch, module, needs_targets=True)[1], likelihoods.said_by(module)
         are_numbers = target.is_floating_point() if known is None else not known.of_classes
-        if has_predict_step(module) and (are_numbers or not self._needs_logits):
+        if evaluation.has_predict_step(module) and (are_numbers or not self._needs_logits):
             try:
-                return predicted(module, batch)
-            except FedBayesError:  # of a user's own predictions; others than a ClientReport can do with outputs
+                return evaluation.predicted(module, batch)
+            except FedBayesError:  # of a user's own predictions; readers other than a ClientReport can use outputs
                 if not self._takes_outputs:
                     raise
         try:
-            return rows_by_outputs(module, batch)
+            return evaluation.rows_by_outputs(module, batch)
         except NotImplementedError:
-            raise FedBayesError(f"{type(module).__name__} has no forward that gives logits: {REMEDY}") from None
+            name = type(module).__name__
+            raise FedBayesError(f"{name} has no forward that gives logits: {evaluation.REMEDY}") from None
 
     def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
-        """Return predictions by draws: as many as a report says, and :data:`DRAWS` logits for a calibration."""
+        """Return predictions by draws: as many as a report asks for, and :data:`DRAWS` logits for a calibration."""
         is_first = predictive.is_linearised or not self._calibrates
         draws = predictive.sample(inputs, DRAWS if not is_first else OUTPUT_DRAWS if self._calibrates else None)
         known = predictive.likelihood_for(draws[0], target)
@@ -308,7 +287,7 @@ class Evaluator:
         return found | {name: first[name] for name in ("logits",) if name in first}
 
     def _tell(self) -> None:
-        """Say once if draws of the posterior get many fewer of the targets of a validation right than its mean does."""
+        """Say once if draws of the posterior get many fewer targets of a validation right than its mean does."""
         mean, draws, count = self._right
         self._right = [0, 0, 0]
         if mean - draws > MOST_LOST * count + 2:  # two may be chance
@@ -328,13 +307,11 @@ class Evaluator:
         return self._predictive.eval()
 
     def predictor(self, module: L.LightningModule, posterior: GaussianPosterior) -> L.LightningModule:
-        """Return what predicts by a client's own ``posterior``, which the module holds."""
+        """Return a predictor by a client's ``posterior``, which the module holds."""
         return module if self._posterior is None else self.predictive(module, posterior)
 
-    # -- by client -----------------------------------------------------------------------------------------------------
-
     def complete(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """See to it that all readers have the predictions that they have asked for."""
+        """Predict if readers have asked for predictions and have none."""
         if not trainer.sanity_checking and self._open(trainer, module) and self._asks and not self._has_given:
             try:
                 self.predictions(trainer, module)
@@ -342,13 +319,9 @@ class Evaluator:
                 return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
-        """Return the predictions of every client's examples, by its name, on the CPU.
+        """Return every client's predictions, by its name, on the CPU; raise FedBayesError if there are none.
 
-        Clients are those of a :class:`~lightning_fedbayes.ClientDatasets`, the parts of a ``ConcatDataset`` or the
-        loaders by their number, or "all".
-
-        Raises:
-            FedBayesError: there are none, or no data sets.
+        A client is a part of a ``ClientDatasets`` or ``ConcatDataset``, a loader by its number, or "all".
         """
         if self._found is None:
             self._open(trainer, module)
@@ -367,39 +340,33 @@ class Evaluator:
         datasets, batch_size = data_of(self.loaders)
         named = by_name(datasets)
         sizes = {name: len(dataset) for name, dataset in named.items()}  # pyright: ignore[reportArgumentType]
-        whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
+        whole = [evaluation.joined(self._kept[loader]) for loader in sorted(self._kept)]
         parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
         self._kept.clear()
-        if [examples_in(each) for each in parts] == list(sizes.values()):
+        if [likelihoods.examples_in(each) for each in parts] == list(sizes.values()):
             return dict(zip(named, parts))
         if not self._asks:
-            raise FedBayesError(
-                "nobody knows whose the examples of a batch are: give a loader that does not shuffle"
-                if self._has_given
-                else f"{type(module).__name__} returns no predictions from its steps: {REMEDY}"
-            )
-        return self._pass(module, named, batch_size)
-
-    def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
-        """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
-        are_new, found = not self._has_given, dict[str, Predicted]()
+            shuffled = "cannot map the examples of a batch to clients: give a loader that does not shuffle"
+            none = f"{type(module).__name__} returns no predictions from its steps: {evaluation.REMEDY}"
+            raise FedBayesError(shuffled if self._has_given else none)
+        are_new, predictions = not self._has_given, dict[str, Predicted]()
         if are_new or self._posterior is not None:  # else the module's steps predict likewise
             self._again |= {"client", "logits", "own", *(["batches"] if are_new else [])}
 
         def predict(batch: Any) -> Predicted:
-            own = self._predict(module, batch)
+            found = self._predict(module, batch)
             if are_new:
-                self._give(own)
-            return self._keep(own)
+                self._give(found)
+            return self._keep(found)
 
-        for number, (name, dataset) in enumerate(named.items()):
+        for number, (name, dataset) in enumerate(named.items()):  # one more pass
             seed = derive_seed(self._seed, "evaluation", client=number)
-            found[name] = predict_data(module, dataset, batch_size, seed, predict, self.collate_fn)
-        return found
+            predictions[name] = evaluation.predict_data(module, dataset, batch_size, seed, predict, self.collate_fn)
+        return predictions
 
 
 def by_name(datasets: Datasets) -> dict[str, Dataset]:
-    """Return client name → data set; raise FedBayesError if there are none, or one is empty or not map-style."""
+    """Return client name → data set; raise FedBayesError for no, an empty or an iterable data set."""
     if isinstance(datasets, ClientDatasets):
         named: dict[str, Dataset] = dict(zip(datasets.names, datasets.datasets, strict=True))
     elif isinstance(datasets, Mapping) and datasets:
@@ -429,23 +396,23 @@ def evaluator_of(trainer: L.Trainer) -> Evaluator:
 
 
 def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
-    """Return what is scored of the predictions that a module's step has returned; None if it has returned none."""
+    """Return the rows of the predictions that a module's step has returned; None if it has returned none."""
     if not isinstance(outputs, dict):
         return None
     if isinstance(outputs.get("counts"), Tensor):  # rows, of a module of this package
         return outputs
     target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
     if isinstance(probs, Tensor) and isinstance(target, Tensor) and not target.is_floating_point():
-        known = said_by(module) or next(
+        known = likelihoods.said_by(module) or next(
             (
                 each
-                for each in (Categorical(), Bernoulli(), Categorical(channels=-1))
+                for each in (likelihoods.Categorical(), likelihoods.Bernoulli(), likelihoods.Categorical(channels=-1))
                 for draws in (probs, probs[:1].squeeze(0))
                 if draws.ndim and not each.unfit(draws, target)
             ),
             None,
         )
-        if isinstance(known, Categorical | Bernoulli):
+        if isinstance(known, likelihoods.Categorical | likelihoods.Bernoulli):
             draws = probs if not known.unfit(probs[0], target) else probs.unsqueeze(0)
             found = known.rows_of_probs(draws, target)
             if isinstance(logits, Tensor) and logits.shape == probs.shape:
@@ -457,15 +424,12 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
     if not mean.numel() == variance.numel() == target.numel():
         return None
     mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
-    found = RegressionPrediction(mean, variance.reshape(mean.shape), *3 * [mean.new_zeros(())])
-    return Gaussian(0.0).rows_of(found, target)
+    found = likelihoods.RegressionPrediction(mean, variance.reshape(mean.shape), *3 * [mean.new_zeros(())])
+    return likelihoods.Gaussian(0.0).rows_of(found, target)
 
 
 def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
-    """Return True if ``batches`` of a loader are all its examples in their order.
-
-    ``together`` says that they are those of several clients, so that their order within a batch counts.
-    """
+    """Return True if ``batches`` of a loader are all its examples in order; ``together``: of several clients."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     plain = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
     plain = plain and getattr(loader, "in_order", True)  # of its workers
@@ -473,11 +437,7 @@ def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
 
 
 def data_of(loaders: Any) -> tuple[Datasets, int]:
-    """Return the data set of each client behind one loader or several, and the batch size.
-
-    Raises:
-        FedBayesError: there is no loader, or it has no data set.
-    """
+    """Return the clients' data sets behind the loaders, and the batch size; raise FedBayesError if one lacks it."""
     several = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
     datasets = [getattr(loader, "dataset", None) for loader in several]
     if not several or any(dataset is None for dataset in datasets):
@@ -492,12 +452,12 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
 
 
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
-    """Return the predictions of each client, whose examples follow one another; none if there are more or fewer."""
-    if not whole or examples_in(whole) != sum(sizes):
+    """Return each client's consecutive predictions; empty if there are more or fewer examples."""
+    if not whole or likelihoods.examples_in(whole) != sum(sizes):
         return []
     rows = [int(each.sum()) for each in whole["counts"].split(sizes)]
     pieces = {
-        name: value.split(sizes if name == "counts" else rows, -2 if name in OF_DRAWS else 0)
+        name: value.split(sizes if name == "counts" else rows, -2 if name in evaluation.OF_DRAWS else 0)
         for name, value in whole.items()
     }
     return [{name: piece[number] for name, piece in pieces.items()} for number in range(len(sizes))]

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fedbayes.callbacks.evaluator import callback_of
+from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
 from lightning_fedbayes.clients import Federation
-from lightning_fedbayes.clients.privacy import check_no_buffers
-from lightning_fedbayes.clients.privacy.accountant import (
-    check_clip,
-    check_delta,
-    check_noise,
-    check_opacus,
-    epsilon_spent,
-    import_opacus,
-)
+from lightning_fedbayes.clients.privacy import accountant, check_no_buffers
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.core.errors import FederationError, listed
@@ -30,14 +24,14 @@ from lightning_fedbayes.modules import BayesianModule
 
 FULL_PRECISION = ("32-true", "64-true")
 ROUNDING = 1e-3
-"""A part of the loss that is smaller than this, beside the gradients of the examples, is taken for rounding."""
+"""Size, relative to the gradients of the examples, below which a part of the loss counts as rounding."""
 
 Counts = dict[int, dict[tuple[float, float], int]]
 """Client → noise multiplier and share of its examples in a batch → number of such steps."""
 
 
 class ExamplePrivacy(L.Callback):
-    r"""(ε, δ)-differential privacy for every training example, against whoever sees what its client sends.
+    r"""(ε, δ)-differential privacy for every training example, against whoever sees the messages of its client.
 
     In every step the gradient of each example is clipped to the L2 norm C, and the user's own optimizer gets their
     noisy mean (DP-SGD, Abadi et al. 2016, Algorithm 1):
@@ -45,21 +39,20 @@ class ExamplePrivacy(L.Callback):
     .. math:: \tilde g = \frac1B \Bigl(\sum_{i \in batch} g_i \min(1, C / \lVert g_i \rVert) + z C \epsilon\Bigr),
               \qquad \epsilon \sim N(0, I)
 
-    A client that hands out the result of such steps gives away no more than their ε, whatever becomes of it. When to
-    use it: clients are institutions with many records each, such as hospitals, and it is the records that are
-    protected. ::
+    Results of such steps give away no more than their ε, whatever becomes of them. When to use it: clients are
+    institutions with many records each, such as hospitals, and the records are to be protected. ::
 
         Trainer(callbacks=[FederatedBayes(..., engine="sequential"), ExamplePrivacy(clip=1.0, noise_multiplier=1.0)])
 
     The module and its optimizer stay what they are: Opacus's hooks leave the gradients of single examples on the
     parameters, and Opacus's optimizer clips and noises them between backward and step. Bayesian layers of this package
-    may be in the network: given their noise, examples do not share anything. The KL of a
-    :class:`~lightning_fedbayes.BayesianModule` knows no examples; its gradient is added as it is.
+    may be in the network: given their noise, examples share nothing. The gradient of a
+    :class:`~lightning_fedbayes.BayesianModule`'s KL, which depends on no example, is added as it is.
 
-    ``privacy/example_epsilon`` is logged after each round: that of the client that has given away most. Steps count as
-    Poisson samples of a batch's share of the client's examples, neighbours differ in one example more or less; batches
-    are in fact shuffled, which is the customary approximation. What a module logs of its training is not protected,
-    nor are numbers of examples.
+    ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
+    a batch's share of the client's examples, neighbours differ in one example more or less; batches are in fact
+    shuffled, which is the customary approximation. Logged figures of training and numbers of examples are not
+    protected.
 
     Args:
         clip: C > 0, in the unit of a gradient of the loss of one example.
@@ -68,19 +61,18 @@ class ExamplePrivacy(L.Callback):
 
     Raises:
         FederationError: before training starts: an argument outside its range, Opacus is not installed, no
-            FederatedBayes with the sequential engine beside it, several processes or optimizers, half precision,
-            buffers that clients send, layers whose examples have no gradients of their own, or a likelihood that takes
-            them together. In the first step: a part of the loss that reaches parameters past the layers, or parameters
-            that it does not reach.
+            FederatedBayes with the sequential engine, several processes or optimizers, half precision, buffers that
+            clients send, layers whose examples have no separate gradients, or a likelihood that takes them together. In
+            the first step: a part of the loss that bypasses the layers, or parameters that it does not reach.
     """
 
     takes_single_gradients: ClassVar[bool] = True
 
     def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5) -> None:
-        check_clip(clip)
-        check_noise(noise_multiplier)
-        check_delta(delta)
-        check_opacus()
+        accountant.check_clip(clip)
+        accountant.check_noise(noise_multiplier)
+        accountant.check_delta(delta)
+        accountant.check_opacus()
         self.clip = clip
         self.noise_multiplier = noise_multiplier
         self.delta = delta
@@ -92,27 +84,21 @@ class ExamplePrivacy(L.Callback):
         self._checked = False
         self._batch_idx = 0
 
-    # -- before training -----------------------------------------------------------------------------------------------
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and the network."""
         if stage != "fit":
             return
-        federated: Any = federated_callback(trainer)
-        if federated.settings.engine == "vectorized":
+        if federated_callback(trainer).settings.engine == "vectorized":
             raise FederationError(
-                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute for a "
-                "stack of clients; use engine='sequential' or 'auto'"
+                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute; use "
+                "engine='sequential' or 'auto'"
             )
         if trainer.world_size > 1:
-            raise FederationError(
-                f"ExamplePrivacy counts the steps of clients that one process trains, and there are "
-                f"{trainer.world_size}; use devices=1"
-            )
+            why = f"it counts the steps of clients that one process trains, and there are {trainer.world_size}"
+            raise FederationError(f"ExamplePrivacy: {why}; use devices=1")
         if trainer.precision not in FULL_PRECISION:
-            raise FederationError(
-                f"precision={trainer.precision!r}: a gradient is clipped and noised in full precision; use '32-true'"
-            )
+            why = "a gradient is clipped and noised in full precision"
+            raise FederationError(f"precision={trainer.precision!r}: {why}; use '32-true'")
         why = "To clip the gradient of each hides none: take FederatedBayes(privacy=UpdatePrivacy(...))"
         check_by_example(pl_module, why, FederationError)
         check_network(pl_module)
@@ -120,22 +106,18 @@ class ExamplePrivacy(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the optimizer."""
         if len(trainer.optimizers) != 1:
-            raise FederationError(
-                f"ExamplePrivacy: {type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and an example "
-                "is clipped over all parameters at once; use one"
-            )
+            found = f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers"
+            raise FederationError(f"ExamplePrivacy: {found}, and clips an example over all parameters at once; use one")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the first round, put hooks on the layers."""
         self._counts_before = {client: dict(kinds) for client, kinds in self._counts.items()}
         if self._samples is not None:
             return
-        federated: Any = federated_callback(trainer)
-        self._federation = federated.federation
-        assert self._federation is not None
+        self._federation = federated_callback(trainer).federation
         check_no_buffers(self._federation.engine.model.federated_buffers)
         self._samples = GradSamples(pl_module)
-        self._optimizer = import_opacus("opacus.optimizers").DPOptimizer(
+        self._optimizer = accountant.import_opacus("opacus.optimizers").DPOptimizer(
             trainer.optimizers[0],
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.clip,
@@ -143,12 +125,10 @@ class ExamplePrivacy(L.Callback):
         )
         self._checked = False
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin with a clean slate, whatever became of the client before."""
+        """Forget the gradients of the step before."""
         assert self._samples is not None
         self._samples.reset()
 
@@ -178,35 +158,30 @@ class ExamplePrivacy(L.Callback):
         kind = self.noise_multiplier, min(1.0, examples / engine.sizes[client])
         kinds[kind] = kinds.get(kind, 0) + 1
 
-    # -- after a round -------------------------------------------------------------------------------------------------
-
     @property
     def epsilons(self) -> dict[int, float]:
         """ε of an example of each client that has trained, by the client's number."""
         return {
-            client: epsilon_spent([(*kind, steps) for kind, steps in kinds.items()], self.delta)
+            client: accountant.epsilon_spent([(*kind, steps) for kind, steps in kinds.items()], self.delta)
             for client, kinds in self._counts.items()
         }
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log what has been given away."""
+        """Log the largest ε of a client."""
         pl_module.log("privacy/example_epsilon", max(self.epsilons.values(), default=0.0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Take the hooks off the layers."""
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take the hooks off the layers."""
-        self._give_back()
-
-    def _give_back(self) -> None:
         if self._samples is not None:
             self._samples.remove()
         self._samples, self._optimizer = None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps of every client up to the end of the last finished round."""
+        """Return the steps of every client up to the end of the last finished round."""
         unfinished = self._federation is not None and self._federation.stage == "training"
         counts = self._counts_before if unfinished else self._counts
         return {"steps": {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}}
@@ -219,23 +194,19 @@ class ExamplePrivacy(L.Callback):
         }
 
 
-def federated_callback(trainer: L.Trainer) -> L.Callback:
-    """The callback of ``trainer`` that runs a federation; FederationError if there is none."""
-    made: Any = trainer
-    for callback in made.callbacks:
-        if hasattr(type(callback), "federation"):
-            return callback
-    raise FederationError(
-        "ExamplePrivacy needs a FederatedBayes beside it: Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
-    )
+def federated_callback(trainer: L.Trainer) -> FederatedBayes:
+    """Return the callback that runs the federation; raise FederationError if there is none."""
+    found = callback_of(trainer, FederatedBayes)
+    if found is None:
+        need = "Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
+        raise FederationError(f"ExamplePrivacy needs a FederatedBayes beside it: {need}")
+    return found
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradient of the part of the loss that knows no examples: the weighted KL of a BayesianModule; None for none."""
-    if not isinstance(module, BayesianModule):
-        return [None] * len(parameters)
-    loss = module.kl_factor() * kl_divergence(module.network)
-    if not loss.requires_grad:
+    """Return the gradient of a BayesianModule's weighted KL, which depends on no example; None for other modules."""
+    loss = module.kl_factor() * kl_divergence(module.network) if isinstance(module, BayesianModule) else None
+    if loss is None or not loss.requires_grad:
         return [None] * len(parameters)
     return torch.autograd.grad(loss, parameters, allow_unused=True)
 
@@ -245,18 +216,13 @@ def check_all_sampled(module: nn.Module, parameters: Sequence[Tensor]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     missing = [names[id(each)] for each in parameters if getattr(each, "grad_sample", None) is None]
     if missing:
-        raise FederationError(
-            f"ExamplePrivacy: the loss of this batch does not depend on {listed(missing)} through the layers that "
-            "hold them; call the layers themselves, and freeze what is not used (requires_grad_(False))"
-        )
+        remedy = "call the layers themselves, and freeze what is not used (requires_grad_(False))"
+        why = f"the loss of this batch does not depend on {listed(missing)} through the layers that hold them"
+        raise FederationError(f"ExamplePrivacy: {why}; {remedy}")
 
 
 def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: Sequence[Tensor | None]) -> None:
-    """Raise FederationError if the gradient is not the mean of those of the examples, and that of the prior.
-
-    Past the layers goes, for instance, a penalty on the parameters in the loss: no example has a part in it, and it
-    would be lost.
-    """
+    """Raise FederationError unless the gradient is the mean of the examples' and the prior's, without penalties."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter, prior in zip(parameters, of_prior):
         samples = parameter.grad_sample.flatten(1)
@@ -265,6 +231,5 @@ def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: S
         if rest.norm() > ROUNDING * (samples.norm(dim=1).max() + prior.norm()):
             raise FederationError(
                 f"ExamplePrivacy: a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a "
-                "penalty on the parameters; no example has a part in it, and it would be lost. Use the optimizer's "
-                "weight_decay, or a BayesianModule, whose KL is known"
+                "penalty on the parameters, and would be lost. Use weight_decay, or a BayesianModule, whose KL is known"
             )

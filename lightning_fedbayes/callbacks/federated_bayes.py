@@ -16,49 +16,22 @@ from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation
+from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.model import frozen_names, with_rest
-from lightning_fedbayes.clients.settings import (
-    USUAL,
-    Adversaries,
-    Asynchronous,
-    BufferPolicy,
-    EngineName,
-    FederationSettings,
-    Fusion,
-    Keep,
-    Kept,
-    Partition,
-    Safeguards,
-    Source,
-    UpdatePrivacy,
-    Weighting,
-)
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, plan_round, share_of
-from lightning_fedbayes.trainer import (
-    FitLoop,
-    check_held_out,
-    check_not_finished,
-    check_of_a_federation,
-    check_same_federation,
-    check_same_number,
-    check_schedulers,
-    check_trainer,
-    is_finished,
-    use_whole_checkpoints,
-)
+from lightning_fedbayes.trainer import FitLoop, checks, use_whole_checkpoints
 
 
 class FederatedBayes(L.Callback):
     r"""Federates the training of a LightningModule over clients, inside one Trainer and one ``fit``.
 
     An epoch is a round. The clients of the round's cohort train one after another from the global posterior, each for
-    ``local_epochs`` passes over its own data; their posteriors are fused, and the module holds the fused posterior
-    when validation, checkpoints, early stopping and epoch-wise schedulers have their turn. Any LightningModule with
-    automatic optimization will do: parameters of Bayesian layers are Gaussian, all others point masses.
+    ``local_epochs`` passes over its data; their posteriors are fused, and the module holds the fused posterior during
+    validation, checkpoints, early stopping and epoch-wise schedulers. Any LightningModule with automatic optimization
+    will do: parameters of Bayesian layers are Gaussian, all others point masses.
 
     ::
 
@@ -68,52 +41,49 @@ class FederatedBayes(L.Callback):
     interruptions. A client that raises, or sends what is not finite, is left out of its round.
 
     Args:
-        partition: how the training examples are dealt out to clients. None: the training data set is a
+        partition: deals out the training examples to clients. None: the training data set is a
             :class:`~lightning_fedbayes.ClientDatasets` (or ``ConcatDataset``) with one part per client.
         local_epochs: passes over a client's data per round, E.
-        fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round; "turns": one
-            client in each round, in the order of their numbers.
-        fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as
-            ``FedProx(0.1)``, or a fusion rule, by which it averages
-            (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
+        fraction: share of the clients in a round, C in (0, 1], drawn in every round; "turns": one client in each round,
+            in the order of their numbers.
+        fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as ``FedProx(0.1)``, or a
+            fusion rule, by which it averages (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
             :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
-            one normal prior, clients that keep no more than 1 GiB in memory, and no other setting that speaks against
-            them.
-            Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
+            one normal prior, clients that keep no more than 1 GiB in memory, and no conflicting setting. Elsewhere
+            "reverse_kl_barycenter", an average. A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
-            and it is likely to be faster, and says which it took and why. A number: "vectorized", with at most so many
-            clients in a stack, in place of as many as fit into 256 MiB (4 GiB on a GPU). Results with Bayesian noise
-            depend on it, within the noise.
-        keep: what every client keeps from round to round, beside what the method does: its "optimizer" state, which
-            otherwise begins anew, and whose momentum fades in rounds that the client misses; the "posterior" that it
-            has trained last, for :meth:`posterior_of`. Neither leaves the client; each takes as much memory and room in
-            a checkpoint as the network, or twice that, for each client. Under ``fusion="sites"``, where every round
-            goes on with nearly the same local problem, clients keep their optimizers' states anyway, unless one is
-            L-BFGS, or holds more than a state per parameter. A :class:`~lightning_fedbayes.Kept` says where it lies,
-            too: on disk, for many clients.
+            and it is likely to be faster, and says why. A number: "vectorized", with at most so many clients in a
+            stack, in place of as many as fit into 256 MiB (4 GiB on a GPU). Results with Bayesian noise depend on it,
+            within the noise.
+        keep: what every client keeps from round to round: its "optimizer" state, which otherwise begins at zero, and
+            whose momentum fades in rounds that the client misses; the "posterior" that it has trained last, for
+            :meth:`posterior_of`. Neither leaves the client; each takes once or twice the network's memory and room in a
+            checkpoint, for each client. Under ``fusion="sites"`` clients always keep their optimizers' states, unless
+            one is L-BFGS, or holds more than a state per parameter. A :class:`~lightning_fedbayes.Kept` says where
+            they lie: on disk, for many clients.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
-            every client keeps its own, and the global model gets the average; "frozen": they never change.
+            every client keeps its buffers, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
             client. In the global model they keep their initial value.
         safeguards: what happens in rounds of too few clients, and how much one client may do: a
             :class:`~lightning_fedbayes.Safeguards`.
-        adversaries: for tests of a defence: a function that is called at the start of each round with a
-            :class:`~lightning_fedbayes.clients.settings.Sending`. What it returns is called with each update, after
-            privacy, and yields what is sent in its place; after the round's last update with None, to send what it
-            has held back. Over several processes each has the clients that it trains.
+        adversaries: for tests of a defence: a function of a :class:`~lightning_fedbayes.clients.settings.Sending`,
+            called at the start of each round. Its result is called with each update, after privacy, and yields what is
+            sent instead; after the round's last update with None, to send what it has held back. In each process it
+            has the clients that train there.
         privacy: an :class:`~lightning_fedbayes.UpdatePrivacy`: every client clips its update and adds noise
             before it sends it, and the ε given away is logged as ``privacy/epsilon``.
-        posterior: where the posterior of parameters outside of Bayesian layers comes from: a
+        posterior: source of the posterior of parameters outside of Bayesian layers: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
-            along it, or a :class:`~lightning_fedbayes.clients.learned.PosteriorSource` of your own. None: from an
+            along it, or a :class:`~lightning_fedbayes.clients.learned.PosteriorSource` of your own. None: an
             :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: clients start and send whenever they are ready, in
             virtual time, and an epoch is a fusion of the messages that have arrived. None: rounds.
-        seed: where every random draw comes from.
+        seed: seed of every random draw.
 
     Attributes:
         clients: the clients, once ``fit`` has begun.
@@ -125,40 +95,26 @@ class FederatedBayes(L.Callback):
 
     def __init__(
         self,
-        partition: Partition | None = None,
+        partition: settings.Partition | None = None,
         *,
         local_epochs: int = 1,
         fraction: Fraction = 1.0,
-        fusion: Fusion | None = None,
-        weighting: Weighting = "train_size",
-        engine: EngineName | int = "auto",
-        keep: Sequence[Keep] | Kept = (),
-        buffers: BufferPolicy = "average",
+        fusion: settings.Fusion | None = None,
+        weighting: settings.Weighting = "train_size",
+        engine: settings.EngineName | int = "auto",
+        keep: Sequence[settings.Keep] | settings.Kept = (),
+        buffers: settings.BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
-        safeguards: Safeguards = USUAL,
-        adversaries: Adversaries | None = None,
-        privacy: UpdatePrivacy | None = None,
-        posterior: Source | None = None,
-        schedule: Asynchronous | None = None,
+        safeguards: settings.Safeguards = settings.USUAL,
+        adversaries: settings.Adversaries | None = None,
+        privacy: settings.UpdatePrivacy | None = None,
+        posterior: settings.Source | None = None,
+        schedule: settings.Asynchronous | None = None,
         seed: int = 0,
     ) -> None:
-        self.settings = self._given = FederationSettings(
-            partition,
-            local_epochs,
-            fraction,
-            fusion,
-            weighting,
-            engine,
-            keep,
-            buffers,
-            local_parameters,
-            safeguards,
-            adversaries,
-            privacy,
-            posterior,
-            schedule,
-            seed,
-        )
+        first = (partition, local_epochs, fraction, fusion, weighting, engine, keep, buffers, local_parameters)
+        last = (safeguards, adversaries, privacy, posterior, schedule, seed)
+        self.settings = self._given = settings.FederationSettings(*first, *last)
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
@@ -169,7 +125,7 @@ class FederatedBayes(L.Callback):
         self._uncertainty = UncertaintyReport(samples=None)
 
     def __repr__(self) -> str:
-        default, described = vars(FederationSettings()), self.settings.described()
+        default, described = vars(settings.FederationSettings()), self.settings.described()
         chosen = [name for name, value in vars(self.settings).items() if name == "fusion" or value != default[name]]
         texts = {name: repr(described.get(name, getattr(self.settings, name))) for name in chosen}
         texts |= {name: described[name] for name in chosen if name in ("partition", "privacy")}  # texts already
@@ -199,40 +155,33 @@ class FederatedBayes(L.Callback):
     def posterior_of(self, client: int | str, weight: float = 1.0) -> GaussianPosterior:
         """Return the personal posterior of a client: between the global one and the one that it has trained last.
 
-        It is the fusion of the two by "reverse_kl_barycenter", with weights 1 − λ and λ; deterministic parameters are
-        averaged. Local parameters are the client's own. Choose λ for each client on data of its own that it has not
-        trained on, as :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and
-        with λ = 1 it is the client's posterior given the global one as prior, as in pFedBayes.
-
-        A client that has not trained yet has the global posterior; buffers (BatchNorm's statistics) are not part of it.
+        It is their fusion by "reverse_kl_barycenter", with weights 1 − λ and λ; deterministic parameters are averaged,
+        local parameters are the client's, buffers (BatchNorm's statistics) are no part of it. A client that has not
+        trained yet has the global posterior. Choose λ for each client on data that it has not trained on, as
+        :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and with λ = 1 it
+        is the client's posterior given the global one as prior, as in pFedBayes.
 
         Args:
             client: its number or name.
-            weight: λ of the client's own posterior, in [0, 1]; 0 is the global one.
+            weight: λ of the client's trained posterior, in [0, 1]; 0 is the global one.
 
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
         Raises:
-            FederationError: there is no such client, or neither ``keep`` nor local
-                parameters give clients any of their own.
+            FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
         """
         return self.federation.personal(client, weight)
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
-        """Inside, the module predicts by the posterior that client number ``client`` has trained last.
+        """Inside, the module predicts by client number ``client``'s last posterior, local parameters and buffers.
 
-        Its local parameters and buffers are the client's own, too.
-
-        Raises:
-            FederationError: there is no federation, or the module holds another model than the global one.
+        Raises FederationError if there is no federation, or the module does not hold its global model.
         """
         federation = self.federation
         if federation.engine.model.has_changed():
-            raise FederationError(
-                "the module holds another model than the global one of the federation, such as one of a checkpoint: "
-                "personal posteriors are those of the last round"
-            )
+            why = "personal posteriors are those of the last round"
+            raise FederationError(f"the module holds another model than the federation's global one: {why}")
         with federation.holding(client) as own:
             yield own
 
@@ -255,14 +204,12 @@ class FederatedBayes(L.Callback):
             "engine": known["engine"] if self._federation is None else self._federation.engine.name,
         }
 
-    # -- before training -----------------------------------------------------------------------------------------------
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and put the clients between it and its training loader."""
         if stage != "fit":
             return
         self.settings = self._given
-        check_trainer(trainer, pl_module, self.settings)
+        checks.check_trainer(trainer, pl_module, self.settings)
         use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
@@ -278,13 +225,13 @@ class FederatedBayes(L.Callback):
         warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse to train zero rounds in silence."""
+        """Refuse to train zero rounds without a word."""
         if self._restored is None:
-            check_not_finished(trainer, trainer.current_epoch)
-        elif trainer.current_epoch == 0 and is_finished(trainer, self._restored["rounds"]):
+            checks.check_not_finished(trainer, trainer.current_epoch)
+        elif trainer.current_epoch == 0 and checks.is_finished(trainer, self._restored["rounds"]):
             rank_zero_info(f"The checkpoint's federation is complete: {self._restored['rounds']} rounds are done.")
         else:
-            check_not_finished(trainer, self._restored["rounds"])
+            checks.check_not_finished(trainer, self._restored["rounds"])
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find mistakes before anything runs."""
@@ -293,7 +240,7 @@ class FederatedBayes(L.Callback):
     def _prepare(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader]:
         """Check what can only be known once optimizers and loaders exist."""
         assert self._loop is not None
-        check_schedulers(trainer)
+        checks.check_schedulers(trainer)
         if self._loader is None:
             self._loop.setup_data()
         assert self._loader is not None
@@ -311,13 +258,13 @@ class FederatedBayes(L.Callback):
 
         self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
         if before is not None:
-            check_same_number(before.clients, self._loader.clients)
+            checks.check_same_number(before.clients, self._loader.clients)
             if self._federation is not None:
                 self._federation.engine.use(self._loader)
         return self._loader
 
     def _planned(self, trainer: L.Trainer, loader: FederatedLoader) -> RoundPlan:
-        """Return the plan of the present round, for all processes; the loader and the hooks ask for the same one."""
+        """Return the plan of the present round, for all processes; the loader and the hooks share it."""
         plan, planned = self._plan
         if plan.round != trainer.current_epoch or planned is not loader:
             plan = plan_round(trainer.current_epoch, loader.clients.sizes, loader.batching, loader.timeline)
@@ -340,14 +287,14 @@ class FederatedBayes(L.Callback):
         """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
         loop, loader = self._prepare(trainer)
         if self.settings.fusion is not None and self.settings.method.auto is not None:
-            check_held_out(trainer)
+            checks.check_held_out(trainer)
         earlier = self._restored
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
         federation = make_federation(self.settings, loop.context(), loader, loop.collective, loop.held_out_batches)
         self._federation, self.settings = federation, federation.settings
         if earlier is not None:
-            check_same_federation(trainer, earlier["settings"], self.described())
+            checks.check_same_federation(trainer, earlier["settings"], self.described())
             federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
             loop.step_plateau(earlier.get("plateau", {}), earlier["rounds"])
@@ -355,8 +302,6 @@ class FederatedBayes(L.Callback):
             federation.engine.states.begin()
         self._restored = None
         return loop, loader, federation
-
-    # -- a round -------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
@@ -397,16 +342,14 @@ class FederatedBayes(L.Callback):
                 self._loop.count_steps(steps)
             self._report.fused(result)
 
-    # -- between rounds ------------------------------------------------------------------------------------------------
-
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Seed the Monte Carlo samples of the validation; see that it scores the global posterior."""
+        """Seed the Monte Carlo samples of the validation, and let it score the global posterior."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._drop_unfinished_round()
             seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round beside the validation's figures: it is their x-axis. Estimate the ELBO of sites."""
+        """Log the round, the x-axis of the validation's figures; estimate the ELBO of sites."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.federation.stage == "fused":
@@ -417,7 +360,7 @@ class FederatedBayes(L.Callback):
         if self.federation.stage == "fused":
             log = self.federation.engine.log
             log.end_round()
-            if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
+            if trainer.loggers:  # the module's training figures need it; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
                 pl_module.log_dict(self.settings.privacy.figures(max(self._report.records.rounds)))
@@ -425,58 +368,46 @@ class FederatedBayes(L.Callback):
             self._report.log_round(trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round beside the test's figures: it is their x-axis."""
+        """Log the round, the x-axis of the test's figures."""
         known = self._federation is not None or self._restored is not None
         if trainer.loggers:
             pl_module.log("round", float(len(self.history)) if known else 0.0, sync_dist=True)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See that W&B draws the test's figures over the rounds."""
+        """Let W&B draw the test's figures over the rounds."""
         self._report.log_test(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of clients; drop a round that was cut short.
-
-        Raises:
-            FederationError: no round of the federation has come to anything, so that nothing is trained.
-        """
+        """Log the table of clients, drop a round that was cut short; raise FederationError if no round succeeded."""
         self._drop_unfinished_round()
         self.federation.check_trained()
-        self.federation.take_over()  # what hooks have changed after the last round
+        self.federation.take_over()  # changes that hooks made after the last round
         self._report.finish(trainer, self._uncertainty, self.history)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After a checkpoint of a complete federation, which trains nothing, hold its clients, too."""
+        """Make a complete federation's clients available after its checkpoint, which trains no further."""
         if self._restored is not None:
             self._make(trainer)[-1].engine.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the module with the global posterior of the last good round: nothing learnt is lost."""
+        """Leave the module with the global posterior of the last good round."""
         self._drop_unfinished_round()
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
-        if stage == "fit":
-            self._give_back()
+        if stage == "fit" and self._loop is not None:
+            self._loop.restore()
+        if stage == "fit" and self._federation is not None:
+            self._federation.engine.restore_priors()
 
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""
         if self._federation is not None and self._federation.stage == "training":
             self._report.tell_failures(self._federation.round)
             self._federation.abandon()
-            rank_zero_info(
-                f"Round {self._federation.round + 1} was cut short; the module holds the global posterior that it "
-                "started from."
-            )
-
-    def _give_back(self) -> None:
-        if self._loop is not None:
-            self._loop.restore()
-        if self._federation is not None:
-            self._federation.engine.restore_priors()
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+            cut = f"Round {self._federation.round + 1} was cut short"
+            rank_zero_info(f"{cut}; the module holds the global posterior that it started from.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole federation at the end of the last finished round."""
@@ -491,10 +422,10 @@ class FederatedBayes(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on from a run that was no federation."""
         if trainer.state.fn == "fit":
-            check_of_a_federation(checkpoint, self.state_key)
+            checks.check_of_a_federation(checkpoint, self.state_key)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """See to it that the checkpoint lies between two rounds, whenever it is written."""
+        """Move the checkpoint to a point between two rounds, whenever it is written."""
         self._between_rounds(checkpoint)
         federation = self._federation
         if federation is not None:
@@ -504,7 +435,7 @@ class FederatedBayes(L.Callback):
             checkpoint["callbacks"][self.state_key]["plateau"] = pending
 
     def _between_rounds(self, checkpoint: dict[str, Any]) -> None:
-        """Make ``checkpoint`` hold the global model of the last finished round and nothing of a begun one."""
+        """Make ``checkpoint`` hold the global model of the last finished round only."""
         federation = self._federation
         if federation is None or self._loop is None:
             return

@@ -29,10 +29,7 @@ ANONYMOUS = "The anonymous setting has no effect and will be removed in a future
 
 
 def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
-    """Log a figure by ``name``: an image in W&B and TensorBoard, a PNG file beside the figures of a CSVLogger.
-
-    Here and below ``round`` is the number of finished rounds (epochs).
-    """
+    """Log a figure after ``round`` rounds (epochs): an image in W&B and TensorBoard, a PNG file for a CSVLogger."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -45,10 +42,7 @@ def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> Non
 
 
 def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Row], round: int) -> None:
-    """Log a table: a table in W&B, Markdown text in TensorBoard, a CSV file beside the figures of a CSVLogger.
-
-    It goes into the file of the run, too, see :func:`note`.
-    """
+    """Log a table: in W&B, as Markdown in TensorBoard, as a CSV file for a CSVLogger, and in the file of the run."""
     note(trainer, {"round": round, "table": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
@@ -66,10 +60,7 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
 def log_curves(
     trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[float]], round: int, title: str
 ) -> None:
-    """Log curves as data: a chart of lines in W&B, which keeps those of every round, and a line in the file of the run.
-
-    The first of ``columns`` is x; there is at least one row.
-    """
+    """Log curves, first column x: a chart of lines in W&B, which keeps every round's, and in the file of the run."""
     note(trainer, {"round": round, "curve": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
@@ -108,11 +99,10 @@ def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
 
 @cache
 def prepare_wandb() -> None:
-    """Log offline without an account, and keep a warning back that is not about anything that a user has written.
+    """Log offline without an account, and silence a warning that users can do nothing about.
 
-    Called when the callback is made, since the Trainer starts its loggers before it calls any hook. Without an account
-    ``wandb.init`` asks on a terminal and fails elsewhere. This must not ask wandb itself (``wandb.login``): that would
-    fix wandb's settings before the variable is set.
+    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Do not call ``wandb.login`` here: it fixes
+    wandb's settings before the variable is set. The Trainer starts its loggers before its hooks, so call it earlier.
     """
     if not any(name in os.environ for name in DECIDED) and not has_account(server()):
         os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts

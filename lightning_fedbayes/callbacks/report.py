@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -14,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
-from lightning_fedbayes.callbacks.records import ClientRecords, divergence_of
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.states import Client
 from lightning_fedbayes.core import plots
@@ -27,23 +27,109 @@ from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 
-CLIENT_COLUMNS = (
-    "client",
-    "examples",
-    "rounds",
-    "failures",
-    "weight",
-    "train_loss",
-    "accuracy",
-    "seconds",
-    "megabytes_up",
-    "last_failure",
-)
+DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
+
+
+class ClientRecords:
+    """Records of all clients over the federation, a column for each figure: a million take 56 MB.
+
+    Attributes:
+        rounds, failures: rounds that each took part in, and was left out of.
+        train_loss, first_loss: mean training loss in its last and first round.
+        diverged: 1 if its training loss has exceeded :func:`worst_loss` in some round.
+        weight, seconds, megabytes_up: its normalised weight ω, training time and size of the update in its last round.
+        last_failure: client → the reason why it was left out last.
+    """
+
+    COLUMNS: ClassVar[dict[str, tuple[str, float]]] = {
+        "rounds": ("l", 0),
+        "failures": ("l", 0),
+        "train_loss": ("d", math.nan),
+        "first_loss": ("d", math.nan),
+        "diverged": ("b", 0),
+        "weight": ("d", math.nan),
+        "seconds": ("d", 0.0),
+        "megabytes_up": ("d", 0.0),
+    }
+
+    def __init__(self, clients: int) -> None:
+        self.rounds: array[int]
+        self.failures: array[int]
+        self.diverged: array[int]
+        self.train_loss: array[float]
+        self.first_loss: array[float]
+        self.weight: array[float]
+        self.seconds: array[float]
+        self.megabytes_up: array[float]
+        for name, (kind, start) in self.COLUMNS.items():
+            setattr(self, name, array(kind, [int(start) if kind in "lb" else start]) * clients)
+        self.last_failure: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def note(self, outcome: ClientOutcome) -> bool:
+        """Note the outcome of a client; return whether its training diverges in this round for the first time."""
+        client = outcome.client
+        self.rounds[client] += 1
+        self.seconds[client] = outcome.seconds
+        if outcome.error is not None:
+            self.fail(client, outcome.error)
+            return False
+        loss = outcome.metrics.get("train_loss", math.nan)
+        self.megabytes_up[client], self.train_loss[client] = outcome.num_bytes / 1e6, loss
+        if math.isnan(self.first_loss[client]):
+            self.first_loss[client] = loss
+        diverges = not self.diverged[client] and loss > worst_loss(self.first_loss[client])
+        self.diverged[client] |= diverges
+        return diverges
+
+    def fail(self, client: int, error: Exception) -> None:
+        """Note why a client is left out of a round."""
+        self.failures[client] += 1
+        self.last_failure[client] = f"{type(error).__name__}: {error}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the columns, as tensors, and the failures."""
+        columns = {
+            name: torch.tensor(getattr(self, name), dtype=DTYPES[kind]) for name, (kind, _) in self.COLUMNS.items()
+        }
+        return {**columns, "last_failure": dict(self.last_failure)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        for name, (kind, _) in self.COLUMNS.items():
+            setattr(self, name, array(kind, state[name].tolist()))
+        self.last_failure = dict(state["last_failure"])
+
+
+def worst_loss(first: float) -> float:
+    r"""Return the loss beyond which training has diverged, :math:`\ell_1 + \max(|\ell_1|, 1)`.
+
+    :math:`\ell_1` is the mean training loss of the client's first round, which began without knowledge.
+    """
+    return first + max(abs(first), 1.0)
+
+
+def divergence_of(names: Sequence[str]) -> str:
+    """Return the message that the training of clients has diverged.
+
+    >>> divergence_of(["a", "b"])[:45]
+    'the training of clients a, b has diverged: th'
+    """
+    return (
+        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
+        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
+    )
+
+
+CLIENT_COLUMNS = ("client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds")
+CLIENT_COLUMNS += ("megabytes_up", "last_failure")
 MOST_CURVES = 20
-"""Most clients that get a curve each; of more, quantiles are logged."""
+"""Most clients with a curve each; for more, quantiles are logged."""
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
-"""Figures whose curves begin in the first round in which they are not 0."""
+"""Figures with curves that begin in the first round in which they are not 0."""
 RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
@@ -96,8 +182,6 @@ class FederationReport:
         if len(self.records) != len(clients):
             self.records = ClientRecords(len(clients))
 
-    # -- a round -------------------------------------------------------------------------------------------------------
-
     def show_clients(self, trainer: L.Trainer, clients: Sequence[Client]) -> None:
         """Show the round and its clients in the training progress bar, if it is one of Lightning's."""
         bar = trainer.progress_bar_callback
@@ -115,7 +199,7 @@ class FederationReport:
         elif (
             isinstance(bar, RichProgressBar)
             and bar.is_enabled
-            and bar.progress is not None
+            and bar.progress
             and bar.train_progress_bar_id is not None
         ):
             bar.progress.update(bar.train_progress_bar_id, description=text)
@@ -130,19 +214,15 @@ class FederationReport:
             self._failures[self._clients.names[outcome.client]] = outcome.error
 
     def tell_failures(self, round: int) -> None:
-        """Print a line about the clients that are left out of ``round``, from 0, for each kind of failure."""
+        """Print a line for each kind of failure of clients that are left out of ``round``, from 0."""
         for line in told_failures(self._failures):
             rank_zero_info(f"Round {round + 1}: {line}")
         self._failures = {}
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
-
-        After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, lines about
-        the clients that are left out of it, and one about those whose training has diverged in it.
-        """
+        """Note the clients' weights, and reliabilities if the rule infers them; print lines about what went wrong."""
         for outcome in result.outcomes:
-            if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen beside others
+            if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen among others
                 self.records.fail(outcome.client, outcome.error)
                 self._failures[self._clients.names[outcome.client]] = outcome.error
         self.tell_failures(result.round)
@@ -159,10 +239,8 @@ class FederationReport:
             )
         self._unheld = []
         if result.refusal is not None:
-            rank_zero_info(
-                f"Round {result.round + 1}: the old posterior stays, because the clients cannot be fused: "
-                f"{result.refusal}"
-            )
+            kept = "the old posterior stays, because the clients cannot be fused"
+            rank_zero_info(f"Round {result.round + 1}: {kept}: {result.refusal}")
         for client, weight in result.weights.items():
             self.records.weight[client] = weight
         new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying
@@ -188,14 +266,13 @@ class FederationReport:
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
-        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Charts
-        that would tell nothing are left out (:meth:`_worth_a_chart`), except in the file of a CSVLogger.
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Only the
+        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`).
 
         Args:
             trainer: at the end of a training epoch.
             figures: name → value; "round", counted from 1, becomes the x-axis.
-            training_names: names of the figures that the module has logged of its training per epoch.
-            step_names: names of those that it has logged of single steps, whose x-axis stays the step.
+            training_names, step_names: figures that the module has logged per epoch, and per step, over the step.
             scored: knows the accuracy of the global model for each client, by the last validation.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
@@ -215,7 +292,7 @@ class FederationReport:
                 self._draw_over_rounds(logger, names)
 
     def log_test(self, trainer: L.Trainer) -> None:
-        """Draw the figures of a test over the rounds; the round is logged beside them."""
+        """Draw the figures of a test over the rounds; the round is logged with them."""
         if not trainer.loggers:
             return
         self._note_figures(trainer, int(trainer.callback_metrics["round"]), {})
@@ -224,18 +301,15 @@ class FederationReport:
                 self._draw_over_rounds(logger, set(trainer.callback_metrics) - {"round"})
 
     def _note_figures(self, trainer: L.Trainer, round: int, more: Mapping[str, float]) -> None:
-        """Note in the file of the run what has been logged since the last time, and ``more``."""
-        known = dict(trainer.callback_metrics)  # a figure that is logged anew is another tensor
+        """Write what has been logged since the last time, and ``more``, into the file of the run."""
+        known = dict(trainer.callback_metrics)  # a figure that is logged again is another tensor
         new = {name: float(value) for name, value in known.items() if value is not self._noted.get(name)}
         self._noted = known
         new.pop("round", None)
         note(trainer, {"round": round, "figures": {**new, **more}})
 
     def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
-        """Return the names without counts that have always been 0, and without traffic down that has equalled that up.
-
-        Once a figure has been logged it is logged in every round.
-        """
+        """Return the names except of counts still 0 and of traffic down that equals traffic up; once told, always."""
         constant = {name for name in ZERO if figures[name] == 0}
         if figures["megabytes_down"] == figures["megabytes_up"]:
             constant.add("megabytes_down")
@@ -262,22 +336,13 @@ class FederationReport:
         return curves
 
     def _draw_over_rounds(self, logger: WandbLogger, names: set[str]) -> None:
-        """Make the round the x-axis of these figures in W&B.
-
-        By exact names: of a pattern and Lightning's own "*", which asks for its step, W&B would pick either.
-        """
+        """Make the round the x-axis of figures in W&B, by exact names: a pattern competes with Lightning's "*"."""
         for name in sorted(names - self._with_axis):
             logger.experiment.define_metric(name, step_metric="round")
         self._with_axis |= names
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
-        """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
-
-        Of a federation by sites print a line on how far it has come. ``scored`` is that of :meth:`log_round`,
-        ``history`` the figures of every round.
-        """
+        """Log the tables of clients, reliabilities (with a picture) and chosen rules; tell how far sites have come."""
         tell_of_sites(history)
         known = self.records
         if not trainer.loggers or not len(known):
@@ -285,22 +350,9 @@ class FederationReport:
         accuracy = scored.client_accuracy
         scores = [math.nan] * len(known) if accuracy is None else accuracy.tolist()
         failures = [known.last_failure.get(client, "") for client in range(len(known))]
-        rows = [
-            list(row)
-            for row in zip(
-                self._clients.names,
-                self._clients.sizes,
-                known.rounds,
-                known.failures,
-                known.weight,
-                known.train_loss,
-                scores,
-                known.seconds,
-                known.megabytes_up,
-                failures,
-                strict=True,
-            )
-        ]
+        parts = (known.rounds, known.failures, known.weight, known.train_loss, scores, known.seconds)
+        columns_of = (self._clients.names, self._clients.sizes, *parts, known.megabytes_up, failures)
+        rows = [list(row) for row in zip(*columns_of, strict=True)]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
         columns = [f"{scored.by}{name}" if name == "accuracy" else name for name in CLIENT_COLUMNS]
         log_table(trainer, "federation/clients", columns, shown, round=trainer.current_epoch)
@@ -339,10 +391,7 @@ class FederationReport:
 
 
 def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[str, Any]:
-    """Return the network's name and numbers of parameters: all, trained, and Gaussian; one with (μ, ρ) counts once.
-
-    The network is the module's part with most parameters.
-    """
+    """Return the name and parameters of the module's largest part: all, trained and Gaussian; (μ, ρ) count once."""
     rhos = {id(each.rho) for each in gaussian_parameters(module).values()}
     known = [parameter for parameter in module.parameters() if id(parameter) not in rhos]
     largest = max([*module.children(), module], key=lambda part: sum(p.numel() for p in part.parameters()))
@@ -356,10 +405,7 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
 
 
 def learnt_variances(module: nn.Module) -> list[str]:
-    """Return the names of the Gaussian parameters whose variances are trained, without layers of bayesian-torch.
-
-    Those have a KL divergence of their own, which this package does not see.
-    """
+    """Return the names of the Gaussian parameters with trained variances; empty for layers of bayesian-torch."""
     parameters = gaussian_parameters(module)
     if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
         return []

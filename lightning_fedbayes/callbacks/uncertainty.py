@@ -15,15 +15,7 @@ from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram, RetainedCurve
-from lightning_fedbayes.metrics.functional import (
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    predictive_entropy,
-    weighted_accuracy,
-    worst_fraction_accuracy,
-)
+from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram, RetainedCurve, functional
 
 
 def relative_information(probs: Tensor) -> Tensor:
@@ -32,49 +24,46 @@ def relative_information(probs: Tensor) -> Tensor:
     >>> relative_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
     tensor([1.])
     """
-    return mutual_information(probs) / math.log(max(2, probs.shape[-1]))
+    return functional.mutual_information(probs) / math.log(max(2, probs.shape[-1]))
 
 
 MEASURES = {
-    "entropy": predictive_entropy,
+    "entropy": functional.predictive_entropy,
     "epistemic": relative_information,
-    "kwon_aleatoric": kwon_aleatoric,
-    "kwon_epistemic": kwon_epistemic,
+    "kwon_aleatoric": functional.kwon_aleatoric,
+    "kwon_epistemic": functional.kwon_epistemic,
 }
-
-
 POINTS = 50
-"""Points of an accuracy-retained curve that is logged as data, at equal distances."""
+"""Points of an accuracy-retained curve in the log, at equal distances."""
 ENTRIES = 2**20
-"""Probabilities that are counted at once: a batch by itself takes as long as a small network."""
+"""Probabilities that are counted at once: a single batch takes as long as a small network."""
 
 
 class UncertaintyReport(Reader):
     """Calibration diagram, accuracy against retained examples and accuracy per client, from validation and test.
 
     It reads what ``validation_step`` (``test_step``) returns: a dict with "probs", class probabilities of shape
-    (samples, batch, classes) or (batch, classes), and "target", classes of shape (batch,). Other modules are left
-    alone. :class:`FederatedBayes` brings one along; add it yourself to train without a federation.
+    (samples, batch, classes) or (batch, classes), and "target", classes of shape (batch,).
+    :class:`FederatedBayes` brings one along; add it yourself to train without a federation.
 
     Logged in every validation: the area under accuracy-retained for entropy, mutual information ("epistemic") and
     Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
     Logged at the end: the two pictures.
 
-    A module without Bayesian layers returns no such thing. In a federation the report predicts for it from the global
-    posterior (of :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`. Figures
-    have "draws/" behind "val/" then, as "val/draws/retained_area_entropy".
+    For a module whose steps return no probabilities, in a federation, the report predicts from the global posterior (of
+    :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`. Figures then have
+    "draws/" behind "val/", as "val/draws/retained_area_entropy".
 
-    Where the validation data are the clients' own, :class:`ClientReport` logs their accuracies. Elsewhere those per
+    Where the validation data are the clients', :class:`ClientReport` logs their accuracies. Elsewhere accuracies per
     class are averaged with each client's label proportions, an unbiased estimate under label skew, and logged as
     "val/client_accuracy" (average by size) and "val/worst_client_accuracy" (worst 10 %).
 
     Args:
-        samples: draws for the predictions of such a module; None leaves it alone, as the report does that
-            :class:`~lightning_fedbayes.FederatedBayes` brings along.
+        samples: draws for these predictions; None predicts nothing, as in the report that a federation brings along.
 
     Attributes:
-        client_accuracy: of each client of the federation, on its own data or estimated; None if nothing is known.
-        by: "draws/" if that is of predictions that the package has drawn itself, otherwise nothing.
+        client_accuracy: of each client of the federation, on its data or estimated; None if unknown.
+        by: "draws/" if it comes from predictions that the package has drawn, otherwise "".
     """
 
     def __init__(self, samples: int | None = 10) -> None:
@@ -98,9 +87,8 @@ class UncertaintyReport(Reader):
 
         Args:
             sizes: training examples of each client.
-            label_counts: training examples per client and class, shape (clients, classes); None if unknown.
-            classes: the classes of its columns.
-            names: by which their own validation data are found in a :class:`~lightning_fedbayes.ClientDatasets`.
+            label_counts, classes: training examples, (clients, classes), None if unknown, and their columns.
+            names: the clients' names in a :class:`~lightning_fedbayes.ClientDatasets` of validation data.
         """
         self.client_sizes, self.label_counts, self.classes, self.client_names = sizes, label_counts, classes, names
 
@@ -111,8 +99,6 @@ class UncertaintyReport(Reader):
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._seen = 0
         self._log_likelihood = 0.0
-
-    # -- collecting ----------------------------------------------------------------------------------------------------
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if the posterior predicts."""
@@ -151,11 +137,10 @@ class UncertaintyReport(Reader):
         self._calibration.update(mean, target)
         for name, measure in MEASURES.items():
             self._retained[name].update(correct, measure(probs))
-        classes = mean.shape[-1]
-        hits, totals = (each.bincount(minlength=classes).double() for each in (target[correct], target))
-        self._hits, self._totals = (
-            (self._hits + hits, self._totals + totals) if len(self._totals) == classes else (hits, totals)
-        )
+        hits, totals = (each.bincount(minlength=mean.shape[-1]).double() for each in (target[correct], target))
+        if len(self._totals) == len(totals):
+            hits, totals = self._hits + hits, self._totals + totals
+        self._hits, self._totals = hits, totals
 
     @property
     def log_likelihood(self) -> tuple[float, int]:
@@ -166,8 +151,6 @@ class UncertaintyReport(Reader):
         """Return :attr:`log_likelihood` once all predictions of a validation are there."""
         evaluator_of(trainer).complete(trainer, pl_module)
         return self.log_likelihood
-
-    # -- reporting -----------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the areas and the clients' accuracies."""
@@ -193,17 +176,17 @@ class UncertaintyReport(Reader):
         figures = {f"{self._begin}retained_area_{name}": float(curve.area) for name, curve in retained.items()}
         if trainer.loggers:
             self._log_curves(trainer, retained)
-        own = self._own_accuracy(trainer, pl_module)
-        known = own is not None and not bool(own.isnan().all())
-        self.client_accuracy = own if known else self._estimated_accuracy()
+        measured = self._measured_accuracy(trainer, pl_module)
+        known = measured is not None and not bool(measured.isnan().all())
+        self.client_accuracy = measured if known else self._estimated_accuracy()
         self.by = evaluator.by("client" if known else "batches")
-        if own is None and self.client_accuracy is not None:
+        if measured is None and self.client_accuracy is not None:
             known = ~torch.isnan(self.client_accuracy)
             if bool(known.any()):
                 sizes = torch.tensor(self.client_sizes, dtype=torch.float64)[known]
                 accuracies = self.client_accuracy[known]
-                figures[f"{self._begin}client_accuracy"] = float(weighted_accuracy(accuracies, sizes))
-                figures[f"{self._begin}worst_client_accuracy"] = float(worst_fraction_accuracy(accuracies))
+                figures[f"{self._begin}client_accuracy"] = float(functional.weighted_accuracy(accuracies, sizes))
+                figures[f"{self._begin}worst_client_accuracy"] = float(functional.worst_fraction_accuracy(accuracies))
         pl_module.log_dict(figures)
 
     def _log_curves(self, trainer: L.Trainer, retained: Mapping[str, RetainedCurve]) -> None:
@@ -224,23 +207,18 @@ class UncertaintyReport(Reader):
         for curve in retained.values():  # of one point each, where all examples are equally uncertain
             fraction, accuracy = torch.atleast_1d(curve.fraction), torch.atleast_1d(curve.accuracy)
             curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
-        log_curves(
-            trainer,
-            f"{self._begin}retained_curve",
-            ("examples retained", *retained),
-            torch.stack([shares, *curves], 1).tolist(),
-            round,
-            "Accuracy when the most uncertain are discarded",
-        )
+        rows = torch.stack([shares, *curves], 1).tolist()
+        title = "Accuracy when the most uncertain are discarded"
+        log_curves(trainer, f"{self._begin}retained_curve", ("examples retained", *retained), rows, round, title)
 
-    def _own_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
-        """Accuracy of every client on its own data, NaN without any, shape (clients,); None if whose is not known."""
+    def _measured_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
+        """Return every client's accuracy on its data, NaN without any, shape (clients,); None if they are unknown."""
         evaluator = evaluator_of(trainer)
-        try:
-            found = evaluator.predictions(trainer, pl_module) if evaluator.has_clients(trainer, pl_module) else None
-        except FedBayesError:  # ClientReport says which
+        if not evaluator.has_clients(trainer, pl_module):
             return None
-        if found is None:
+        try:
+            found = evaluator.predictions(trainer, pl_module)
+        except FedBayesError:  # ClientReport prints it
             return None
         accuracy = {
             name: float((each["probs"].argmax(-1) == each["target"]).double().mean())
@@ -251,7 +229,7 @@ class UncertaintyReport(Reader):
         return torch.tensor([accuracy.get(name, math.nan) for name in names], dtype=torch.float64)
 
     def _estimated_accuracy(self) -> Tensor | None:
-        """Accuracy of every client by its label mix, NaN if none of its classes has been seen; None without clients."""
+        """Return every client's accuracy by its label mix, NaN if none of its classes is seen; None without clients."""
         if self.label_counts is None:
             return None
         classes = torch.tensor(self.classes, dtype=torch.int64)

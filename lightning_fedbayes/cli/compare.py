@@ -1,6 +1,6 @@
 """``fedbayes compare``: train one configuration with several fusion rules.
 
-Imports that take seconds stand where they are needed: help and mistakes in the options need none of them.
+Slow imports stand where they are needed: help and mistakes in the options do without.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def compare(arguments: list[str]) -> int:
     if values.seeds < 1:
         raise FedBayesError(f"--seeds {values.seeds}: give at least 1")
     check_file(values.config)
-    fusions = _names(values.fusion)
+    names = [name.strip() for name in values.fusion.split(",") if name.strip()]
+    if not names:
+        raise FedBayesError("--fusion names no fusion rule: give some, separated by commas, such as fedavg,rklb")
+    from lightning_fedbayes.fusion import get_rule, rule_name
+
+    fusions = list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
     settings = ["--config", str(values.config), *changes]
     folder = values.output or Path("outputs", "compare", values.config.stem)
 
@@ -71,16 +76,6 @@ def compare(arguments: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _names(fusion: str) -> list[str]:
-    """Return the registered names of comma-separated rules, each once; raise FusionError for an unknown one."""
-    names = [name.strip() for name in fusion.split(",") if name.strip()]
-    if not names:
-        raise FedBayesError("--fusion names no fusion rule: give some, separated by commas, such as fedavg,rklb")
-    from lightning_fedbayes.fusion import get_rule, rule_name
-
-    return list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
-
-
 def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
     """Return the first seed, and the configuration that all runs of a comparison share, with every default."""
     from lightning_fedbayes.cli.federation import DescribedFederation
@@ -98,10 +93,9 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
     files = {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"}
     logger = [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": files}]
     if project is not None:
-        # the whole path: W&B's process keeps the working folder that it began in
         run = {
             "project": project,
-            "save_dir": str(folder.resolve()),
+            "save_dir": str(folder.resolve()),  # W&B's process keeps the working folder that it began in
             "name": f"{fusion}-seed_{seed}",
             "group": folder.parent.name,
             "job_type": "fit",

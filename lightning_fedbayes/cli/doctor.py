@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from re import match
@@ -23,20 +24,20 @@ ENGINES = ("sequential", "vectorized")
 
 
 def doctor(arguments: list[str]) -> int:
-    """Print what works, and of what does not the reason; return 1 if no federation can run, else 0."""
+    """Print what works, and the reason of what does not; return 1 if no federation can run, else 0."""
     Options("doctor", "Print versions, and which engines and extras work here.").parse(arguments)
     name = "lightning-fedbayes"
     packages = [match(r"[\w-]+", each) for each in requires(name) or () if "extra ==" not in each]
     print(f"{name} {version(name)}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"packages: {', '.join(_versioned(each[0]) for each in packages if each)}")
-    works = [_told(f"engine {engine}", lambda engine=engine: _round(engine)) for engine in ENGINES]
+    works = [_told(f"engine {engine}", partial(_round, engine)) for engine in ENGINES]
     for extra, (purpose, package, module) in EXTRAS.items():
         try:
             has = f"{package} {version(package)}"
         except PackageNotFoundError:
             print(f"{extra}: not installed; for {purpose}: pip install {name}[{extra}]")
         else:
-            _told(f"{extra} ({has}), {purpose}", lambda module=module: _imported(module))
+            _told(f"{extra} ({has}), {purpose}", partial(import_module, module))
     return 0 if any(works) else 1
 
 
@@ -48,20 +49,15 @@ def _versioned(package: str) -> str:
         return f"{package} missing"
 
 
-def _told(what: str, attempt: Callable[[], str]) -> bool:
-    """Print whether an attempt succeeds, and what it says; return it."""
+def _told(what: str, attempt: Callable[[], Any]) -> bool:
+    """Print whether an attempt succeeds, and its result or error; return whether it does."""
     try:
         said = attempt()
     except Exception as error:  # whatever is wrong here is the answer
         print(f"{what}: does not work: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return False
-    print(f"{what}: works{said}")
+    print(f"{what}: works{said if isinstance(said, str) else ''}")
     return True
-
-
-def _imported(module: str) -> str:
-    import_module(module)
-    return ""
 
 
 def _round(engine: Any) -> str:
@@ -77,16 +73,9 @@ def _round(engine: Any) -> str:
 
     parts = {name: TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)) for name in ("a", "b")}
     federation = FederatedBayes(engine=engine)
+    quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     with quietly():
-        trainer = L.Trainer(
-            max_epochs=1,
-            accelerator="auto",
-            logger=False,
-            callbacks=[federation],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = L.Trainer(max_epochs=1, accelerator="auto", logger=False, callbacks=[federation], **quiet)
         module = HybridBayesianClassifier(mlp(2, 2, hidden=[2]), bayesian_last=1)
         trainer.fit(module, DataLoader(ClientDatasets(parts), batch_size=2))
     return f" on {trainer.strategy.root_device}"

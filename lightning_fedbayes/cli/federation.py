@@ -43,7 +43,7 @@ class Parser(LightningArgumentParser):
 class SaveConfig(SaveConfigCallback):
     """Saves the configuration into the folder of the run, if the logger has one.
 
-    Without a folder, LightningCLI would write ``config.yaml`` into the working directory, over a file of the user.
+    LightningCLI would otherwise write ``config.yaml`` into the working directory, over a file of the user.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -59,7 +59,7 @@ class FederationCLI(LightningCLI):
     ``seed_everything``. Classes of this package need no import path.
 
     Args:
-        arguments: those of the command line; the first is the stage if ``run`` is true.
+        arguments: of the command line; the first is the stage if ``run`` is true.
         run: run that stage; otherwise only make the objects.
 
     Attributes:
@@ -105,16 +105,18 @@ class FederationCLI(LightningCLI):
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
 
     def instantiate_classes(self) -> None:
-        """Make the objects; raise an error of this package as itself, not as the parser's error around it."""
+        """Make the objects; raise an error of this package as itself, without the parser's error around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            own = _own_error(error)
-            if own is None and "Does not validate" in str(error):  # for a value that may have several types
-                own = FedBayesError(one_line(str(error)))
-            if own is None:
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, FedBayesError):
+                found = found.__cause__
+            if found is None and "Does not validate" in str(error):  # for a value that may have several types
+                found = FedBayesError(one_line(str(error)))
+            if found is None:
                 raise
-            raise own from error
+            raise found from error
 
     def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
         """Make the Trainer; raise FedBayesError with one line for a value of ``trainer`` that Lightning refuses."""
@@ -140,7 +142,7 @@ class FederationCLI(LightningCLI):
         print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
 
     def before_validate(self) -> None:
-        """Let the clients' figures be shown as after a fit, which alone makes the clients."""
+        """Make the clients, which otherwise only a fit makes, so that their figures are shown."""
         federation = callback_of(self.trainer, FederatedBayes)
         assert federation is not None
         self.datamodule.prepare_data()
@@ -175,10 +177,3 @@ class DescribedFederation(FederationCLI):
 
     def instantiate_classes(self) -> None:
         """Do nothing."""
-
-
-def _own_error(error: BaseException | None) -> FedBayesError | None:
-    """Return the error of this package that ``error`` was raised from, if there is one."""
-    while error is not None and not isinstance(error, FedBayesError):
-        error = error.__cause__
-    return error

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; print one line on stderr if it cannot be run.
 
     Args:
-        argv: arguments without the program's name; None: those of the process.
+        argv: arguments without the program's name; None: of the process.
 
     Returns: exit code: 0; 1 if a run of a comparison failed; 2 if the command line, the YAML file or the federation
     cannot be used.
@@ -75,36 +75,22 @@ def _run(arguments: list[str]) -> int:
 
         print(listing())
         return 0
-    if command == "plot":
-        from lightning_fedbayes.cli.results import plot
-
-        return plot(rest)
-    if command == "report":
-        from lightning_fedbayes.cli.report import report
-
-        return report(rest)
-    if command == "doctor":
-        from lightning_fedbayes.cli.doctor import doctor
-
-        return doctor(rest)
+    if command in ("plot", "report", "doctor"):
+        home = importlib.import_module(f"lightning_fedbayes.cli.{'results' if command == 'plot' else command}")
+        return getattr(home, command)(rest)
     if any(importlib.util.find_spec(module) is None for module in EXTRA):
         raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
     if command == "compare":
         from lightning_fedbayes.cli.compare import compare
 
         return compare(rest)
-    _check_files(rest)
-    os.environ.setdefault("WANDB_JOB_TYPE", command)  # read where the logger of the file names none
+    for argument, following in zip(rest, [*rest[1:], ""]):  # before seconds of imports
+        name, _, value = argument.partition("=")
+        file = value or following
+        if name == "--config" and file.endswith((".yaml", ".yml")):
+            check_file(Path(file))
+    os.environ.setdefault("WANDB_JOB_TYPE", command)  # for a logger without job_type in the file
     from lightning_fedbayes.cli.federation import FederationCLI
 
     FederationCLI(arguments)
     return 0
-
-
-def _check_files(arguments: Sequence[str]) -> None:
-    """Raise FedBayesError for a YAML file that is not there: at once, not after seconds of imports."""
-    for position, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        file = value or "".join(arguments[position + 1 : position + 2])
-        if name == "--config" and file.endswith((".yaml", ".yml")):
-            check_file(Path(file))

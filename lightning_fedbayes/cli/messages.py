@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ def check_file(config: Path) -> None:
 PLUMBING = ("Given value", "Subtypes:", "Errors:", "Does not validate", "- Expected a <class 'NoneType'>")
 """Beginnings of lines of jsonargparse that do not help a user."""
 OTHER_TYPES = ("- Expected a ", "- Import path")
-"""Beginnings of lines about other types that the value could have had; dropped if another line names the mistake."""
+"""Beginnings of lines about other possible types of the value; dropped if another line names the mistake."""
 CONTAINERS = ("builtins", "collections.abc", "typing")
 """Modules of generic types, which are no candidates for a class name."""
 
@@ -75,19 +75,10 @@ def one_line(message: str) -> str:
 
 def subclass_names(base: type) -> list[str]:
     """Return the names of the imported concrete public classes that derive from ``base``, itself included."""
-    return sorted(
-        {
-            kind.__name__
-            for kind in _subclasses(base)
-            if not inspect.isabstract(kind) and not kind.__name__.startswith("_")
-        }
-    )
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from _subclasses(kind)
+    kinds = [base]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+    return sorted({each.__name__ for each in kinds if not inspect.isabstract(each) and each.__name__[0] != "_"})
 
 
 def _where(message: str) -> str:
@@ -142,12 +133,9 @@ def _wrong_choice(found: re.Match[str], keys: Collection[str]) -> str:
 
 def _missing(found: re.Match[str], keys: Collection[str]) -> str:
     names = " and ".join(name.strip().rpartition(".")[2] for name in found[1].split(","))
-    inside = 'Parser key "' in found.string
-    return (
-        f"{_where(found.string)}: {names} missing"
-        if inside
-        else (f"{names} missing: give --config FILE with a class_path for each, as in examples/configs")
-    )
+    if 'Parser key "' in found.string:
+        return f"{_where(found.string)}: {names} missing"
+    return f"{names} missing: give --config FILE with a class_path for each, as in examples/configs"
 
 
 SENTENCES: tuple[tuple[str, Callable[[re.Match[str], Collection[str]], str]], ...] = (
@@ -184,30 +172,24 @@ def short_help(command: str, description: str, actions: Iterable[argparse.Action
     """
     options = {action.dest: action for action in actions if _is_option(action)}
     heads = {name.partition(".")[0] for name in options if "." in name}
-    general = [
-        _line(name, option) for name, option in options.items() if "." not in name and name not in {*heads, *classes}
-    ]
-    sections = [
-        f"usage: fedbayes {command} --config FILE [--KEY VALUE ...]",
-        description,
-        "\n".join(["options:", *general]),
-    ]
+    others = {*heads, *classes}
+    general = [_line(name, option) for name, option in options.items() if "." not in name and name not in others]
+    usage = f"usage: fedbayes {command} --config FILE [--KEY VALUE ...]"
+    sections = [usage, description, "\n".join(["options:", *general])]
     for head in sorted(heads - {"trainer"}):
         lines = [_line(name, option) for name, option in options.items() if name.startswith(f"{head}.")]
         sections.append("\n".join([f"{head}:", *lines]))
     for key, base in classes.items():
         names = ", ".join(name for name in subclass_names(base) if name != base.__name__)
-        sections.append(
-            f"--{key} CLASS, --{key}.ARGUMENT VALUE (arguments: fedbayes {command} --{key}.help CLASS)\n"
-            + _wrapped(names or f"any {base.__name__}")
-        )
+        head = f"--{key} CLASS, --{key}.ARGUMENT VALUE (arguments: fedbayes {command} --{key}.help CLASS)"
+        sections.append(f"{head}\n{_wrapped(names or f'any {base.__name__}')}")
     trainer = ", ".join(name.partition(".")[2] for name in options if name.startswith("trainer."))
     sections.append(f"--trainer.ARGUMENT VALUE, of lightning.Trainer\n{_wrapped(trainer)}")
     return "\n\n".join(sections) + "\n"
 
 
 def class_help(name: str, actions: Iterable[argparse.Action]) -> str:
-    """Return one line per argument of the class ``name``; ``actions`` are those of a parser for this class."""
+    """Return one line per argument of the class ``name``; ``actions`` are of a parser for this class."""
     lines = [_line(action.dest, action) for action in actions if _is_option(action)]
     return "\n".join([f"arguments of {name}:", *lines]) + "\n"
 
@@ -218,7 +200,7 @@ def option_names(actions: Iterable[argparse.Action]) -> list[str]:
 
 
 def _is_option(action: argparse.Action) -> bool:
-    """Return whether a user can give an action: it is neither a help nor the target of a link."""
+    """Return True if a user can give an action: it is neither a help nor the target of a link."""
     names = action.option_strings
     return bool(names) and names[-1].startswith("--") and not names[0].endswith((".help", "--help", "-h"))
 
@@ -239,21 +221,10 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-SYMBOLS = {
-    r"\\sum_k": "Σ",
-    r"\\exp": "exp",
-    r"\\log": "log",
-    r"\\alpha": "α",
-    r"\\omega": "ω",
-    r"\\sigma": "σ",
-    r"\\mu": "μ",
-    r"\\\|": "‖",
-    r"\^2": "²",
-    r"_k": "ₖ",
-    r"_\\alpha|_α": "_α",
-    r"_2": "₂",
-    r"\\ ": " ",
-}
+SYMBOLS = r"""
+\\sum_k=Σ \\exp=exp \\log=log \\alpha=α \\omega=ω \\sigma=σ \\mu=μ \\\|=‖ \^2=² _k=ₖ _\\alpha|_α=_α _2=₂
+"""
+"""Patterns of TeX = their replacements."""
 
 
 def plain(text: str) -> str:
@@ -268,6 +239,7 @@ def plain(text: str) -> str:
 
 
 def _formula(tex: str) -> str:
-    for pattern, symbol in SYMBOLS.items():
-        tex = re.sub(pattern, lambda _, symbol=symbol: symbol, tex)
-    return tex
+    for pair in SYMBOLS.split():
+        pattern, symbol = pair.split("=")
+        tex = re.sub(pattern, symbol, tex)
+    return tex.replace(r"\ ", " ")

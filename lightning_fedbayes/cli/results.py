@@ -66,11 +66,7 @@ def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> No
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
-    """Return the configuration and the runs that :func:`save` wrote.
-
-    Raises:
-        FedBayesError: the file has another format.
-    """
+    """Return the configuration and the runs that :func:`save` wrote; raise FedBayesError for another format."""
     try:
         content = json.loads((folder / FILE).read_text())
         runs = [Run(run["fusion"], run["seed"], _replaced(run["curves"], None, math.nan)) for run in content["runs"]]
@@ -154,11 +150,7 @@ def plot(arguments: list[str]) -> int:
 
 
 def curves_of(folder: Path) -> dict[str, Curves]:
-    """Return validation metric → label → values by round, of a run or a comparison.
-
-    Raises:
-        FedBayesError: the folder is of neither.
-    """
+    """Return validation metric → label → values by round, of a run or a comparison; raise FedBayesError for neither."""
     if (folder / FILE).is_file():
         _, runs = load(folder)
         return {metric: mean_curves(runs, metric) for metric in metrics_of(runs)}
@@ -193,6 +185,6 @@ def spoken(metric: str) -> str:
 
 
 def without_draws(name: str) -> tuple[str, str]:
-    """Return a figure's name without :data:`BY_DRAWS`, and what is said of it in that place."""
+    """Return a figure's name without :data:`BY_DRAWS`, and a remark in its place."""
     own = name.removeprefix(BY_DRAWS)
     return own, "" if own == name else ", by draws"

@@ -12,8 +12,7 @@ except ModuleNotFoundError as error:
         "lightning_fedbayes.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
     ) from error
 
-from lightning_fedbayes.flower.client import client_app
-from lightning_fedbayes.flower.server import initial_arrays, server_app
+from lightning_fedbayes.flower.apps import client_app, initial_arrays, server_app
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
 

@@ -1,15 +1,15 @@
-"""A federation without rounds over a network: whoever is free trains, and whoever has arrived is fused."""
+"""A federation without rounds over a network: every free client trains, and messages are fused as they arrive."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -18,19 +18,17 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, Clien
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.flower import roster
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.server import Asynchronous, Server
+from lightning_fedbayes.server import Asynchronous
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.schedule import Arrival, Delays, Fusion, Turn, read_arrivals, recorded
 
-Ask = Callable[[int, int, int, ArrayRecord, Mapping[str, Any]], Message]
-"""Message to a client, of (its node, its number, the round from 1, the global arrays, what it is told of them)."""
-Read = Callable[[Message, int, int], "ClientUpdate | ClientFailure"]
-"""Content of a reply, of (the reply, the client that was asked, the round that it was asked about)."""
+if TYPE_CHECKING:
+    from lightning_fedbayes.flower.strategy import FusionStrategy
 
 
 class Job(NamedTuple):
-    """Work of a client that is under way: whose, from which version of the global posterior, where, and since when."""
+    """Work of a client that is under way: its version of the global posterior, its node, and its start in seconds."""
 
     client: int
     started: int
@@ -46,57 +44,39 @@ class Heard(NamedTuple):
 
 
 class Course:
-    """Messages under way, and those heard since the last fusion.
+    """Messages under way, and messages that have arrived since the last fusion.
 
-    A client that is too late is not waited for, and what it sends counts for nothing; one that has not answered in time
-    is given up. Who has been heard, or given up, begins again after the next fusion.
+    Messages that are too late do not count; a client that does not answer in time is given up. A client whose message
+    has arrived, or that was given up, begins again after the next fusion.
 
     Args:
-        schedule: who trains at once, and how many messages are fused.
-        server: admits them.
-        clients: the connected clients.
-        seed: of the draws of clients, where not all train at once.
-        timeout: seconds that a client is waited for.
-        ask, read: write a message to a client, and read its reply.
-        log: where fusions are written down; None: nowhere.
-        resumed: what :meth:`state_dict` gave, of a run that has ended too early.
+        strategy: its settings, server and messages.
+        resumed: :meth:`state_dict` of a run that has ended too early.
 
     Raises:
         FederationError: a ``replay`` is of no federation, or is the file to write.
     """
 
-    def __init__(
-        self,
-        schedule: Asynchronous,
-        server: Server,
-        clients: roster.Roster,
-        seed: int,
-        timeout: float,
-        ask: Ask,
-        read: Read,
-        log: Path | None,
-        resumed: Mapping[str, Any],
-    ) -> None:
-        self.schedule = schedule
-        self.server = server
-        self.clients = clients
-        self.seed = seed
-        self.timeout = timeout
-        self._ask, self._read = ask, read
+    def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:
+        assert strategy.schedule is not None
+        assert strategy.server is not None
+        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.server
+        self.clients, self.timeout = strategy._roster, strategy._timeout
+        self._log = log = None if strategy.checkpoint is None else strategy.checkpoint.with_suffix(".jsonl")
         self._turns: list[Turn] | None = None
-        if schedule.replay is not None:
-            if log is not None and log.resolve() == Path(schedule.replay).resolve():
+        replay = self.schedule.replay
+        if replay is not None:
+            if log is not None and log.resolve() == Path(replay).resolve():
                 raise FederationError(f"replay={log} would be overwritten: give another checkpoint=, or none")
-            self._turns = recorded(read_arrivals(Path(schedule.replay)))
+            self._turns = recorded(read_arrivals(Path(replay)))
         self._jobs: dict[str, Job] = {}
         self._heard: dict[int, Heard] = {}
         self._resumed: dict[int, int] = dict(resumed.get("clients", {}))
         self._buffers: dict[int, Mapping[str, Tensor]] = dict(resumed.get("buffers", {}))
         self._turn: Turn | None = None
         self._begin = time.monotonic()
-        self._log = log
         if log is not None and log.exists():  # a run that was killed may have written one line more
-            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: server.rounds])))
+            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: self.server.rounds])))
 
     @property
     def free(self) -> dict[int, int]:
@@ -109,18 +89,10 @@ class Course:
         return {job.client for job in self._jobs.values()}
 
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
-        """Run the federation until messages are to be fused, and admit them.
+        """Run the federation until messages are to be fused, and admit them; return outcomes in order of arrival.
 
-        Args:
-            grid: how the server reaches the clients.
-            round: fusions before, the version of the global posterior.
-            arrays: the global posterior.
-            fewest: clients that must be connected.
-
-        Returns: the outcomes in the order of arrival.
-
-        Raises:
-            FederationError: too few clients are connected, or a replay cannot go on.
+        ``round`` is the number of earlier fusions, and ``fewest`` clients must be connected. Raises FederationError if
+        they are not, or a replay cannot go on.
         """
         began, turns = time.monotonic(), self._turns
         if turns is not None and round >= len(turns):
@@ -165,11 +137,7 @@ class Course:
             self.clients.look(grid, self.timeout)
 
     def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
-        """Let the server admit these clients; what it cannot use is a failure from then on.
-
-        Raises:
-            FederationError: it has been used in the federation that is repeated.
-        """
+        """Let the server admit these clients, or note their failures; raise FederationError for one in a replay."""
         assert self._turn is not None
         now = time.monotonic() - self._begin
         arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
@@ -186,7 +154,7 @@ class Course:
         return outcomes
 
     def end(self, outcomes: Collection[ClientOutcome]) -> None:
-        """Add to the history what the fusion was, write it into the log, and forget what no message will be about."""
+        """Add the fusion to the history and the log, and forget versions that no message will need."""
         turn, self._turn, server = self._turn, None, self.server
         if turn is None:
             return
@@ -206,17 +174,15 @@ class Course:
         server.versions.forget(needed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who is waited for, client → version, and the global buffers of these versions."""
+        """Return the clients at work, client → version, and the global buffers of these versions."""
         return {"clients": self._under_way(), "buffers": dict(self._buffers)}
 
     def _under_way(self) -> dict[int, int]:
         held = {client: each.started for client, each in self._heard.items()}
         return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
 
-    # -- who begins ----------------------------------------------------------------------------------------------------
-
     def _go_on(self, grid: Grid, round: int) -> None:
-        """Ask those again that were under way when the run ended, from where they began, if they are there in time."""
+        """Ask clients again that were at work when the run ended, from their versions, if they connect in time."""
         assert self.server.versions is not None
         late = time.monotonic() - self._begin > self.timeout
         for client, started in list(self._resumed.items()):
@@ -229,10 +195,10 @@ class Course:
                 self._start(grid, client, started, to_arrays(shared.posterior, self._buffers[started]), told)
 
     def _ready(self, round: int, together: int) -> list[int]:
-        """Return the clients that begin now: drawn from those that are free, until enough are at work."""
+        """Return the clients that begin now: drawn from the free ones, until enough are at work."""
         known = list(self.clients.nodes)
         if together < len(known):
-            draws = generator(self.seed, "cohort", round)
+            draws = generator(self.strategy.seed, "cohort", round)
             known = [known[place] for place in torch.randperm(len(known), generator=draws).tolist()]
         free = [client for client in known if client not in self.busy and client not in self._heard]
         return free[: max(0, together - len(self._waited(round)))]
@@ -240,24 +206,24 @@ class Course:
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
         node = self.clients.nodes[client]
-        sent = [each for each in grid.push_messages([self._ask(node, client, started + 1, arrays, told)]) if each]
+        sent = [
+            each for each in grid.push_messages([self.strategy._ask(node, client, started + 1, arrays, told)]) if each
+        ]
         if sent:
             self._jobs[sent[0]] = Job(client, started, node, time.monotonic())
         else:
             failure = FusionError(f"client {client}: Flower does not take the message to it")
             self._heard[client] = Heard(ClientFailure(client, failure), started)
 
-    # -- who is heard --------------------------------------------------------------------------------------------------
-
     def _hear(self, grid: Grid, round: int, refused: set[int]) -> bool:
-        """Take what has arrived; return False if nothing has."""
+        """Take the messages that have arrived; return False if there are none."""
         replies = {}
         for reply in grid.pull_messages(list(self._jobs)) if self._jobs else ():
             identity = reply.metadata.reply_to_message_id
             job = self._jobs.get(identity)
             if job is not None and (reply.has_error() or reply.metadata.src_node_id == job.node):
                 replies[identity] = reply
-        for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # who comes together, by number
+        for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # arrivals at once go by number
             client, started, *_ = self._jobs.pop(identity)
             if self.schedule.is_too_late(started, round):
                 refused.add(client)
@@ -267,7 +233,7 @@ class Course:
                 )
                 self._heard[client] = Heard(ClientFailure(client, late), started)
             else:
-                self._heard[client] = Heard(self._read(replies[identity], client, started + 1), started)
+                self._heard[client] = Heard(self.strategy._read(replies[identity], client, started + 1), started)
         for identity, job in list(self._jobs.items()):
             if time.monotonic() - job.since > self.timeout:  # the message of a node that has died never comes
                 silence = FusionError(f"client {job.client}: no reply within {self.timeout:g} s")
@@ -281,15 +247,14 @@ class Course:
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:
         """Return the clients to fuse now, in the order of arrival; None to wait for more."""
         valid = sum(isinstance(each.message, ClientUpdate) for each in self._heard.values())
-        nobody = not self._waited(round) and (late or bool(self._heard))
-        return list(self._heard) if valid >= buffer or nobody else None
+        ends = not self._waited(round) and (late or bool(self._heard))
+        return list(self._heard) if valid >= buffer or ends else None
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:
-    """Raise FederationError for a schedule that is one of a simulation, or whose every fusion would fail."""
+    """Raise FederationError for a schedule of a simulation, or one with too few messages for any fusion."""
     if schedule.delays != Delays():
         raise FederationError("delays= are those of a simulation: over a network the real ones count; leave them out")
     if schedule.buffer is not None and schedule.buffer < min_clients:
-        raise FederationError(
-            f"buffer={schedule.buffer} with min_clients={min_clients}: every fusion would have too few messages"
-        )
+        why = f"buffer={schedule.buffer} with min_clients={min_clients}"
+        raise FederationError(f"{why}: every fusion would have too few messages")

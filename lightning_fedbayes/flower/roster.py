@@ -16,13 +16,10 @@ POLL_SECONDS = 0.5
 
 
 class Roster:
-    """The connected clients, by number. A node says once in a run which client it is.
+    """The connected clients, by number; ``nodes`` maps client → node, ascending.
 
-    Random draws and a rule's state go by the client's number, which outlives a node's connection. A number
-    belongs to the first node that claims it, for as long as that node is connected.
-
-    Attributes:
-        nodes: client → node, ascending.
+    Random draws and a rule's state go by the client's number, which outlives a node's connection. A node says once in
+    a run which client it is. A number belongs to the first node that claims it, while that node is connected.
     """
 
     def __init__(self) -> None:
@@ -32,25 +29,21 @@ class Roster:
         self._greeted: dict[int, tuple[str | None, float]] = {}
 
     def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
-        """Wait until ``clients`` clients are at hand. Returns client → node.
+        """Wait until ``clients`` clients are at hand; return client → node. Raises FederationError at the timeout.
 
-        With ``at_once`` it goes on as soon as so many have answered, and not when all have that are connected.
-
-        Raises:
-            FederationError: they are not after ``timeout`` seconds.
+        With ``at_once`` it goes on as soon as so many have answered, without waiting for all connected nodes.
         """
         start = time.monotonic()
         while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
-                raise FederationError(
-                    f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "
-                    "SuperNodes, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
-                )
+                remedy = "start the other SuperNodes, or lower wait_for= or Safeguards(min_clients=)"
+                have = f"{len(self.nodes)} of {clients} clients"
+                raise FederationError(f"{have} are connected after {timeout:g} s; {remedy}")
             time.sleep(POLL_SECONDS)
         return self.nodes
 
     def update(self, grid: Grid, timeout: float) -> dict[int, int]:
-        """Ask new nodes who they are, and forget those that have gone. Returns client → node."""
+        """Ask new nodes who they are, and forget nodes that have gone; return client → node."""
         strangers = self._strangers(grid)
         if strangers:
             questions = [Message(RecordDict(), node, MessageType.QUERY) for node in strangers]
@@ -60,7 +53,7 @@ class Roster:
         return self._settle()
 
     def look(self, grid: Grid, timeout: float) -> dict[int, int]:
-        """Do as :meth:`update` does, without waiting: a new node is heard in a later call, or asked again in time."""
+        """Do as :meth:`update` does without waiting: a new node's answer counts in a later call."""
         now, strangers = time.monotonic(), self._strangers(grid)
         self._greeted = {
             node: (identity, since)
@@ -80,13 +73,13 @@ class Roster:
         return self._settle()
 
     def _strangers(self, grid: Grid) -> list[int]:
-        """Forget nodes that have gone, and return those that have not said who they are."""
+        """Forget nodes that have gone, and return nodes that have not said who they are."""
         connected = set(grid.get_node_ids())
         self._claims = {node: number for node, number in self._claims.items() if node in connected}
         return sorted(connected - self._claims.keys())
 
     def _settle(self) -> dict[int, int]:
-        """Give each number to the first node that has claimed it. Returns client → node."""
+        """Give each number to the first node that has claimed it; return client → node."""
         holders: dict[int, int] = {}
         for node, number in self._claims.items():  # the first that has claimed a number comes first
             holders.setdefault(number, node)
@@ -94,7 +87,7 @@ class Roster:
         return self.nodes
 
     def _enter(self, reply: Message) -> None:
-        """Note what a node says of itself."""
+        """Note the number that a node claims."""
         node = reply.metadata.src_node_id
         try:
             number = message_in(reply, None, "introduction", 0).client
@@ -104,8 +97,6 @@ class Roster:
             self._silent.add(node)
             return
         if number in self._claims.values():
-            rank_zero_info(
-                f"Node {node} is left out: it says that it is client {number}, and so does another node that came "
-                "before; give every SuperNode a partition-id of its own"
-            )
+            remedy = "give every SuperNode a partition-id of its own"
+            rank_zero_info(f"Node {node} is left out: another node is client {number}, too; {remedy}")
         self._claims[node] = number

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,33 +15,66 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_number
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.asynchronous import Course, check_schedule
-from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
-from lightning_fedbayes.server.guard import USUAL, Safeguards
-from lightning_fedbayes.server.plan import Fraction
+from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
+from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
-from lightning_fedbayes.transport.one_shot import (
-    SCALING,
-    TOLD,
-    Once,
-    OneShot,
-    check_one_shot,
-    fused,
-    kind_of,
-    needs_training,
-    read_once,
-    starts_from,
-    with_scale,
-)
 from lightning_fedbayes.transport.server import Rounds, told_round
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Figure of the clients' validation that tells the best round.
+
+    Args:
+        name: of the figure; None: there is no best round.
+        mode: "min" or "max".
+        patience: rounds without a better one after which the federation stops; None: never.
+    """
+
+    name: str | None
+    mode: Literal["min", "max"]
+    patience: int | None
+
+    def __post_init__(self) -> None:
+        errors.check_choice("mode", self.mode, ("min", "max"))
+        if self.name is not None:
+            errors.check_kind("monitor", self.name, str, "give the name of a figure, such as 'val/nll'")
+        if self.patience is not None:
+            errors.check_at_least("patience", self.patience, 1)
+            if self.name is None:
+                raise FederationError(f"patience={self.patience} with monitor=None: say which figure, as by 'val/nll'")
+
+    def noted(self, best: Mapping[str, Any], figures: Mapping[str, Any], server: Server) -> dict[str, Any]:
+        """Return the best round after a further one: "score", "round" from 1, "posterior", "buffers", and "scored".
+
+        "scored" is the last round with scores; ``figures`` are of the clients' validation, perhaps empty. Raises
+        FederationError if the figure is missing.
+        """
+        if self.name is None or not figures:
+            return {**best}
+        if self.name not in figures:
+            known = errors.nearest(self.name, figures)
+            raise FederationError(f"monitor='{self.name}': clients log no such figure; {known}")
+        score, scored = float(figures[self.name]), {"scored": server.rounds}
+        if best and (score >= best["score"] if self.mode == "min" else score <= best["score"]):
+            return {**best, **scored}
+        kept = {"posterior": server.posterior.state_dict(), "buffers": dict(server.buffers)}
+        return {"score": score, "round": server.rounds, **kept, **scored}
+
+    def is_over(self, best: Mapping[str, Any]) -> bool:
+        """Return True if the federation stops."""
+        return bool(best) and self.patience is not None and best["scored"] - best["round"] >= self.patience
+
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -55,44 +88,32 @@ class FusionStrategy(Rounds, Strategy):
     :func:`~lightning_fedbayes.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
-    ends where an uninterrupted one does. With a ``schedule`` there are no rounds: whoever is free trains, and as soon
-    as enough have arrived they are fused.
+    ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
+    enough messages have arrived they are fused.
 
     Args:
         fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
             :class:`~lightning_fedbayes.Method` or a rule object.
-        weighting: how much each client counts; see :class:`~lightning_fedbayes.FederatedBayes`. Sizes are what the
-            clients say: "equal" if they are not to be trusted.
-        fraction: share of the clients at hand that take part in a round, C in (0, 1], drawn anew in every round;
-            "turns": one of them in each round, in the order of their numbers.
-        wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
-            are left, as many as ``safeguards`` ask for at least.
-        safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
-        schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, in which nobody waits for
-            the slow, and a client that does not answer within the ``timeout`` is given up. The order of arrivals is
-            written beside the checkpoint, into a file of its name with the suffix ".jsonl", by which the run can be
-            repeated.
-        evaluate: let all clients score the global posterior on their validation data after every round; with a
-            ``schedule`` those that are free, beside what the others have scored last.
-        monitor: the figure of these scores by which the checkpoint keeps the best round, too; the arrays that
-            :meth:`start` returns are those of the best.
+        weighting: how much each client counts; see :class:`~lightning_fedbayes.FederatedBayes`. Clients state their
+            sizes: give "equal" if they are not to be trusted.
+        schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, which waits for no slow
+            client, and a client that does not answer within the ``timeout`` is given up. A file with the name of the
+            checkpoint and the suffix ".jsonl" holds the order of arrivals, by which the run can be repeated.
+        monitor: the figure of the clients' scores by which the checkpoint keeps the best round, too; the arrays that
+            :meth:`start` returns are of the best round.
         mode: "min" or "max", whichever is better.
         patience: stop after this many rounds in a row that are not better; None: never.
-        across: send the posterior that each client has sent last to all the others after the last round of a run, to
-            be scored on their validation data: :attr:`cross_scores`. Clients then see each other's posteriors, which
-            no other setting shows them: ask all of them before
-            ([what leaves a client](../privacy.md#models-that-clients-see-of-each-other)). It takes K² messages of K
-            clients, and the server keeps K posteriors in memory.
-        checkpoint: the file that the federation is kept in; None keeps it in memory only.
-        seed: where every random draw comes from, the clients' too.
+        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint`` and ``seed`` of
+            :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores by the free
+            clients, and by the last scores of the others.
 
     Attributes:
         server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
-        client_scores: the :class:`.ClientScores` of the last evaluation: what each client's
+        client_scores: the :class:`.ClientScores` of the last evaluation: figures that each client's
             ``validation_step`` has logged, by the client's number.
-        cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's own
-            posterior on the data of each, by their numbers; None where fewer than two clients have trained in this run
-            and score the models of all.
+        cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's personal posterior on
+            the data of each, by their numbers; None where fewer than two clients have trained in this run and score the
+            models of all.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -111,29 +132,13 @@ class FusionStrategy(Rounds, Strategy):
         fusion: Fusion = "reverse_kl_barycenter",
         weighting: Weighting = "train_size",
         *,
-        fraction: Fraction = 1.0,
-        wait_for: int = 2,
-        safeguards: Safeguards = USUAL,
         schedule: Asynchronous | None = None,
-        evaluate: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         patience: int | None = None,
-        across: bool = False,
-        checkpoint: str | Path | None = None,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            fusion,
-            weighting,
-            fraction=fraction,
-            wait_for=wait_for,
-            safeguards=safeguards,
-            evaluate=evaluate,
-            across=across,
-            checkpoint=checkpoint,
-            seed=seed,
-        )
+        super().__init__(fusion, weighting, **options)
         if schedule is not None:
             FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
             check_schedule(schedule, self.safeguards.min_clients)
@@ -154,20 +159,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
         """See :meth:`Rounds.go_on`."""
-        if self.schedule is not None:
-            assert self.server is not None
-            log = None if self.checkpoint is None else self.checkpoint.with_suffix(".jsonl")
-            self._course = Course(
-                self.schedule,
-                self.server,
-                self._roster,
-                self.seed,
-                self._timeout,
-                self._ask,
-                self._read,
-                log,
-                under_way,
-            )
+        self._course = None if self.schedule is None else Course(self, under_way)
 
     def under_way(self) -> dict[str, Any]:
         """See :meth:`Rounds.under_way`."""
@@ -177,8 +169,6 @@ class FusionStrategy(Rounds, Strategy):
         """See :meth:`Rounds.ended`."""
         if self._course is not None:
             self._course.end(outcomes)
-
-    # -- the run -------------------------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -196,19 +186,19 @@ class FusionStrategy(Rounds, Strategy):
         Args:
             grid: how the server reaches the clients.
             initial_arrays: the network before training, by :func:`~lightning_fedbayes.flower.initial_arrays`.
-            num_rounds: rounds of the whole federation, those in the checkpoint among them.
+            num_rounds: rounds of the whole federation, rounds in the checkpoint included.
             timeout: seconds that a round waits for its clients.
-            train_config, evaluate_config: more for clients to know.
+            train_config, evaluate_config: more configuration for clients.
             evaluate_fn: scores the global arrays on the server, after every round.
-            calibration: what :meth:`calibrate` fits after the last round. Before the first, each client tries one
-                batch, and says whether it can answer.
+            calibration: callbacks that :meth:`calibrate` fits after the last round. Before the first, each client tries
+                one batch, and says whether it can answer.
 
-        Returns: Flower's Result: the global arrays, the best ones where there is a ``monitor``, and the figures of
-            every round of this run.
+        Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and the figures of every round of
+            this run.
 
         Raises:
-            FederationError: the checkpoint is of another federation, too many rounds in a row came to nothing, or no
-                client can answer a calibration.
+            FederationError: the checkpoint is of another federation, too many rounds in a row failed, or no client can
+                answer a calibration.
         """
         check_calibration(calibration)
         self.summary()
@@ -262,8 +252,6 @@ class FusionStrategy(Rounds, Strategy):
             self.best = self.monitor.noted(self.best, scores or {}, self.server)
             self.save({})
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -283,12 +271,12 @@ class FusionStrategy(Rounds, Strategy):
         nodes: dict[int, int],
         told: Mapping[str, Any] | None = None,
     ) -> list[Message]:
-        """Return a message for each client of ``nodes``, node → client; ``told`` is what is otherwise in it."""
+        """Return a message for each client of ``nodes``, node → client, with ``told`` as further configuration."""
         messages = []
         arrays = ArrayRecord({key: array for key, array in arrays.items() if self.method.tells(key)})
         for node, client in nodes.items():
-            own = ConfigRecord({**config, **self.config_for(client, server_round), **(told or {})})
-            content = RecordDict({"arrays": arrays, "config": own})
+            whole = ConfigRecord({**config, **self.config_for(client, server_round), **(told or {})})
+            content = RecordDict({"arrays": arrays, "config": whole})
             counted = self.counted_for(client) if kind == MessageType.TRAIN else None
             if counted is not None:
                 content[COUNTED] = record_of(counted)
@@ -311,12 +299,10 @@ class FusionStrategy(Rounds, Strategy):
         return self.update_of(client, {client: answer})
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Fuse what can be used of the round's replies; see Flower's ``Strategy``.
+        """Fuse the usable replies of the round; see Flower's ``Strategy``.
 
-        Returns: the new global arrays, None if the round came to nothing, and the round's figures.
-
-        Raises:
-            FederationError: too many rounds in a row came to nothing.
+        Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if
+            too many rounds in a row failed.
         """
         replies, asked = list(replies), self._asked
         for reply in replies:
@@ -325,8 +311,6 @@ class FusionStrategy(Rounds, Strategy):
         lost = [asked.get(each.metadata.src_node_id, -1) for each in replies if has_lost_state(header_in(each))]
         answers = read_all(replies, asked, "update", server_round)
         return _records(self.finish(server_round, asked.values(), answers, lost))
-
-    # -- calibration ---------------------------------------------------------------------------------------------------
 
     def calibrate(
         self, grid: Grid, arrays: ArrayRecord, calibration: Sequence[Calibration], timeout: float = 3600
@@ -339,8 +323,8 @@ class FusionStrategy(Rounds, Strategy):
             result = strategy.start(grid, initial_arrays(module), num_rounds=20)
             strategy.calibrate(grid, result.arrays, [scaling, conformal])
 
-        The result is that of the same callbacks in one process. Thresholds go by the clients' numbers. A client that
-        fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
+        The result is the same as with these callbacks in one process. Thresholds go by the clients' numbers. A client
+        that fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
 
         Args:
             grid: how the server reaches the clients.
@@ -354,12 +338,12 @@ class FusionStrategy(Rounds, Strategy):
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")
         check_calibration(calibration)
-        check_number("timeout", timeout, "(0, inf)")
+        errors.check_number("timeout", timeout, "(0, inf)")
         self._roster.wait(grid, self.wait_for, timeout)
         self.calibrate_by(calibration, self._asking(grid, arrays, timeout))
 
     def _asking(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> Ask:
-        """Return what asks clients about a calibration of ``arrays``."""
+        """Return the function that asks clients about a calibration of ``arrays``."""
         assert self.server is not None
         rounds = max(1, self.server.rounds)
 
@@ -373,7 +357,7 @@ class FusionStrategy(Rounds, Strategy):
 
         return ask
 
-    def one_shot(self, grid: Grid, arrays: ArrayRecord, method: OneShot, timeout: float = 3600) -> Once:
+    def one_shot(self, grid: Grid, arrays: ArrayRecord, method: once.OneShot, timeout: float = 3600) -> once.Once:
         """Federate without rounds: ask every client once, and return what the server makes of the answers.
 
         ::
@@ -382,17 +366,16 @@ class FusionStrategy(Rounds, Strategy):
             model = strategy.one_shot(grid, initial_arrays(network), fb.HierarchicalLinearRegression(random=[0]))
             head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
-        For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as it would in the
-        first round, and sends its weights with their curvature; for an
-        :class:`~lightning_fedbayes.HierarchicalLinearRegression` it sends sums over its training examples, and no
-        network is trained. For a :class:`~lightning_fedbayes.BayesianHead` it sends sums over features, and of a
-        softmax it is asked again, as often as the head takes. The result is that of the same calls in one process. A
-        client that fails is left out.
+        For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as in the first round,
+        and sends its weights with their curvature; for an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
+        sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
+        sends sums over features; a softmax head asks further, as often as it needs. The result is the same as of these
+        calls in one process. A client that fails is left out.
 
         Args:
             grid: how the server reaches the clients.
             arrays: the network before training.
-            method: the clients' own, ``client_app(one_shot=...)``.
+            method: the same as the clients', ``client_app(one_shot=...)``.
             timeout: seconds that the server waits.
 
         Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
@@ -402,24 +385,24 @@ class FusionStrategy(Rounds, Strategy):
             FederationError: an argument cannot be used, or no client answers.
             FedBayesError: the answers give no result.
         """
-        check_one_shot(method)
-        check_number("timeout", timeout, "(0, inf)")
+        once.check_one_shot(method)
+        errors.check_number("timeout", timeout, "(0, inf)")
         server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
         self._timeout = timeout
         self._roster.wait(grid, self.wait_for, timeout)
-        if needs_training(method):
+        if isinstance(method, KroneckerLaplace):
             arrays = self._scaled(server, grid, arrays)
-        if not starts_from(method, server.posterior):
+        if not once.starts_from(method, server.posterior):
             arrays = to_arrays(GaussianPosterior.point_mass({}), {})
         ask = partial(self._ask_once, grid, arrays, method)
-        first = usable(ask(None, {}), lambda message: read_once(message, method, server.posterior))
-        return fused(method, first, ask)
+        first = usable(ask(None, {}), lambda message: once.read_once(message, method, server.posterior))
+        return once.fused(method, first, ask)
 
     def _ask_once(
         self,
         grid: Grid,
         arrays: ArrayRecord,
-        method: OneShot | str,
+        method: once.OneShot | str,
         clients: Collection[int] | None = None,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[int, Any]:
@@ -428,20 +411,20 @@ class FusionStrategy(Rounds, Strategy):
         action = f"{MessageType.QUERY}.once"
         questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
         for question in questions if told else ():
-            question.content[TOLD] = record_of(told or {})
-        return read_all(grid.send_and_receive(questions, timeout=self._timeout), nodes, kind_of(method), 1)
+            question.content[once.TOLD] = record_of(told or {})
+        replies = grid.send_and_receive(questions, timeout=self._timeout)
+        return read_all(replies, nodes, once.kind_of(method), 1)
 
     def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the global ``arrays`` with the scale of the clients' data, for which they are asked if it is empty."""
-        server.buffers = with_scale(server.buffers, partial(self._ask_once, grid, arrays, SCALING))
+        """Return the global ``arrays`` with the scale of the clients' data, which are asked for it if it is empty."""
+        asking = partial(self._ask_once, grid, arrays, once.SCALING)
+        server.buffers = once.with_scale(server.buffers, asking)
         return to_arrays(server.posterior, server.buffers)
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send all clients at hand the global posterior to score, if ``evaluate``; see Flower's ``Strategy``."""
+        """Send the global posterior to all clients at hand to score, if ``evaluate``; see Flower's ``Strategy``."""
         if not self.evaluate:
             return []
         self._scoring = nodes = self._at_leisure(grid)
@@ -453,26 +436,24 @@ class FusionStrategy(Rounds, Strategy):
         return {node: client for client, node in known.items()}
 
     def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
-        """Let each client score what each has sent last, for :attr:`cross_scores`; one posterior after another."""
+        """Let each client score the last posterior of each, for :attr:`cross_scores`, one posterior after another."""
         assert self.server is not None
         found, server_round = {}, self.server.rounds
         for client, model in self.own_models().items():
             nodes = self._at_leisure(grid)
-            told = self._messages(
-                MessageType.EVALUATE, server_round, to_arrays(*model), config, nodes, {"across": True}
-            )
-            replies = grid.send_and_receive(told, timeout=self._timeout)
+            more = {"across": True}
+            asked = self._messages(MessageType.EVALUATE, server_round, to_arrays(*model), config, nodes, more)
+            replies = grid.send_and_receive(asked, timeout=self._timeout)
             found[client] = read_all(replies, nodes, "scores", server_round)
         self.take_across(found)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        r"""Means over the clients, weighted by their numbers of validation examples, :math:`\sum n_k m_k / \sum n_k`.
+        r"""Return means over the clients, weighted by validation examples, :math:`\sum n_k m_k / \sum n_k`.
 
-        Of each figure over the clients that sent it as a finite number; see Flower's ``Strategy``.
-        :attr:`client_scores` holds what each client sent.
+        Clients without a finite number of a figure do not count in it. See Flower's ``Strategy``.
         """
         found = read_all(replies, self._scoring, "scores", server_round)
-        if self.schedule is not None:  # what those have scored last that are at work now
+        if self.schedule is not None:  # clients at work keep their last scores
             good = {client: each for client, each in found.items() if isinstance(each, ClientMessage)}
             self._scores = {**self._scores, **good}
             found = {**self._scores, **found}
@@ -481,7 +462,7 @@ class FusionStrategy(Rounds, Strategy):
 
 
 def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
-    """Return the new global arrays, None if the round came to nothing, and the round's figures."""
+    """Return the new global arrays, None if the round failed, and the round's figures."""
     arrays = to_arrays(result.posterior, result.buffers) if result.success else None
     return arrays, MetricRecord({**result.figures})
 
@@ -489,7 +470,7 @@ def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
 def read_all(
     replies: Iterable[Message], nodes: Mapping[int, int], kind: Kind, server_round: int
 ) -> dict[int, ClientMessage | FedBayesError]:
-    """Return what each client of ``nodes`` (node → client) has sent, or why it cannot be read, by its number."""
+    """Return the message of each client of ``nodes`` (node → client), or why it cannot be read, by its number."""
     found: dict[int, ClientMessage | FedBayesError] = {}
     for reply in replies:
         client = nodes.get(reply.metadata.src_node_id)

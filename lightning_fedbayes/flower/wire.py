@@ -1,4 +1,4 @@
-"""Flower's messages: a client's message as records and back, posteriors as arrays, replies that nobody trusts."""
+"""Flower's messages: a client's message as records and back, posteriors as arrays, and checks of all replies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ from lightning_fedbayes.transport.messages import header_of, numbers_of, posteri
 
 
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return ``posterior`` and ``buffers`` as one ArrayRecord: float64 and integers as they are, others in float32.
+    """Return ``posterior`` and ``buffers`` as one ArrayRecord, by ``transport.messages.tensors_of``.
 
-    Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
-    ``linearised/`` if the posterior is.
-
-    Args:
-        posterior: means and variances, any floating dtype; bfloat16, which Flower cannot send, is exact in float32.
-        buffers: name → tensor.
-
-    >>> q = GaussianPosterior({"w": torch.zeros(2), "b": torch.zeros(1)}, {"w": torch.ones(2), "b": torch.zeros(1)})
     >>> sorted(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(2)}), {"steps": torch.tensor(3)}))
     ['buffer/steps', 'mean/w']
     """
@@ -40,26 +32,18 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers that :func:`to_arrays` sent, in their dtypes; nothing in ``arrays`` is trusted.
-
-    Raises:
-        FusionError: see :func:`tensors_in` and :func:`~lightning_fedbayes.transport.messages.posterior_in`.
-    """
+    """Return the posterior and buffers of :func:`to_arrays`; raise FusionError for arrays of another form."""
     return posterior_in(tensors_in(arrays, who), who)
 
 
 def tensors_in(arrays: ArrayRecord, who: str) -> dict[str, Tensor]:
-    """Return the tensors of a record, by their keys.
-
-    Raises:
-        FusionError: one cannot be read, or is not in the order of rows.
-    """
+    """Return the tensors of a record, by their keys; raise FusionError for unreadable ones, or other than row order."""
     tensors = {}
     for key, array in arrays.items():
         try:
             stored = array.numpy()
             tensors[key] = torch.from_numpy(stored)
-        except Exception as error:  # bytes of a stranger: NumPy raises what it likes
+        except Exception as error:  # NumPy may raise anything for foreign bytes
             raise FusionError(f"{who}: array '{key}' cannot be read: {error}") from None
         if not stored.flags.c_contiguous:
             raise FusionError(f"{who}: array '{key}' is not in the order of rows that to_arrays sends")
@@ -67,7 +51,7 @@ def tensors_in(arrays: ArrayRecord, who: str) -> dict[str, Tensor]:
 
 
 def records_of(message: Message) -> RecordDict:
-    """Return what travels of a client's message: "arrays", "metrics" and "config", each if there is something in it."""
+    """Return the records of a client's message: "config", and "arrays" and "metrics" if there are any."""
     records = RecordDict({"config": ConfigRecord(header_of(message))})
     if message.tensors:
         records["arrays"] = record_of(message.tensors)
@@ -77,27 +61,19 @@ def records_of(message: Message) -> RecordDict:
 
 
 def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_round: int) -> Message:
-    """Return the message in a client's reply; nothing in it is trusted.
-
-    Raises:
-        FusionError: for the reasons see :func:`~lightning_fedbayes.transport.messages.read_message`.
-    """
+    """Return the message in a client's reply; raise FusionError as ``transport.messages.read_message`` does."""
     node = reply.metadata.src_node_id
     who = f"node {node}" if client is None else f"client {client}"
     if reply.has_error():
         raise FusionError(f"{who} failed: {reply.error.reason}")
     header, arrays, metrics = (reply.content.get(name) for name in ("config", "arrays", "metrics"))
-    return read_message(
-        header,
-        lambda: tensors_in(arrays, who) if isinstance(arrays, ArrayRecord) else {},
-        metrics,
-        client=client,
-        kind=kind,
-        server_round=server_round,
-        who=who,
-    )
+
+    def tensors() -> dict[str, Tensor]:
+        return tensors_in(arrays, who) if isinstance(arrays, ArrayRecord) else {}
+
+    return read_message(header, tensors, metrics, client, kind, server_round, who)
 
 
 def header_in(reply: flwr.app.Message) -> object:
-    """Return what a reply says of itself; None if it is an error of Flower's."""
+    """Return the header of a reply; None for an error of Flower's."""
     return None if reply.has_error() else reply.content.get("config")

@@ -13,8 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lightning_fedbayes.nvflare.client import FusionClient
-from lightning_fedbayes.nvflare.controller import FusionController
-from lightning_fedbayes.nvflare.recipe import FusionRecipe
+from lightning_fedbayes.nvflare.controller import FusionController, FusionRecipe
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
 
 __all__ = ["FusionClient", "FusionController", "FusionRecipe", "ServerState", "load_checkpoint", "personal_posterior"]

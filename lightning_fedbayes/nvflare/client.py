@@ -31,16 +31,16 @@ class FusionClient(RemoteClient):
 
     Args:
         module: the network, the same at every client and at the server. A task starts from it as it was built.
-        datamodule: whose training loader holds the client's own data; or a function of the name of the site that makes
-            it.
+        datamodule: its training loader holds the client's data; or a function of the name of the site that makes it.
         partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, conformal_epsilon,
-            exact, share_errors, state_folder, trainer: as in Flower's
-            :func:`~lightning_fedbayes.flower.client_app`; ``fusion``, ``buffers`` and ``local_parameters`` must be
-            those of the :class:`FusionController`, and ``state_folder`` an absolute path.
+            exact, share_errors, state_folder, trainer: see
+            :class:`~lightning_fedbayes.transport.client.RemoteClient`; ``fusion``, ``buffers`` and
+            ``local_parameters`` are the same as the :class:`FusionController`'s, and ``state_folder`` is an absolute
+            path.
 
     Raises:
-        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
-            buffers would leave the client beside what ``privacy`` protects.
+        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
+            unprotected buffers would leave the client under ``privacy``.
     """
 
     def folder_of(self, path: Any) -> Path:
@@ -49,16 +49,11 @@ class FusionClient(RemoteClient):
         return super().folder_of(path)
 
     def answer(self, model: FLModel) -> FLModel:
-        """Return what the client sends in answer to a task of the server: an update, scores, sums, or a failure.
+        """Return the answer to what ``flare.receive()`` returned: an update, scores, sums, or a failure.
 
-        Args:
-            model: what ``flare.receive()`` has returned.
-
-        Raises:
-            FederationError: it is no FLModel.
+        Raises FederationError if ``model`` is no FLModel.
         """
         check_kind("model", model, FLModel, "give what flare.receive() returns")
-
         meta = model.meta
 
         def reply() -> Message:

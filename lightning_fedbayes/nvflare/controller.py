@@ -1,4 +1,4 @@
-"""A controller of NVIDIA FLARE that fuses posteriors, leaves bad clients out, and can be resumed."""
+"""A controller of NVIDIA FLARE that fuses posteriors, leaves bad clients out, and can be resumed; and its job."""
 
 from __future__ import annotations
 
@@ -15,33 +15,28 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.workflows.model_controller import ModelController
 from nvflare.app_opt.pt.decomposers import TensorDecomposer
+from nvflare.client.config import ExchangeFormat
 from nvflare.fuel.utils import fobs
+from nvflare.job_config.api import FedJob
+from nvflare.job_config.script_runner import ScriptRunner
+from nvflare.recipe.spec import Recipe
 from torch import Tensor
 
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.settings import BufferPolicy, Fusion, Source, Weighting
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_number,
-    listed,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
-from lightning_fedbayes.server.guard import USUAL, Safeguards
-from lightning_fedbayes.server.plan import Fraction
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
-from lightning_fedbayes.transport.initial import initial_model
-from lightning_fedbayes.transport.messages import has_lost_state, posterior_in, tensors_of
+from lightning_fedbayes.transport.messages import has_lost_state, initial_model, posterior_in, tensors_of
 from lightning_fedbayes.transport.one_shot import SCALING, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
 TASKS: dict[Asked, str] = {"train": "train", "evaluate": "validate", "calibrate": "validate", "once": "validate"}
-"""FLARE's names of what clients are asked to do, by which filters are chosen."""
+"""FLARE's names of tasks, by which filters are chosen."""
 POLL_SECONDS = 0.1
 """Interval at which the server looks whether clients have answered."""
 
@@ -64,14 +59,15 @@ class FusionController(ModelController):
 
     Args:
         module: the network before training, the same as the clients'.
-        fusion, weighting, fraction, wait_for, safeguards, evaluate, seed: see Flower's
-            :class:`~lightning_fedbayes.flower.FusionStrategy`.
-        checkpoint: the file that the federation is kept in, an absolute path at the server; None keeps it in memory.
-        num_rounds: number of rounds, those in the checkpoint among them.
+        fusion, weighting: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        checkpoint: file of the federation, an absolute path at the server; None keeps it in memory.
+        num_rounds: number of rounds, rounds in the checkpoint included.
         timeout: seconds that a round waits for its clients.
-        buffers, local_parameters, posterior: those of the clients.
+        buffers, local_parameters, posterior: the same as the clients'.
         calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
+        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
+            :class:`~lightning_fedbayes.transport.server.Rounds`.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -84,34 +80,21 @@ class FusionController(ModelController):
         weighting: Weighting = "train_size",
         *,
         num_rounds: int,
-        fraction: Fraction = 1.0,
-        wait_for: int = 2,
-        safeguards: Safeguards = USUAL,
-        evaluate: bool = False,
         checkpoint: str | Path | None = None,
-        seed: int = 0,
         timeout: float = 3600,
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
         posterior: Source | None = None,
         calibration: Sequence[Calibration] = (),
+        **options: Any,
     ) -> None:
         super().__init__(persistor_id="", ignore_result_error=True, task_check_period=POLL_SECONDS)
-        check_at_least("num_rounds", num_rounds, 1)
-        check_number("timeout", timeout, "(0, inf)")
+        errors.check_at_least("num_rounds", num_rounds, 1)
+        errors.check_number("timeout", timeout, "(0, inf)")
         check_absolute("checkpoint", checkpoint)
         self._calibration = check_calibration(calibration)
         self._initial = initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
-        self._rounds = Rounds(
-            fusion,
-            weighting,
-            fraction=fraction,
-            wait_for=wait_for,
-            safeguards=safeguards,
-            evaluate=evaluate,
-            checkpoint=checkpoint,
-            seed=seed,
-        )
+        self._rounds = Rounds(fusion, weighting, checkpoint=checkpoint, across=False, **options)
         self._num_rounds, self._seconds = num_rounds, timeout
 
     @property
@@ -121,19 +104,15 @@ class FusionController(ModelController):
 
     @property
     def client_scores(self) -> ClientScores:
-        """Figures that each client's ``validation_step`` has logged in the last evaluation, by the client's number."""
+        """Figures of each client's ``validation_step`` in the last evaluation, by the client's number."""
         return self._rounds.client_scores
 
     def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:
-        """Add the controller to a job; FLARE calls it, in ``job.to_server(controller)``.
-
-        Raises:
-            FederationError: FLARE could not build the controller at the server.
-        """
+        """Add the controller to a job; FLARE calls it. Raises FederationError for a class that FLARE cannot build."""
         if type(self) is FusionController:
             raise FederationError(
                 "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
-                "takes no arguments and calls super().__init__(network(), ...), and give an object of that"
+                "takes no arguments and calls super().__init__(network(), ...)"
             )
         job.set_app_packages([*job.job.app_packages, "lightning_fedbayes"])  # installed at every site
         super().add_to_fed_job(job, ctx, **kwargs)
@@ -147,8 +126,8 @@ class FusionController(ModelController):
         """Run the rounds that are still to do, and calibrate; FLARE calls it.
 
         Raises:
-            FederationError: the checkpoint is of another federation, too few clients, too many rounds in a row came to
-                nothing, or no client answers a calibration.
+            FederationError: the checkpoint is of another federation, too few clients, too many failed rounds in a row,
+                or no client answers a calibration.
         """
         rounds, count = self._rounds, self._num_rounds
         rounds.summary()
@@ -158,34 +137,32 @@ class FusionController(ModelController):
         sites = self._wait(rounds.wait_for)
         rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
         server.buffers = with_scale(
-            server.buffers,
-            lambda: self._ask("once", "scale", 1, self._sites(), self._model(), {"one-shot": repr(SCALING)})[0],
+            server.buffers, lambda: self._ask("once", "scale", 1, self._sites(), {"one-shot": repr(SCALING)})[0]
         )
 
         def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
             chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
-            return self._ask("calibrate", kind, max(1, server.rounds), chosen, self._model(), request)[0]
+            return self._ask("calibrate", kind, max(1, server.rounds), chosen, request)[0]
 
         if server.rounds < count:
             try_calibration(self._calibration, ask)
         for server_round in range(server.rounds + 1, count + 1):
             sites = self._wait(rounds.safeguards.min_clients)
-            model = self._model()
-            server.posterior, server.buffers = posterior_in(model, "the global model")
+            server.posterior, server.buffers = posterior_in(self._model(), "the global model")
             asked = rounds.begin(server_round, sites)
-            answers, lost = self._ask("train", "update", server_round, {each: sites[each] for each in asked}, model)
+            answers, lost = self._ask("train", "update", server_round, {each: sites[each] for each in asked})
             if self.is_aborted():
                 return
             figures = rounds.finish(server_round, asked, answers, lost).figures
             if rounds.evaluate:
-                found = self._ask("evaluate", "scores", server_round, self._sites(), self._model())[0]
+                found = self._ask("evaluate", "scores", server_round, self._sites())[0]
                 figures = {**figures, **rounds.take_scores(server_round, found)}
             told_round(server_round, count, figures)
         if self._calibration and not self.is_aborted():
             rounds.calibrate_by(self._calibration, ask)
 
     def _model(self) -> dict[str, Tensor]:
-        """Return the global model as it is sent."""
+        """Return the global model for messages."""
         server = self._rounds.server
         assert server is not None
         return tensors_of(server.posterior, server.buffers)
@@ -199,18 +176,13 @@ class FusionController(ModelController):
         return {number: name for name, number in sorted(numbers.items(), key=lambda item: item[1]) if name in names}
 
     def _wait(self, clients: int) -> dict[int, str]:
-        """Wait until ``clients`` clients are at hand; return their sites.
-
-        Raises:
-            FederationError: they are not in time.
-        """
+        """Wait for ``clients`` clients, return their sites; raise FederationError at the timeout."""
         start = time.monotonic()
         while len(sites := self._sites()) < clients and not self.is_aborted():
             if time.monotonic() - start > self._seconds:
-                raise FederationError(
-                    f"{len(sites)} of {clients} clients are connected after {self._seconds:g} s; start the other "
-                    "sites, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
-                )
+                remedy = "start the other sites, or lower wait_for= or Safeguards(min_clients=)"
+                have = f"{len(sites)} of {clients} clients"
+                raise FederationError(f"{have} are connected after {self._seconds:g} s; {remedy}")
             time.sleep(POLL_SECONDS)
         return sites
 
@@ -220,19 +192,15 @@ class FusionController(ModelController):
         kind: Kind,
         server_round: int,
         sites: Mapping[int, str],
-        model: Mapping[str, Tensor],
         request: Mapping[str, Any] | None = None,
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
-        """Ask the clients of some sites, and wait for their answers.
-
-        Returns: client → its message, or why it cannot be read; and the clients that have lost their state.
-        """
+        """Ask clients, and wait; return client → its message or why it has none, and those that lost their state."""
         replies: dict[str, FLModel] = {}
 
         def take(reply: FLModel) -> None:
             replies[reply.meta["client_name"]] = reply
 
-        sent = {key: tensor for key, tensor in model.items() if self._rounds.method.tells(key)}
+        sent = {key: tensor for key, tensor in self._model().items() if self._rounds.method.tells(key)}
         for client, site in sites.items():
             config = {**(request or {}), **self._rounds.config_for(client, server_round)}
             told = self._rounds.counted_for(client) if asked == "train" else None
@@ -244,15 +212,43 @@ class FusionController(ModelController):
         for client, site in sites.items():
             try:
                 if site not in replies:
-                    raise FusionError(
-                        f"client {client}: {site} has sent nothing that FLARE takes within {self._seconds:g} s; its "
-                        "log says why, if its script has come to an end"
-                    )
+                    silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
+                    raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
                 answers[client] = message_in(replies[site], client, kind, server_round)
             except FusionError as refusal:
                 answers[client] = refusal
         lost = [client for client, site in sites.items() if site in replies and has_lost_state(replies[site].meta)]
         return answers, lost
+
+
+class FusionRecipe(Recipe):
+    """A job of a :class:`FusionController` and a client script, which sends tensors as they are.
+
+    ::
+
+        recipe = FusionRecipe("digits", Digits(), "client.py", min_clients=2)
+        recipe.execute(SimEnv(num_clients=2))
+
+    Args:
+        name: of the job.
+        controller: for the server.
+        train_script: the client script, whose loop a :class:`FusionClient` fills.
+        min_clients: clients without which FLARE does not start the job.
+        runner: options of FLARE's ``ScriptRunner``, such as ``script_args="--data /data"`` or
+            ``launch_external_process=True``.
+
+    Raises:
+        FederationError: ``controller`` is no FusionController.
+    """
+
+    def __init__(
+        self, name: str, controller: FusionController, train_script: str, *, min_clients: int = 1, **runner: Any
+    ) -> None:
+        errors.check_kind("controller", controller, FusionController, "give an object of a subclass of this one")
+        job = FedJob(name, min_clients)
+        job.to_server(controller)
+        job.to_clients(ScriptRunner(train_script, server_expected_format=ExchangeFormat.PYTORCH, **runner))
+        super().__init__(job)
 
 
 def in_natural_order(name: str) -> list[tuple[int, str]]:

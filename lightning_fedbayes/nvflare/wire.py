@@ -1,4 +1,4 @@
-"""FLARE's messages: a question and a client's message as an ``FLModel`` and back; a client's is trusted in nothing."""
+"""FLARE's messages: a question and a client's message as an ``FLModel`` and back, with checks of what clients send."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_fedbayes.transport.client import STAGES, Asked, Question
 from lightning_fedbayes.transport.messages import header_of, numbers_of, read_message
 
 ASKED = "asked"
-"""Key of what a client is asked to do, in the meta data of a question."""
+"""Key of the task in the meta data of a question."""
 TOLD = "told/"
-"""Prefix of the tensors that a client is told beside the global model."""
+"""Prefix of tensors for a client in addition to the global model."""
 
 
 def model_of(asked: Asked, question: Question, rounds: int) -> FLModel:
@@ -30,11 +30,7 @@ def model_of(asked: Asked, question: Question, rounds: int) -> FLModel:
 
 
 def question_in(model: FLModel) -> tuple[Asked, Question]:
-    """Return what the client is asked to do, and the question.
-
-    Raises:
-        ClientMismatch: it is none of FusionController's.
-    """
+    """Return the task and the question; raise ClientMismatch for a foreign message."""
     asked, client = model.meta.get(ASKED), number_in(model.meta)
     if asked not in STAGES or client < 0:
         raise ClientMismatch("the server's task is none of FusionController's: give the job one as its controller")
@@ -57,28 +53,17 @@ def answer_of(message: Message) -> FLModel:
 
 
 def message_in(model: FLModel, client: int, kind: Kind, server_round: int) -> Message:
-    """Return the message in a client's reply; nothing in it is trusted.
-
-    Raises:
-        FusionError: for the reasons see :func:`~lightning_fedbayes.transport.messages.read_message`; or its tensors
-            are differences, or none.
-    """
+    """Return the message in a client's reply; raise FusionError as ``read_message`` does, or for differences."""
     who = f"client {client}"
     if model.params_type == ParamsType.DIFF:
         raise FusionError(f"{who}: it sends differences, and posteriors are sent whole: params_transfer_type='FULL'")
     return read_message(
-        model.meta,
-        lambda: tensors_in(model.params, who),
-        model.metrics,
-        client=client,
-        kind=kind,
-        server_round=server_round,
-        who=who,
+        model.meta, lambda: tensors_in(model.params, who), model.metrics, client, kind, server_round, who
     )
 
 
 def tensors_in(params: Any, who: str) -> dict[str, Tensor]:
-    """Return the tensors of a reply, by their names; raise FusionError if one is no dense tensor."""
+    """Return the tensors of a reply, by their names; raise FusionError for other than dense tensors."""
     if not isinstance(params, Mapping):
         raise FusionError(f"{who}: its params are {shown(params)}, and a dict of tensors is needed")
     for name, value in params.items():
@@ -90,7 +75,5 @@ def tensors_in(params: Any, who: str) -> dict[str, Tensor]:
 def check_absolute(name: str, path: str | Path | None) -> None:
     """Raise FederationError unless a path leads to the same place wherever FLARE runs a process."""
     if path is not None and not check_path(name, path).is_absolute():
-        raise FederationError(
-            f"{name}={shown(str(path))}: give an absolute path; FLARE runs its processes in folders of its own, and "
-            "its simulator empties them before each job"
-        )
+        why = "FLARE runs its processes in other folders, and its simulator empties them"
+        raise FederationError(f"{name}={shown(str(path))}: give an absolute path; {why}")

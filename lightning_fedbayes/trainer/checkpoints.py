@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole, read only if they are, and always between two rounds."""
+"""Checkpoint files: written and read whole, and always between two rounds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from lightning_fedbayes.core.errors import FederationError
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """Return why a file of ``torch.save`` is not whole; None if it is.
-
-    The file is a zip archive with a checksum (CRC-32) of every tensor, which ``torch.load`` does not look at.
-    """
+    """Return why a zip file of ``torch.save`` fails its checksums, which ``torch.load`` ignores; None if whole."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = archive.testzip() if torch.serialization.get_crc32_options() else None
@@ -35,16 +32,16 @@ def damage(path: str | os.PathLike[str]) -> str | None:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's own reading and writing of checkpoints, so that nobody goes on from half a file.
+    """Reads and writes checkpoints as Lightning does, but only whole files.
 
     Lightning writes to the temporary folder and moves the file, which is a copy if that folder is on another file
-    system: a kill leaves a torn file. Here it is moved within the checkpoint's own folder, all or nothing. A damaged
-    file is not read. If it is a ``ModelCheckpoint``'s ``last``, the newest whole checkpoint beside it is read in its
+    system: a kill leaves a torn file. Here it is moved within the checkpoint's folder, all or nothing. A damaged file
+    is refused. If it is a ``ModelCheckpoint``'s ``last``, the newest whole checkpoint in the folder is read in its
     place, with a warning. Files that are not local are read and written as Lightning does.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write all of ``checkpoint``, or nothing: a crash leaves the file before."""
+        """Write ``checkpoint`` in one step: a crash keeps the earlier file."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -53,7 +50,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         os.replace(written, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a whole checkpoint; raise FederationError if the file is damaged, and nothing can take its place."""
+        """Read a whole checkpoint; raise FederationError if the file is damaged, and no other can take its place."""
         file = Path(path)
         if not file.is_file() or (reason := damage(file)) is None:
             return super().load_checkpoint(path, *args, **kwargs)
@@ -65,14 +62,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
             if "optimizer_states" in checkpoint:  # not of weights alone
                 rank_zero_warn(f"{file} is damaged ({reason}): going on from {other.name}, the newest whole checkpoint")
                 return checkpoint
-        raise FederationError(
-            f"the checkpoint {file} is damaged ({reason}), perhaps because the disk was full or the run was killed "
-            "while it was copied: give ckpt_path= another checkpoint, or delete the file and begin anew"
-        )
+        remedy = "give ckpt_path= another checkpoint, or delete the file and start again"
+        raise FederationError(f"the checkpoint {file} is damaged ({reason}): {remedy}")
 
 
 def use_whole_checkpoints(trainer: L.Trainer) -> None:
-    """Let ``trainer`` read and write by :class:`WholeCheckpointIO`, unless it has a plug-in of its own."""
+    """Let ``trainer`` read and write by :class:`WholeCheckpointIO`, unless a user has given a plug-in."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpointIO()
 
@@ -81,7 +76,7 @@ Checkpoint = dict[str, Any]
 
 
 class RoundBoundary:
-    """The Trainer's progress at the start of a round, for checkpoints that are written inside the round."""
+    """The Trainer's progress at the start of a round, for checkpoints inside the round."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.loop_state = loop_state(trainer.fit_loop)
@@ -90,7 +85,7 @@ class RoundBoundary:
         self.param_groups = [options_of(optimizer) for optimizer in trainer.optimizers]
 
     def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
-        """Make ``checkpoint`` one of the start of the round."""
+        """Move ``checkpoint`` to the start of the round."""
         checkpoint["loops"]["fit_loop"] = copy.deepcopy(self.loop_state)
         checkpoint["global_step"] = self.global_step
         if "lr_schedulers" in checkpoint:
@@ -117,10 +112,9 @@ def _counts(progress: Any) -> dict[str, Any]:
 
 
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
-    """Make ``checkpoint`` say that ``rounds_done`` rounds are complete and nothing else has begun.
+    """Make ``checkpoint`` say that exactly ``rounds_done`` rounds are complete.
 
-    Lightning writes checkpoints while an epoch is still open (during validation, or after a batch) and tries to finish
-    that epoch on resuming, from batch counts that need not be those of the next round.
+    Lightning writes checkpoints while an epoch is open, and would finish it on resuming, from other batch counts.
     """
     checkpoint["epoch"] = rounds_done
     loops = checkpoint["loops"]["fit_loop"]
@@ -131,4 +125,4 @@ def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
         batches.update(dict.fromkeys(batches, batches["ready"]))
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
     for state in checkpoint.get("optimizer_states", []):
-        state["state"] = {}  # every client starts with its own
+        state["state"] = {}  # every client starts with its kept state

@@ -22,10 +22,7 @@ TUNING = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: FederationSettings) -> None:
-    """Raise FederationError, with all reasons, if ``trainer`` or ``module`` cannot run a federation of these settings.
-
-    An option cannot be used if it cuts across rounds, or mixes clients.
-    """
+    """Raise FederationError, with all reasons, if ``trainer`` or ``module`` cuts across rounds or mixes clients."""
     reasons = list(_reasons(trainer, module))
     if reasons:
         raise FederationError("this Trainer cannot run a federation:\n" + "\n".join(f"  * {each}" for each in reasons))
@@ -38,36 +35,24 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: Feder
 
 def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
-        yield (
-            f"{type(module).__name__}.automatic_optimization is False: clients' steps are taken by the Trainer; "
-            "use automatic optimization with one optimizer"
-        )
+        why = "the Trainer takes the clients' steps; use automatic optimization"
+        yield f"{type(module).__name__}.automatic_optimization is False: {why}"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        yield (
-            f"{type(module).__name__}.training_step takes dataloader_iter and fetches its own batches, so nobody knows "
-            "whose they are; take batch and batch_idx"
-        )
-    made: Any = trainer  # whose annotations leave some attributes out
+        owner = f"{type(module).__name__}.training_step"
+        yield f"{owner} takes dataloader_iter, which hides the clients' batches; take batch and batch_idx"
+    made: Any = trainer  # its annotations leave some attributes out
     if any(base.__module__.startswith("pytorch_lightning.") for each in made.callbacks for base in type(each).__mro__):
-        yield (
-            "it has callbacks of the package pytorch_lightning, whose classes are others than those of its twin "
-            "lightning; take Trainer, LightningModule and callbacks from there: import lightning as L"
-        )
+        yield "it has callbacks of the package pytorch_lightning; take those of its twin: import lightning as L"
     if trainer.world_size > 1:
         yield from _reasons_of_several_processes(made)
     if made.overfit_batches:
-        yield (
-            f"overfit_batches={made.overfit_batches} replaces the order of the clients' batches; give a small "
-            "data set instead"
-        )
+        yield f"overfit_batches={made.overfit_batches} replaces the clients' batches; give a small data set instead"
     if trainer.max_steps != -1 and not made.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
     interval = trainer.val_check_interval  # the integer 1 is one batch, not the share 1.0
     if not isinstance(interval, float) or interval != 1.0 or trainer.check_val_every_n_epoch is None:
-        yield (
-            f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
-            "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
-        )
+        why = "validates inside a round, when the module holds one client's model"
+        yield f"val_check_interval={interval} {why}; use 1.0, and check_val_every_n_epoch for fewer validations"
     for callback in made.callbacks:
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
         if name in AVERAGING:
@@ -77,10 +62,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         elif name in TUNING:
             yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
         elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
-            yield (
-                "GradientAccumulationScheduler changes the number of batches between two steps from round to round; "
-                "give accumulate_grad_batches= to the Trainer"
-            )
+            yield f"{type(callback).__name__} changes from round to round; give accumulate_grad_batches= to the Trainer"
 
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
@@ -89,9 +71,8 @@ def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
         return
     if not isinstance(trainer.strategy, ClientParallelStrategy):
         yield (
-            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network, and a client's "
-            "posterior is read as a whole; use strategy='fedbayes', which shares out the clients, or 'ddp', which "
-            "splits their batches"
+            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network; use "
+            "strategy='fedbayes', which shares out the clients, or 'ddp', which splits their batches"
         )
     for callback in trainer.callbacks:
         if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
@@ -106,8 +87,8 @@ def check_same_number(before: Clients, clients: Clients) -> None:
     """Raise FederationError if reloaded data have another number of clients."""
     if len(before) != len(clients):
         raise FederationError(
-            f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: a client may get "
-            "other data during a fit, but none may come or go. Use fraction= for clients that are absent"
+            f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: clients cannot be "
+            "added or removed during a fit. Use fraction= for clients that are absent"
         )
 
 
@@ -119,56 +100,39 @@ def is_finished(trainer: L.Trainer, rounds_done: int) -> bool:
 def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
     """Raise FederationError if the Trainer would train no round; Lightning would return without a word."""
     if is_finished(trainer, rounds_done):
-        raise FederationError(
-            f"this Trainer has finished: {rounds_done} of max_epochs={trainer.max_epochs} rounds are done, so it would "
-            "train none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
-        )
+        done = f"{rounds_done} of max_epochs={trainer.max_epochs} rounds are done"
+        raise FederationError(f"this Trainer has finished: {done}. Make a new Trainer, or raise fit_loop.max_epochs")
 
 
 def check_held_out(trainer: L.Trainer) -> None:
     """Raise FederationError unless every process sees the same validation data, to choose a rule with."""
     if next(held_out_batches(trainer), None) is None:
-        raise FederationError(
-            "fusion='auto' chooses a rule on the validation data, and there are none: give trainer.fit a validation "
-            "loader (val_dataloaders=, or a datamodule with one), or name a fusion rule"
-        )
+        remedy = "give trainer.fit a validation loader, or name a fusion rule"
+        raise FederationError(f"fusion='auto' chooses a rule on the validation data, and there are none: {remedy}")
     if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy):
-        raise FederationError(
-            "fusion='auto' scores the rules on validation data, of which each process of DDP sees a part; use "
-            "strategy='fedbayes', or name a rule"
-        )
+        why = "fusion='auto' scores the rules on validation data, of which each process of DDP sees a part"
+        raise FederationError(f"{why}; use strategy='fedbayes', or name a rule")
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
     """Raise FederationError for a scheduler that would treat the clients of a round differently."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step":
-            raise FederationError(
-                f"{type(config.scheduler).__name__} has interval='step': clients of one round would get different "
-                "learning rates. Use interval='epoch', which is once per round"
-            )
+            name = type(config.scheduler).__name__
+            raise FederationError(f"{name} has interval='step', which differs between clients; use interval='epoch'")
 
 
 def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:
-    """Raise FederationError if ``checkpoint`` is of a run without the callback of this ``state_key``.
-
-    Its epochs are no rounds: Lightning would count the one that is open in it as a round, and train one too few.
-    """
+    """Raise FederationError if ``checkpoint`` is of a run without this callback: its epochs are no rounds."""
     if checkpoint["global_step"] > 0 and not checkpoint.get("callbacks", {}).get(state_key):
         raise FederationError(
-            f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start a "
-            "federation from its weights alone: the module's load_from_checkpoint(path), and trainer.fit without "
-            "ckpt_path"
+            f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start one from "
+            "its weights: the module's load_from_checkpoint(path), and trainer.fit without ckpt_path"
         )
 
 
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise FederationError if a checkpoint's clients hold other data than those at hand, or other local parameters.
-
-    Other settings may change from one round to the next; one line says which have.
-
-    A ``trainer`` may reload data of other sizes during a fit.
-    """
+    """Raise FederationError if a checkpoint has other clients' data or local parameters; print other changes."""
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")
@@ -179,9 +143,8 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     ]
     if changed:
         raise FederationError(
-            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
-            "seed, privacy, local parameters, source of the posterior and schedule; or start a new federation from its "
-            "weights alone, with load_from_checkpoint"
+            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same settings, or start a "
+            "new federation from its weights, with load_from_checkpoint"
         )
     told = [
         f"{name}={value} (was {stored[name]})"

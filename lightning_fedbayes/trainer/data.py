@@ -16,11 +16,7 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 class FederatedSource:
-    """Stand-in for the Trainer's source of training loaders, which turns the user's loader into the federation's.
-
-    It asks the user's source (loaders passed to ``fit``, a datamodule or the module's own hook) when the Trainer
-    asks, so that all ``setup`` hooks have run by then.
-    """
+    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``."""
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
         self.source = source
@@ -83,12 +79,9 @@ def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
 
 
 def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
-    """Validate a batch before training as Lightning's own check does, for ``callbacks`` alone and without a trace.
+    """Validate a batch before training as Lightning's sanity check does, for ``callbacks`` only, and leave no trace.
 
-    Module and random generators are what they were then. What the module's own validation raises has its turn later.
-
-    Raises:
-        FedBayesError: of a callback.
+    Raises FedBayesError of a callback; other errors come up again later.
     """
     made: Any = trainer
     before, stage = ModuleState(module, module.named_buffers()), made.state.stage

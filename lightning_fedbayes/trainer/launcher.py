@@ -1,4 +1,4 @@
-"""Launchers of processes: Lightning's own, and one that brings the callbacks' states back to the main process."""
+"""Launchers of processes: Lightning's, and one that brings the callbacks' states back to the main process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["RememberingLauncher", "SubprocessLauncher"]
 
 
 class RememberingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, which brings weights and metrics back; this one brings the callbacks' states, too."""
+    """Brings the callbacks' states back to the main process, as Lightning's launcher does weights and metrics."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return what the first process sends: Lightning's results, and a file with the state of each callback.
 
-        A file, because Lightning reads the pipe between the processes when they have ended: more than fits into it, as
+        A file, because Lightning reads the pipe between the processes after their end: more than fits into it, such as
         the sites of a few clients, would wait for ever.
         """
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # pyright: ignore
@@ -29,7 +29,7 @@ class RememberingLauncher(_MultiProcessingLauncher):
         return {**super().get_extra_results(trainer), "callback_states": file.name}
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
-        """Give the callbacks of this process the state of those of the first."""
+        """Give the callbacks of this process the states of the first process."""
         super().update_main_process_results(trainer, extra)
         file = Path(extra["callback_states"])
         states = torch.load(file, map_location="cpu", weights_only=False)

@@ -18,19 +18,10 @@ from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.core.exchange import Collective
+from lightning_fedbayes.trainer import fast_loop
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round
 from lightning_fedbayes.trainer.data import FederatedSource, brought, held_out_batches
-from lightning_fedbayes.trainer.fast_loop import (
-    Advance,
-    batch_watchers,
-    fast_advance,
-    fast_step,
-    is_tested,
-    stack_obstacles,
-    step_is_plain,
-)
 from lightning_fedbayes.trainer.strategy import collective_of
-from lightning_fedbayes.trainer.watch import watched
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""
@@ -39,10 +30,7 @@ Checkpoint = dict[str, Any]
 
 
 class FitLoop:
-    """The fit loop of a Trainer: its data, length, steps, counters and checkpoints.
-
-    Every method that changes the loop is undone by :meth:`restore`.
-    """
+    """Data, length, steps, counters and checkpoints of a Trainer's fit loop; :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.trainer = trainer
@@ -56,11 +44,7 @@ class FitLoop:
         self._most_steps, self._limit = self._epoch.max_steps, trainer.limit_train_batches
         self._steps_before = (0, 0)
         self._class = type(trainer)
-
-    @property
-    def collective(self) -> Collective:
-        """The processes that share the clients of a round."""
-        return collective_of(self.trainer)
+        self.collective: Collective = collective_of(trainer)  # the processes that share the clients of a round
 
     @property
     def part(self) -> tuple[int, int]:
@@ -68,19 +52,14 @@ class FitLoop:
         together = isinstance(self.trainer.strategy, DDPStrategy)
         return (self.trainer.global_rank, self.trainer.world_size) if together else (0, 1)
 
-    # -- data ----------------------------------------------------------------------------------------------------------
-
     def replace_data(self, federate: Callable[[Any], Any]) -> None:
-        """Let the Trainer train on what ``federate`` makes of the user's training loader, once the Trainer asks."""
+        """Let the Trainer train on ``federate(loader)`` of the user's training loader, once it asks for that."""
         self._fit._data_source = FederatedSource(self._fit._data_source, federate)
         self.trainer.__class__ = self._with_own_steps(self._class)
-        self.trainer.limit_train_batches = 1.0  # Lightning's is of the epoch, the federation's of each client
+        self.trainer.limit_train_batches = 1.0  # Lightning's limit is per epoch, the federation's per client
 
     def _with_own_steps(self, plain: type[L.Trainer]) -> type[L.Trainer]:
-        """Return the Trainer's class ``plain`` with ``estimated_stepping_batches`` that are a client's own.
-
-        They are those of the client that trains, or of the client with most batches, if it takes part in every round.
-        """
+        """Return ``plain`` with ``estimated_stepping_batches`` of the present client, or of the largest one."""
         loop = self
 
         class Federated(plain):
@@ -96,7 +75,7 @@ class FitLoop:
                 return math.ceil(batches / self.accumulate_grad_batches) * loader.batching.local_epochs * max(rounds, 1)
 
         Federated.__name__, Federated.__qualname__ = plain.__name__, plain.__qualname__
-        Federated.__module__ = plain.__module__  # by which the Trainer of another package is told
+        Federated.__module__ = plain.__module__  # which tells the Trainer of another package
         return Federated
 
     def setup_data(self) -> None:
@@ -132,8 +111,6 @@ class FitLoop:
             scope.ready = scope.started = scope.processed = scope.completed = epoch
         self._fit.max_epochs = epoch + 1
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def context(self) -> TrainingContext:
         """Return what an engine needs to know of the loop."""
         trainer, module = self.trainer, self.module
@@ -148,9 +125,9 @@ class FitLoop:
             steps=self._epoch.automatic_optimization.optim_progress.optimizer.step,
             in_training_step=lambda: module._current_fx_name == "training_step",
             training_step_marks=IN_TRAINING_STEP,
-            obstacles=lambda: stack_obstacles(trainer),
-            watched=lambda: watched(trainer, module),
-            watchers=list({id(each): each for each, _ in batch_watchers(trainer)}.values()),
+            obstacles=lambda: fast_loop.stack_obstacles(trainer),
+            watched=lambda: fast_loop.watched(trainer, module),
+            watchers=list({id(each): each for each, _ in fast_loop.batch_watchers(trainer)}.values()),
             bring=partial(brought, trainer),
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
@@ -158,23 +135,22 @@ class FitLoop:
         )
 
     def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
-        """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed.
+        """Let ``engine`` train on the loop's batches; by the fast loop where a plain step is enough.
 
-        Hooks and ``training_step`` see a client's positions: its own ``batch_idx``, ``trainer.num_training_batches``
-        and ``trainer.is_last_batch``, in each of its local epochs anew.
+        Hooks and ``training_step`` see a client's positions: its ``batch_idx``, ``trainer.num_training_batches`` and
+        ``trainer.is_last_batch``, from 0 in each local epoch.
 
         Args:
             engine: trains the clients.
-            begin: called with the number of a batch in the round, before any hook of that batch.
-            end: called with it after the last hook of that batch.
+            begin, end: called with the number of a batch in the round, before its first hook and after its last.
         """
         self._engine = engine
         self._most_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # fast_dev_run counts batches of a client
         optimization = self._epoch.automatic_optimization
-        is_fast = engine.takes_own_steps or step_is_plain(self.trainer)
-        if not is_tested():
+        is_fast = engine.takes_own_steps or fast_loop.step_is_plain(self.trainer)
+        if not fast_loop.is_tested():
             rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
-        step = partial(engine.train_batch, fast_step(self.trainer) if is_fast else optimization.run)
+        step = partial(engine.train_batch, fast_loop.fast_step(self.trainer) if is_fast else optimization.run)
         optimization.run = step
         step_schedulers = self._epoch.update_lr_schedulers
 
@@ -188,7 +164,7 @@ class FitLoop:
             show = bar.on_train_batch_end
             bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
         whole = self._epoch.advance
-        inner = fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
+        inner = fast_loop.fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
 
         def advance(fetcher: Any) -> None:
             while True:
@@ -201,8 +177,10 @@ class FitLoop:
         self._epoch.advance = advance
         engine.log.install()
 
-    def _advance(self, fetcher: Any, inner: Advance, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
-        """Train on the next batch, at the client's own positions."""
+    def _advance(
+        self, fetcher: Any, inner: fast_loop.Advance, begin: Callable[[int], Any], end: Callable[[int], None]
+    ) -> None:
+        """Train on the next batch, at the client's positions."""
         assert self._engine is not None
         progress, length = self._epoch.batch_progress, self._fit.max_batches
         self._number = number = progress.current.ready
@@ -232,11 +210,7 @@ class FitLoop:
             self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def stop_together(self, in_round: Callable[[], bool]) -> None:
-        """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
-
-        Otherwise the process that stops would leave, and the others would wait for it. While clients are training in
-        this process, ``in_round`` returns True.
-        """
+        """Hold ``trainer.should_stop`` back until no process is ``in_round``; then all stop, or none."""
         inner, asked = self._epoch.on_advance_end, False
 
         def on_advance_end(fetcher: Any) -> None:
@@ -250,10 +224,8 @@ class FitLoop:
 
     @property
     def step_names(self) -> set[str]:
-        """Names under which loggers have got figures of single training steps in this round."""
+        """Names of figures of single training steps that loggers have got in this round."""
         return set(self._epoch._results.metrics(on_step=True)["log"])
-
-    # -- counters ------------------------------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
         """Note the loop's progress at the start of a round, for checkpoints inside it and for its counters."""
@@ -275,8 +247,6 @@ class FitLoop:
         total.completed += others
         self._epoch._batches_that_stepped = batches + sum(each for _, each in everyone) - 1
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def guard_weights_only(self, between_rounds: Callable[[Checkpoint], None]) -> None:
         """Let weights-only checkpoints of the module pass through ``between_rounds``: they ask no callback."""
         user_hook = self.module.on_save_checkpoint
@@ -289,16 +259,16 @@ class FitLoop:
         self.module.on_save_checkpoint = on_save_checkpoint
 
     def close_round(self, checkpoint: Checkpoint, rounds: int, *, is_done: bool) -> None:
-        """Make ``checkpoint`` lie between two rounds: after ``rounds``, or at the start of one that is not done."""
+        """Move ``checkpoint`` to a point between rounds: after ``rounds``, or at the start of one that is not done."""
         if is_done:
             close_round(checkpoint, rounds)
         elif self._boundary is not None:
             self._boundary.apply(checkpoint, rounds)
 
     def pending_plateau(self) -> dict[str, Any]:
-        """Return what epoch-wise ``ReduceLROnPlateau`` schedulers are still to be given after a round, monitor → value.
+        """Return the figures that epoch-wise ``ReduceLROnPlateau`` schedulers still wait for, monitor → value.
 
-        Lightning steps them after it has written the round's checkpoint, and on resuming leaves that step out.
+        Lightning steps them after it has written the round's checkpoint, and leaves that step out on resuming.
         """
         known = self.trainer.callback_metrics
         monitors = [str(each.monitor) for each in self.trainer.lr_scheduler_configs if each.reduce_on_plateau]
@@ -309,8 +279,6 @@ class FitLoop:
         for config in self.trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.monitor in pending and rounds % config.frequency == 0:
                 config.scheduler.step(pending[config.monitor])
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Give Trainer and module back as they were; a second call does nothing."""
@@ -331,7 +299,7 @@ class FitLoop:
 
 
 def optimizers_of(module: L.LightningModule) -> list[Optimizer]:
-    """Return the optimizers that ``module`` configures; none if it cannot without a Trainer."""
+    """Return the optimizers that ``module`` configures; empty if it needs a Trainer for that."""
     with torch.random.fork_rng():
         try:
             return _configure_optimizers(module.configure_optimizers())[0]  # pyright: ignore

@@ -25,17 +25,17 @@ class ClientParallelStrategy(ParallelStrategy):
         Trainer(strategy="fedbayes", devices=4, num_nodes=2, callbacks=[FederatedBayes(...)])
 
     Nothing is synchronised while clients train: processes take different numbers of steps. Between rounds all hold
-    the same global posterior, so each validates on all of the validation data and sees the same figures; the first
-    process alone logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics have nothing to add up.
+    the same global posterior, so each validates on all of the validation data and sees the same figures; only the
+    first process logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics leave values as they are.
 
     When to use it: more than one GPU or node, or more cores than a client's step keeps busy. Collective
     operations run on the CPU (Gloo), whatever device the processes train on.
 
     Args:
         start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
-            one, where there is no script (a notebook needs "fork"), and bring weights, metrics and what the callbacks
-            know back to it.
-        options: Lightning's own: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            one, where there is no script (a notebook needs "fork"), and bring weights, metrics and the callbacks'
+            states back to it.
+        options: of Lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
             ``precision_plugin``.
 
     Attributes:
@@ -71,7 +71,7 @@ class ClientParallelStrategy(ParallelStrategy):
             self._launcher = RememberingLauncher(self, start_method=self.start_method)  # pyright: ignore
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and Lightning's ``rank_zero_only``, who this process is."""
+        """Tell the cluster environment, and Lightning's ``rank_zero_only``, the rank of this process."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -93,10 +93,10 @@ class ClientParallelStrategy(ParallelStrategy):
         """Let all processes start from the first one's weights."""
         assert self.model is not None
         if self.world_size > 1:
-            tensors = [*self.model.parameters(), *self.model.buffers()]  # those too that no state_dict has
+            tensors = [*self.model.parameters(), *self.model.buffers()]  # also buffers outside of the state_dict
             with torch.no_grad():
-                for own, first in zip(tensors, self.collective.broadcast([each.detach().cpu() for each in tensors])):
-                    own.copy_(first)
+                for tensor, first in zip(tensors, self.collective.broadcast([each.detach().cpu() for each in tensors])):
+                    tensor.copy_(first)
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -105,7 +105,7 @@ class ClientParallelStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return ``tensor``: between rounds it is the same in all processes; within a round nothing is synchronised."""
+        """Return ``tensor``: the same in all processes between rounds, and not synchronised within a round."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ class ClientParallelStrategy(ParallelStrategy):
 
 @functools.cache
 def connect(rank: int, size: int) -> Collective:
-    """Connect the processes of this run, at the address in the environment; once, whatever the number of Trainers."""
+    """Connect the processes of this run at the address in the environment, once for all Trainers."""
     from lightning_fedbayes.core.gloo import GlooCollective
 
     store, _, _ = next(rendezvous("env://", rank, size))

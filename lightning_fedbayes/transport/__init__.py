@@ -1,1 +1,1 @@
-"""Both halves of a federation whose clients are elsewhere, whatever carries their messages: Flower, or NVIDIA FLARE."""
+"""Both halves of a federation with clients elsewhere, for any carrier of messages, such as Flower or NVIDIA FLARE."""

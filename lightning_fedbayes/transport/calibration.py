@@ -1,4 +1,4 @@
-"""Calibration over a network: what the server asks its clients for, what they answer, and how answers are read."""
+"""Calibration over a network: the server's requests, the clients' answers, and how the server reads them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset
 
-from lightning_fedbayes.callbacks.calibration import (
-    FederatedConformal,
-    FederatedTemperature,
-    ScoreSketch,
-    TemperatureMessage,
-    TemperatureSearch,
-    predictions_of,
-)
+from lightning_fedbayes.callbacks import calibration
+from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.callback import data_of
-from lightning_fedbayes.callbacks.calibration.scores import GRIDS
-from lightning_fedbayes.callbacks.calibration.temperature import checked_pair, message_of
+from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
+from lightning_fedbayes.callbacks.calibration.temperature import message_of
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
@@ -32,15 +26,12 @@ from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
 TEMPERATURE = "temperature"
 REQUEST = ("kind", "temperature", "bins", "epsilon", "trial")
-"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise; and
-whether the client is to try one batch and send nothing of it."""
+"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch (0: no noise), and
+True if the client is to try one batch and send nothing of it."""
 
 Calibration = FederatedTemperature | FederatedConformal
 Ask = Callable[[dict[str, Any], "set[int] | None", Kind], Mapping[int, Message | FedBayesError]]
 """Sends a request to some clients, or to all, for messages of a kind: client → message, or why it has none."""
-
-
-# -- server ------------------------------------------------------------------------------------------------------------
 
 
 def check_calibration(callbacks: Any) -> Sequence[Calibration]:
@@ -53,7 +44,7 @@ def check_calibration(callbacks: Any) -> Sequence[Calibration]:
 
 
 def request_of(callback: Calibration, temperature: float, trial: bool = False) -> dict[str, Any]:
-    """Return what clients are asked for; see :data:`REQUEST`."""
+    """Return the request of a calibration; see :data:`REQUEST`."""
     if isinstance(callback, FederatedTemperature):
         kind, bins, epsilon = TEMPERATURE, 1, 0.0
     else:
@@ -62,42 +53,23 @@ def request_of(callback: Calibration, temperature: float, trial: bool = False) -
 
 
 def try_calibration(callbacks: Sequence[Calibration], ask: Ask) -> None:
-    """Ask the clients, before training, whether they can answer at all; they try one batch, and send nothing of it.
-
-    Raises:
-        FederationError: no client can.
-    """
+    """Let the clients try one batch before training, without sending it; raise FederationError if none can answer."""
     for each in callbacks:
         usable(ask(request_of(each, 1.0, trial=True), None, "introduction"), lambda message: message)
 
 
-def calibrate(callbacks: Sequence[Calibration], ask: Ask) -> None:
-    """Fit temperature and thresholds from the clients' answers; see :meth:`Rounds.calibrate_by`."""
-    temperature = 1.0
-    for each in callbacks:
-        if isinstance(each, FederatedTemperature):
-            find_temperature(each, ask)
-            temperature = each.check_fitted()
-        else:
-            take_thresholds(each, temperature, ask)
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
-        rank_zero_info(f"Calibration {each.label}: {figures}")
-
-
 def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
-    """Find T by exchanges with the clients; where one fails the search begins anew, at the last T, without it.
+    """Find T by exchanges with the clients; where one fails begin again without it, and count exchanges on.
 
-    Exchanges count on then, so that clients that fail one after the other do not make it longer.
-
-    Raises:
-        FederationError: no client answers.
+    Raises FederationError if no client answers.
     """
-    search, clients = TemperatureSearch(max_influence=scaling.max_influence), None
+    search, clients = calibration.TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
         request = request_of(scaling, search.temperature)
-        messages = usable(ask(request, clients, "temperature"), lambda message: message.read(TemperatureMessage))
+        answers = ask(request, clients, "temperature")
+        messages = usable(answers, lambda message: message.read(calibration.TemperatureMessage))
         if clients is not None and messages.keys() != clients:
-            search = TemperatureSearch(search.temperature, search.max_influence, exchanges=search.exchanges)
+            search = calibration.TemperatureSearch(search.temperature, search.max_influence, exchanges=search.exchanges)
         clients = set(messages)
         search = search.after(list(messages.values()))
     scaling.take(search, [str(client) for client in sorted(clients or ())])
@@ -107,12 +79,11 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
     """Take the thresholds from a sketch of each client; raise FederationError if none answers."""
     conformal.temperature = 1.0 if conformal.kind == "interval" else temperature
 
-    def read(message: Message) -> tuple[ScoreSketch, float]:  # the sketch, and the ε that the client says it has spent
+    def read(message: Message) -> tuple[ScoreSketch, float]:  # the sketch, and the ε that the client has spent
         sketch = message.read(ScoreSketch, grid=GRIDS[conformal.kind])
         if len(sketch.counts) != conformal.bins or int(sketch.counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
-            raise FusionError(
-                f"client {message.client}: its counts are not those of {conformal.bins} cells and of some examples"
-            )
+            rule = f"its counts are not those of {conformal.bins} cells and of some examples"
+            raise FusionError(f"client {message.client}: {rule}")
         return sketch, message.figures.get("epsilon", 0.0)
 
     sketches = usable(ask(request_of(conformal, conformal.temperature), None, "counts"), read)
@@ -123,11 +94,7 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
 
 
 def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Message], Any]) -> dict[int, Any]:
-    """Return client → what it sent, in the order of clients, without those whose reply cannot be used.
-
-    Raises:
-        FederationError: there is none.
-    """
+    """Return client → ``read(message)``, in the order of clients; raise FederationError if no reply can be used."""
     found, failures = {}, dict[str, Exception]()
     for client in sorted(replies):
         reply = replies[client]
@@ -145,23 +112,13 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
     return found
 
 
-# -- client ------------------------------------------------------------------------------------------------------------
-
-
 def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
-    """Return a client's own validation data, and the batch size.
-
-    Of a :class:`~lightning_fedbayes.ClientDatasets` in the ``loaders`` it is its part, and of all others everything.
-
-    Raises:
-        FedBayesError: there are no data, or no part for the client.
-    """
+    """Return a client's part of a ClientDatasets, or all data, and the batch size; raise FedBayesError without data."""
     datasets, batch_size = data_of(loaders)
     if isinstance(datasets, ClientDatasets):
         if client >= len(datasets.datasets):
-            raise FederationError(
-                f"the validation data are those of {len(datasets.datasets)} clients, and this one is number {client}"
-            )
+            count = len(datasets.datasets)
+            raise FederationError(f"the validation data are those of {count} clients, and this one is number {client}")
         return datasets.datasets[client], batch_size
     parts = list(datasets.values())
     return (parts[0] if len(parts) == 1 else ConcatDataset(parts)), batch_size
@@ -169,57 +126,42 @@ def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
 
 def answer(
     module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int
-) -> TemperatureMessage | ScoreSketch:
-    """Return what a client answers to a request: sums, or the counts of a sketch with its noise.
+) -> calibration.TemperatureMessage | ScoreSketch:
+    """Return a client's answer to a request: sums, or the counts of a sketch with fresh and secret noise.
 
-    Args:
-        module, data, request: with the global posterior; see :func:`own_data` and :data:`REQUEST`.
-        client, seed: its number; of the federation. The seed of the noise is fresh, and nobody knows it.
-
-    Raises:
-        FedBayesError: the data or the module do not suit the request.
+    ``module`` holds the global posterior, and ``seed`` is the federation's. Raises FedBayesError if data or module do
+    not suit the request.
     """
     (dataset, batch_size), name = data, str(client)
     kind, temperature = request["kind"], request["temperature"]
     if kind == TEMPERATURE:
-        pair = predictions_of(module, {name: dataset}, batch_size, seed, first=client)[name]
+        pair = calibration.predictions_of(module, {name: dataset}, batch_size, seed, first=client)[name]
         return message_of(checked_pair("", pair), temperature)
     conformal = FederatedConformal(kind=kind, bins=request["bins"])
-    sketch = conformal.sketch(
-        conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)[name]
-    )
+    scores = conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)
+    sketch = conformal.sketch(scores[name])
     return sketch.noisy(request["epsilon"], secrets.randbits(62)) if request["epsilon"] else sketch
 
 
-def request_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request in a message's configuration; raise ClientMismatch if there is none."""
+def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
+    """Return a message's request, and the kind of its answer; raise NotSent if that must not leave the client."""
     missing = [key for key in REQUEST if key not in config]
     if missing:
         raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
-    return {key: config[key] for key in REQUEST}
-
-
-def check_allowed(request: Mapping[str, Any], door: Door) -> Kind:
-    """Return the kind of message that answers a request; raise NotSent if it must not leave the client."""
-    kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
-    door.check(kind, request["epsilon"] or None)
-    return kind
+    kind: Kind = "temperature" if config["kind"] == TEMPERATURE else "counts"
+    door.check(kind, config["epsilon"] or None)
+    return {key: config[key] for key in REQUEST}, kind
 
 
 def count_noise(folder: Path, client: int, epsilon: float) -> float:
-    """Add ε to what a client's noisy counts have given away so far, in a file of its folder; return the sum.
-
-    Raises:
-        FederationError: the file is damaged, so that nobody knows the sum.
-    """
+    """Add ε to the sum of a client's noisy counts, in a file of its folder; raise FederationError if it is damaged."""
     path = folder / f"client-{client}-counts.json"
     try:
         spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FederationError(
-            f"{path}, this client's account of noisy counts, is damaged ({error}), and it sends no more of them. "
-            "Restore the file, or write the ε spent so far into it"
-        ) from None
+        remedy = "restore the file, or write the ε spent so far into it"
+        why = f"{path}, this client's account of noisy counts, is damaged ({error})"
+        raise FederationError(f"{why}, and it sends no more of them; {remedy}") from None
     folder.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_text(json.dumps({"epsilon": spent + epsilon}))

@@ -1,4 +1,4 @@
-"""Files of a federation over a network: the server's checkpoint, and each client's state, which never leaves it."""
+"""Files of a federation over a network: the server's checkpoint, and each client's state, which stays at the client."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ServerState:
     """A federation between two rounds.
 
     Args:
-        federation: a name that no other federation has, by which clients recognise their own states.
+        federation: a unique name by which clients recognise their states.
         seed: source of its random draws.
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
-        calibration: state of each calibration of the global posterior, by its ``state_key``; none before there is one.
+        calibration: state of each calibration of the global posterior, by its ``state_key``; empty before the first.
         numbers: site → its client's number, where the server numbers them.
         best: the best round by a strategy's ``monitor``: "score", "round", "posterior" and "buffers".
         under_way: who trains from which version of the global posterior, in a federation without rounds.
@@ -72,20 +72,12 @@ class ServerState:
         return self.server["history"]
 
     def save(self, path: Path) -> None:
-        """Write all of it, or nothing: a crash leaves the file before.
-
-        Raises:
-            FederationError: the disk does not take it.
-        """
+        """Write the file in one step: a crash keeps the earlier one. Raises FederationError if the disk refuses it."""
         write_whole(path, vars(self))
 
     @classmethod
     def load(cls, path: Path) -> ServerState:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FederationError: the file is not one of these, or damaged.
-        """
+        """Read what :meth:`save` wrote; raise FederationError for a damaged or foreign file."""
         try:
             if (reason := damage(path)) is not None:
                 raise ValueError(reason)
@@ -101,18 +93,13 @@ class ServerState:
                 check_mapping("buffers", state.best["buffers"], Tensor)
             check_mapping("under_way", state.under_way, Mapping)
         except Exception as error:  # whatever another program has written
-            raise FederationError(
-                f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
-            ) from error
+            why = f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
+            raise FederationError(why) from error
         return state
 
 
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of ``torch.save``, or nothing: what fails leaves the file before.
-
-    Raises:
-        FederationError: the disk does not take it.
-    """
+    """Write a file of ``torch.save`` in one step: a failure keeps the earlier one, and raises FederationError."""
     written = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,14 +130,14 @@ def load_checkpoint(
         module: the network, built as for the federation.
         path: the server's checkpoint.
         buffers, local_parameters: as in the federation.
-        best: load the posterior of the best round by FusionStrategy's ``monitor`` in place of the last one.
+        best: load the best round by FusionStrategy's ``monitor`` in place of the last one.
 
-    Returns: the whole checkpoint, with the history of rounds. Calibration is loaded into a callback of the same options
-    by ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
+    Returns: the whole checkpoint. Load its calibration into a callback of the same options by
+    ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
 
     Raises:
         FederationError: the file is no such checkpoint, or holds no best round.
-        PosteriorError: it is one of another network.
+        PosteriorError: the posterior is of another network.
     """
     state = ServerState.load(Path(path))
     if best and not state.best:
@@ -166,19 +153,18 @@ def load_checkpoint(
 class StateFile:
     """A client's state on its own disk, from round to round, between processes and runs.
 
-    The state after a round counts once the server has admitted that round's update. From a file that is damaged, or no
-    client's state, the client starts anew, with a warning, and counts a private message for each earlier round of the
-    federation.
+    The state after a round counts once the server has admitted that round's update. If the file is damaged or foreign,
+    the client warns, starts without a state, and counts a private message for each earlier round of the federation.
 
     Args:
-        folder: where it lies; None: the client keeps nothing.
+        folder: where it lies; None: the client keeps no state.
         client: its number.
-        config: the server's: the federation (the state of another one is ignored), the round, and the client's last
-            admitted round, from 1; 0 if there is none.
+        config: from the server: the federation (the state of another one is ignored), the round, and the client's last
+            admitted round, from 1 (0: none).
 
     Attributes:
         before: the state after the last admitted round.
-        messages: noise multiplier → number of private messages sent, in whatever federation: a server cannot reset it.
+        messages: noise multiplier → number of private messages sent, in all federations: a server cannot reset it.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
@@ -201,7 +187,7 @@ class StateFile:
 
     @property
     def clients(self) -> set[int]:
-        """Numbers of the clients whose state this is: one, if the file is not another client's."""
+        """Numbers of the clients with this state: one, if the file is not another client's."""
         return {job % STRIDE for job in self.before}
 
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
@@ -216,27 +202,14 @@ class StateFile:
         return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
 
     def write(self, after: dict[int, Any]) -> None:
-        """Write the state after the round, and the one before it, should the update be refused."""
-        if self.path is None:
-            return
-        write_whole(
-            self.path,
-            {
-                "federation": self.federation,
-                "round": self.round,
-                "messages": self.messages,
-                "before": self.before,
-                "after": after,
-            },
-        )
+        """Write the state after the round, and the one before it in case the update is refused."""
+        if self.path is not None:
+            state = {"federation": self.federation, "round": self.round, "messages": self.messages}
+            write_whole(self.path, {**state, "before": self.before, "after": after})
 
 
 def stored_state(path: Path) -> dict[str, Any]:
-    """Return what :meth:`StateFile.write` has written.
-
-    Raises:
-        FederationError: the file is damaged, or no client's state.
-    """
+    """Return what :meth:`StateFile.write` has written; raise FederationError for a damaged or foreign file."""
     reason = damage(path)
     if reason is not None:
         raise FederationError(f"the state {path} is damaged ({reason})")
@@ -257,9 +230,8 @@ def stored_state(path: Path) -> dict[str, Any]:
             if made.own:
                 GaussianPosterior.from_state_dict(made.own)
     except Exception as error:  # whatever another program has written
-        raise FederationError(
-            f"{path} is no state of a client ({type(error).__name__}: {error}); give each client a folder of its own"
-        ) from error
+        why = f"{path} is no state of a client ({type(error).__name__}: {error})"
+        raise FederationError(f"{why}; give each client a folder of its own") from error
     return stored
 
 
@@ -272,7 +244,7 @@ def personal_posterior(
     *,
     local_parameters: Sequence[str] = (),
 ) -> GaussianPosterior:
-    """Return the personal posterior of a client, from what it has kept in its folder.
+    """Return a client's personal posterior from its folder.
 
     ::
 
@@ -280,8 +252,8 @@ def personal_posterior(
         personal = personal_posterior(module, "state", 0, state.posterior)
         predictive = fb.PosteriorPredictive(module, personal)
 
-    When to use it: at the client, after a federation with ``keep=["posterior"]`` or
-    a method that keeps them, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
+    When to use it: at the client, after a federation with ``keep=["posterior"]`` or a method that keeps posteriors, to
+    predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
     Args:
         module: the network, built as for the federation.
@@ -295,12 +267,11 @@ def personal_posterior(
     """
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
     if not path.exists():
-        raise FederationError(f"{path} is not there: give the folder and the number of one that trains")
+        raise FederationError(f"{path} is not there: give the folder and the number of a client that trains")
     stored = stored_state(path)
-    jobs = [job for job in stored["after"] if job % STRIDE == client]  # the last of the client's problems is its own
+    jobs = [job for job in stored["after"] if job % STRIDE == client]  # the client's last problem is its personal one
     state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:
         raise FederationError(f"{path} holds no posterior: train with keep=['posterior']")
-    rest = frozen_names(module) - posterior.mean.keys()
-    model = ResidentModel(module, local_parameters, frozen=rest)
+    model = ResidentModel(module, local_parameters, frozen=frozen_names(module) - posterior.mean.keys())
     return model.with_local(state.personal(posterior, weight), state.local)

@@ -1,4 +1,4 @@
-"""A client of a federation over a network: it answers what the server asks, whatever carries the messages."""
+"""A client of a federation over a network: it answers the server's questions over any transport."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,47 +17,30 @@ from lightning_fedbayes.callbacks import ExamplePrivacy
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
-from lightning_fedbayes.core.errors import (
-    ClientMismatch,
-    FedBayesError,
-    FederationError,
-    LostState,
-    check_kind,
-    check_path,
-    check_strings,
-)
+from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.modules.head import BayesianHead
-from lightning_fedbayes.transport.calibration import answer, check_allowed, count_noise, own_data, request_in
+from lightning_fedbayes.transport import one_shot as once
+from lightning_fedbayes.transport.calibration import answer, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
 from lightning_fedbayes.transport.messages import posterior_in, tensors_of
-from lightning_fedbayes.transport.one_shot import (
-    OneShot,
-    answer_once,
-    check_agreed,
-    check_one_shot,
-    kind_of,
-    needs_training,
-    training_data,
-)
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
-"""The client's own log."""
+"""Log of the client."""
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-"""Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
+"""Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
 CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
 """Keys of a question's configuration that the server sets.
 
 "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
-"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that of a client among all;
-"method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the parameters that nobody sends, ""
-for none.
+"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is the client's share of all
+clients; "method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the frozen parameters, ""
+if there are none.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
@@ -80,9 +62,9 @@ class Question:
 
     Args:
         client: the client's number.
-        config: see :data:`CONFIG_KEYS`, and what is asked for.
+        config: :data:`CONFIG_KEYS`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
-        told: what the client is told beside it: what has been counted of its site, or the state of a head.
+        told: further tensors for the client: what has been counted of its site, or the state of a head.
     """
 
     client: int
@@ -93,26 +75,15 @@ class Question:
     def __post_init__(self) -> None:
         missing = [key for key in CONFIG_KEYS if key not in self.config]
         if missing:
-            raise ClientMismatch(
-                f"the server's message lacks {', '.join(missing)}: this client works with a server that runs "
-                "lightning_fedbayes, of the same version"
-            )
+            need = "this client needs a server with the same version of lightning_fedbayes"
+            raise errors.ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
 
     def task(self, kept: Mapping[int, Any]) -> Task:
         """Return the task that the server sets; ``kept`` is the client's state."""
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
-        return Task(
-            self.client,
-            config["server-round"] - 1,
-            config["seed"],
-            posterior,
-            buffers,
-            kept,
-            config["begun"],
-            config["share"],
-            config["frozen"],
-        )
+        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen")}
+        return Task(self.client, config["server-round"] - 1, posterior=posterior, buffers=buffers, kept=kept, **rest)
 
 
 class RemoteClient:
@@ -120,15 +91,39 @@ class RemoteClient:
 
     Args:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
-        datamodule: whose training loader holds the client's own data; or a function that makes it, of what the
-            transport knows about the client.
-        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, one_shot,
-            conformal_epsilon, exact, share_errors, state_folder, trainer: see
-            :func:`~lightning_fedbayes.flower.client_app`.
+        datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
+            knows about the client.
+        partition: deals out data that all clients have in common, as in a simulation. Without one, a
+            :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
+        fusion: the federated method, the same as the server's: its name, a :class:`~lightning_fedbayes.Method`, or a
+            fusion rule, which matters at the server only.
+        local_epochs, keep, buffers, local_parameters, posterior: see :class:`~lightning_fedbayes.FederatedBayes`;
+            ``buffers`` and ``local_parameters`` are the server's. A kept "posterior" is for
+            :func:`~lightning_fedbayes.flower.personal_posterior`; the client scores it, too, where it scores the global
+            posterior, under names that begin with "personal/".
+        privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
+            counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
+            federations, and tells the server their ε.
+        one_shot: the way in which the client may be asked to send in place of rounds: a
+            :class:`~lightning_fedbayes.KroneckerLaplace`, a :class:`~lightning_fedbayes.HierarchicalLinearRegression`,
+            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`; see
+            :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
+        conformal_epsilon: ε of the noise on counts of scores, the same as the server's
+            ``FederatedConformal(epsilon=...)``. Each answer costs it again; the client adds them up in its
+            ``state_folder``, and sends no exact sums for a temperature. None: counts are exact, and not sent under
+            ``privacy``.
+        exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
+            :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
+            "temperature", "counts", "statistics", "curvature", "scale"; see the table in docs/privacy.md.
+        share_errors: send the text of an exception to the server, for federations of one owner. Otherwise the server
+            gets its class and the stage, and the text stays in the client's log.
+        state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer
+            state, the number of its messages under ``privacy``.
+        trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
 
     Raises:
-        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
-            buffers would leave the client beside what ``privacy`` protects.
+        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
+            unprotected buffers would leave the client under ``privacy``.
     """
 
     def __init__(
@@ -144,16 +139,16 @@ class RemoteClient:
         local_parameters: Sequence[str] = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
-        one_shot: OneShot | None = None,
+        one_shot: once.OneShot | None = None,
         conformal_epsilon: float | None = None,
         exact: Collection[str] = (),
         share_errors: bool = False,
         state_folder: str | Path | None = None,
         trainer: Mapping[str, Any] | None = None,
     ) -> None:
-        check_kind("module", module, L.LightningModule, "give a LightningModule")
-        check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
-        check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
+        errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
+        errors.check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
+        errors.check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
         settings = FederationSettings(
             partition,
             local_epochs=local_epochs,
@@ -166,63 +161,50 @@ class RemoteClient:
         )
         keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
         keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
-        callbacks = () if trainer is None else trainer.get("callbacks") or ()
+        callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
         protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
-        door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
+        self.door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
         if keeps and state_folder is None:
-            raise FederationError(
-                "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of "
-                "privacy stay at the client from round to round: pass state_folder=..., a folder of the client's own"
-            )
+            why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
+            raise errors.FederationError(f"{why}: pass state_folder=..., one folder per client")
         if privacy is not None:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
-        folder = self.folder_of(state_folder) if keeps else None
+        self.state_folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
-            check_one_shot(one_shot)
+            once.check_one_shot(one_shot)
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
-        self.state_folder = folder
-        self.door = door
         self.options = {**QUIET, **(trainer or {})}
         self.one_shot = one_shot
         self._trainer: L.Trainer | None = None
 
     def folder_of(self, path: Any) -> Path:
-        """Return the folder of what the client keeps; a transport may refuse what it cannot find again.
-
-        Raises:
-            FederationError: it is no path, or refused.
-        """
-        return check_path("state_folder", path)
+        """Return the folder of the client's state; raise FederationError for one that a transport cannot find again."""
+        return errors.check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
-        """Return the client's answer to a question.
-
-        Args:
-            asked: what it is asked to do.
-            question: of the server.
-            where: the argument of a function that makes the data module.
-
-        Raises:
-            Exception: it cannot answer; see :meth:`attempt`.
-        """
+        """Return the answer to a question, or raise; ``where`` is for a function that makes the data module."""
         answers = {
             "train": self._train,
             "evaluate": self._evaluate,
             "calibrate": self._calibrate,
             "once": self._send_once,
         }
-        return answers[asked](question, partial(self._data, where))
+
+        def data() -> L.LightningDataModule:
+            return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
+
+        return answers[asked](question, data)
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
-        """Return what ``answer`` returns, or, where that raises, a failure; the text goes to the client's own log."""
+        """Return what ``answer`` returns, or a failure if it raises; the text goes to the client's log."""
         try:
             return answer()
         except Exception as error:
-            name, own = type(error).__name__, isinstance(error, FedBayesError)
-            LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not own)
+            name, known = type(error).__name__, isinstance(error, errors.FedBayesError)
+            LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not known)
             return Message("failure", client, texts=self.door.failure(error, stage))
 
     def _train(self, question: Question, data: Data) -> Message:
@@ -231,15 +213,14 @@ class RemoteClient:
         method = self.training.method
         own = method.agreement()
         if config["method"] != own:
-            raise ClientMismatch(
-                f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
-                "give the client the fusion= that the server has"
-            )
+            theirs, ours = config["method"] or "an average", own or "an average"
+            found = f"the server's method is ({theirs}), this client's ({ours})"
+            raise errors.ClientMismatch(f"{found}: give the client the fusion= that the server has")
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)
         if method.keeps and config["accepted"] and number not in kept.clients:
-            raise LostState(
+            raise errors.LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
             )
@@ -253,10 +234,7 @@ class RemoteClient:
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
     def _evaluate(self, question: Question, data: Data) -> Message:
-        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one.
-
-        Where the posterior is another client's ("across"), its own has a turn of its own.
-        """
+        """Score the server's posterior and the kept personal one; of another client ("across") only the former."""
         self.door.check("scores")
         number, config = question.client, question.config
         keeps = self.training.settings.is_personal(self.module) and not config.get("across")
@@ -265,9 +243,9 @@ class RemoteClient:
         return Message("scores", number, task.round + 1, count, figures=figures)
 
     def _calibrate(self, question: Question, data: Data) -> Message:
-        """Answer what the server asks of the client's validation data, to calibrate the posterior that it sends."""
-        task, request = question.task({}), request_in(question.config)
-        kind = check_allowed(request, self.door)
+        """Answer a question about the client's validation data, to calibrate the posterior that the server sends."""
+        task = question.task({})
+        request, kind = request_in(question.config, self.door)
         datamodule = data()
         datamodule.prepare_data()
         datamodule.setup("validate")
@@ -287,25 +265,21 @@ class RemoteClient:
     def _send_once(self, question: Question, data: Data) -> Message:
         """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
         task = question.task({})
-        method = check_agreed(self.one_shot, str(question.config.get("one-shot")))
-        kind = kind_of(method)
+        method = once.check_agreed(self.one_shot, str(question.config.get("one-shot")))
+        kind = once.kind_of(method)
         self.door.check(kind)
         datamodule = data()
-        loader = training_data(datamodule, self.training.settings, task.client, task.seed)
-        if needs_training(method):
+        loader = once.training_data(datamodule, self.training.settings, task.client, task.seed)
+        if isinstance(method, once.KroneckerLaplace):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
-        if isinstance(method, BayesianHead):
+        if isinstance(method, once.BayesianHead):
             self.training.check_frozen(self.module, task)
-        sent = answer_once(method, self.module, loader, question.told or {})
+        sent = once.answer_once(method, self.module, loader, question.told or {})
         return Message.of(kind, task.client, task.round + 1, sent)
 
-    def _data(self, where: Any) -> L.LightningDataModule:
-        """The client's data module; made anew for every question if a function makes it."""
-        return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
-
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
-        """Return ``use(trainer)`` for the resident Trainer; a Trainer that an error has left is not used again."""
-        with without_banners():  # the log of a run is the server's; a client's would repeat itself in every message
+        """Return ``use(trainer)`` for the resident Trainer; after an error the next call makes a new one."""
+        with without_banners():  # the server logs the run; a client's would repeat itself in every message
             if self._trainer is None:
                 callbacks = [*self.options.get("callbacks", []), self.training]
                 self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})

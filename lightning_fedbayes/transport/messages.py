@@ -1,41 +1,41 @@
-"""Messages over a network: posteriors as named tensors and back, and what nobody trusts of a client's message."""
+"""Messages over a network: posteriors as named tensors and back, and checks of what a client sends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, get_args
 
+import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.learned import learned_posterior
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Source
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FusionError,
-    PosteriorError,
-    check_at_least,
-    is_whole,
-    listed,
-    shown,
-)
+from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers.scaler import scale_of
+from lightning_fedbayes.trainer import optimizers_of
 
 MOST_EXAMPLES = 2**31 - 1
-"""More examples than a client has; a smaller lie is a matter of the weighting."""
+"""Most examples that a client may claim."""
 EXAMPLES = "num-examples"
 """Name of the number of examples among a message's numbers."""
 COUNTED = "counted"
-"""Name of what the server has counted of a client's site, where the client is to keep that."""
+"""Name of the tensors that tell a client what the server has counted of its site."""
 MOST_TEXT = 500
-"""Characters of what a failure says that are shown."""
+"""Characters of a failure's texts that are shown."""
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
-"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two stand alone: they say
-of what kind the posterior is, and what the frozen parameters are that nobody sends."""
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
+posterior, and the digest of the frozen parameters."""
+"""Types of means and variances in a message."""
+
 SENT = (torch.float32, torch.float64)
 """Types of means and variances in a message."""
 
@@ -45,10 +45,6 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
     ``linearised/`` if the posterior is.
-
-    Args:
-        posterior: means and variances, any floating dtype; bfloat16 is exact in float32.
-        buffers: name → tensor.
     """
     stored = posterior.state_dict()
     parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": dict(buffers)}
@@ -58,15 +54,10 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
 
 
 def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in.
+    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in; ``who`` sent them.
 
-    Args:
-        tensors: of a message; nothing in it is trusted.
-        who: whose they are, for messages.
-
-    Raises:
-        FusionError: a tensor of another kind, a mean or variance that is neither float32 nor float64, a negative
-            variance, or a variance without a mean.
+    Raises FusionError for an array of another kind, a mean or variance that is neither float32 nor float64, and a
+    variance that is negative or has no mean.
     """
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for key, value in tensors.items():
@@ -79,10 +70,10 @@ def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPoste
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
-        raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
+        raise FusionError(f"{who}: variances without a mean: {errors.listed(orphans)}")
     try:
         posterior = GaussianPosterior.from_state_dict(parts)
-    except PosteriorError as error:
+    except errors.PosteriorError as error:
         raise FusionError(f"{who}: {error}") from None
     return posterior, parts["buffer"]
 
@@ -92,9 +83,24 @@ def probabilistic_names(arrays: Mapping[str, Any]) -> set[str]:
     return {key.partition("/")[2] for key in arrays if key.startswith("variance/")}
 
 
-def digest_in(tensors: Iterable[str]) -> str:
-    """Return the digest of the frozen parameters, of the names of an initial model's tensors; empty if none."""
-    return next((key.removeprefix("frozen/") for key in tensors if key.startswith("frozen/")), "")
+def initial_model(
+    module: L.LightningModule,
+    *,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
+    posterior: Source | None = None,
+) -> dict[str, Tensor]:
+    """Return the model that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
+
+    For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
+    """
+    errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
+    FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
+    learned = learned_posterior(optimizers_of(module), module, posterior)
+    model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
+    frozen = model.digest()
+    tensors = tensors_of(model.read_posterior(), {**model.federated_buffers, **scale_of(module)})
+    return tensors | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {})
 
 
 def _sendable(value: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ def _sendable(value: Tensor) -> Tensor:
 
 
 def header_of(message: Message) -> dict[str, Any]:
-    """Return what a client's message says of itself."""
+    """Return the header of a client's message."""
     return {"kind": message.kind, "client": message.client, "server-round": message.round, **message.texts}
 
 
@@ -117,46 +123,39 @@ def read_message(
     header: Any,
     tensors: Callable[[], dict[str, Tensor]],
     numbers: Any,
-    *,
     client: int | None,
     kind: Kind,
     server_round: int,
     who: str,
 ) -> Message:
-    """Return the message in what has come of a client; nothing in it is trusted.
+    """Return the message in a client's reply; every part is checked.
 
     Args:
-        header: see :func:`header_of`.
-        tensors: returns its tensors, once its header is in order.
-        numbers: see :func:`numbers_of`; what is no finite number is left out.
-        client: the client that was asked; None: it is to say who it is.
-        kind: what it was asked for.
-        server_round: the round that it was asked about.
-        who: whose it is, for messages.
+        header, numbers: see :func:`header_of` and :func:`numbers_of`; other than finite numbers are left out.
+        tensors: returns its tensors; called once its header is in order.
+        client, kind, server_round: what the server asked for; client None: the header says who it is.
+        who: its sender, for error messages.
 
     Raises:
-        FusionError: the client failed, says that it is another, or has sent something else, of another round or of
-            no whole number of examples.
+        FusionError: the client failed, or sent another client's number, kind or round, or no whole number of examples.
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):
-        raise FusionError(
-            f"{who}: its reply says of itself that it is {shown(says)}, which no message of this version is"
-        )
+        raise FusionError(f"{who}: its reply says that it is {errors.shown(says)}, which no message of this version is")
     if says == "failure":
         raise FusionError(f"{who} failed{failure_in(header)}")
     if says != kind:
         raise FusionError(f"{who}: its reply is of kind '{says}', and it was asked for '{kind}'")
     number: Any = header.get("client")
     answered: Any = header.get("server-round")
-    if not is_whole(number) or number < 0 or (client is not None and number != client):
-        raise FusionError(f"{who}: it says that it is client {shown(number)}")
-    if not is_whole(answered) or answered != server_round:
-        raise FusionError(f"{who}: its reply is of round {shown(answered)}, and this is round {server_round}")
+    if not errors.is_whole(number) or number < 0 or (client is not None and number != client):
+        raise FusionError(f"{who}: it says that it is client {errors.shown(number)}")
+    if not errors.is_whole(answered) or answered != server_round:
+        raise FusionError(f"{who}: its reply is of round {errors.shown(answered)}, and this is round {server_round}")
     sent = tensors()
     known = {str(name): value for name, value in numbers.items()} if isinstance(numbers, Mapping) else {}
     count = known.pop(EXAMPLES, 0)
-    check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
+    errors.check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
     figures = {name: float(value) for name, value in known.items() if _is_finite(value)}
     return Message(kind, number, answered, int(count), sent, figures)
 
@@ -170,12 +169,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def has_lost_state(header: Any) -> bool:
-    """Return True if a client says that it has lost what it had to keep."""
+    """Return True if a client reports that it has lost its state."""
     return isinstance(header, Mapping) and header.get("error") == errors.LostState.__name__
 
 
 def failure_in(config: Mapping[str, Any]) -> str:
-    """Return what a client's failure says of itself, with what this package knows of an error of its own."""
+    """Return the text of a client's failure, with the meaning of an error of this package."""
     name, stage, text = (str(config.get(key, ""))[:MOST_TEXT] for key in ("error", "stage", "text"))
     if text:
         return f" in {stage}: {name}: {text}"
@@ -186,14 +185,9 @@ def failure_in(config: Mapping[str, Any]) -> str:
 
 
 def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
-    """Return the update in a client's message.
+    """Return the update in a client's message, with variances of exactly the ``probabilistic`` parameters.
 
-    Args:
-        message: of the client.
-        probabilistic: names of the parameters that must come with a variance, and no others.
-
-    Raises:
-        FusionError: it cannot be used. Values and shapes are checked by :class:`~lightning_fedbayes.Server`.
+    Raises FusionError if it cannot be used. :class:`~lightning_fedbayes.Server` checks values and shapes.
     """
     who = f"client {message.client}"
     if not message.tensors:
@@ -201,11 +195,9 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     posterior, buffers = posterior_in(message.tensors, who)
     wrong = sorted(probabilistic_names(message.tensors) ^ probabilistic)
     if wrong:
-        raise FusionError(
-            f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{listed(wrong)}"
-        )
-    check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
+        rule = "it must send the variances of the probabilistic parameters and of no others"
+        raise FusionError(f"{who}: {rule}; wrong are {errors.listed(wrong)}")
+    errors.check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
 
 
@@ -218,8 +210,7 @@ def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> Client
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
     """Return the table of the clients that have sent a model and scored all; None for fewer than two.
 
-    Args:
-        found: number of the client whose model it is → number of the client that has scored it → what that has sent.
+    ``found`` is number of the model's client → number of the client that has scored it → its message.
     """
     both = [client for client in sorted(found) if all(client in row for row in found.values())]
     if len(both) < 2:

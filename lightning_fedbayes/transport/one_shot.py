@@ -25,7 +25,7 @@ from lightning_fedbayes.transport.calibration import usable
 from lightning_fedbayes.transport.training import own_clients
 
 TOLD = "told"
-"""Name of what the server tells clients of a head."""
+"""Name of the tensors that tell clients about a head."""
 
 SCALING = "scale"
 """Name of the exchange by which clients send the sums of a scale, before they train."""
@@ -35,7 +35,7 @@ OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 Once = KroneckerPosterior | HierarchicalFit | HeadFit
 """Their results."""
 Ask = Callable[[Collection[int] | None, Mapping[str, Tensor]], dict[int, Any]]
-"""Function that asks clients, None for all, and tells them something."""
+"""Asks clients, None for all, with tensors for them."""
 
 
 def check_one_shot(method: Any) -> OneShot:
@@ -53,7 +53,7 @@ def kind_of(method: OneShot | str) -> Kind:
 
 
 def check_agreed(method: OneShot | None, wanted: str) -> OneShot | str:
-    """Return the client's method, or SCALING; raise ClientMismatch unless it is the server's, ``wanted`` in words."""
+    """Return the client's method, or SCALING; raise ClientMismatch unless it is the server's, ``wanted``."""
     if wanted == repr(SCALING):
         return SCALING
     if method is None or repr(method) != wanted:
@@ -61,13 +61,10 @@ def check_agreed(method: OneShot | None, wanted: str) -> OneShot | str:
     return method
 
 
-# -- client ------------------------------------------------------------------------------------------------------------
-
-
 def training_data(
     datamodule: L.LightningDataModule, settings: FederationSettings, client: int, seed: int
 ) -> DataLoader:
-    """Return a loader over a client's own training data, in their order, with the options of its data module's."""
+    """Return a loader over a client's training data, in their order, with batch size and collation of its loader."""
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader: Any = datamodule.train_dataloader()
@@ -75,22 +72,10 @@ def training_data(
     return DataLoader(own, loader.batch_size or 256, collate_fn=loader.collate_fn)
 
 
-def needs_training(method: OneShot | str) -> bool:
-    """Return whether a client trains its network before it sends."""
-    return isinstance(method, KroneckerLaplace)
-
-
 def answer_once(
     method: OneShot | str, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
 ) -> KroneckerSite | LinearStatistics | HeadSlopes | ScaleSums:
-    """Return what a client sends: of the trained ``module``, or of its examples alone.
-
-    Args:
-        method: how.
-        module: the client's.
-        loader: of its examples.
-        told: what the server has said of the head so far, :meth:`HeadFit.told`; empty at first.
-    """
+    """Return a client's answer by ``method``; ``told`` is :meth:`HeadFit.told` of the server, empty at first."""
     if isinstance(method, str):
         return ScaleSums.of(loader.dataset, loader.collate_fn, module)
     if isinstance(method, KroneckerLaplace):
@@ -105,11 +90,7 @@ def answer_once(
 
 
 def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoader) -> tuple[Tensor, Tensor]:
-    """Return features and targets of a client's examples, on the CPU.
-
-    Raises:
-        ClientMismatch: the module is no HeadModule with this head.
-    """
+    """Return features and targets of a client's examples, on the CPU; raise ClientMismatch for another module."""
     if not isinstance(module, HeadModule) or module.head != head:
         raise ClientMismatch(f"this client's module is no HeadModule with {head}: give the client one")
     with torch.inference_mode():
@@ -122,11 +103,7 @@ def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoad
 
 
 def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> LinearStatistics:
-    """Return the sums of a client's examples, pairs of a vector and a number.
-
-    Raises:
-        FederationError: the examples are others.
-    """
+    """Return the sums of a client's examples, pairs of vector and number; raise FederationError for others."""
     batches = list(loader)
     for batch in batches:
         if not isinstance(batch, list | tuple) or [isinstance(each, Tensor) for each in batch] != [True, True]:
@@ -135,27 +112,17 @@ def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> L
     return LinearStatistics.of(inputs, targets, method.bias)
 
 
-# -- server ------------------------------------------------------------------------------------------------------------
-
-
 def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
-    """Return whether clients need the network before training; a head's is zeros, and as large as its sums.
-
-    Raises:
-        FederationError: ``posterior`` is not that of a HeadModule, and the method is a head.
-    """
+    """Return True if clients need the network, unlike a head's; raise FederationError for a head without HeadModule."""
     if isinstance(method, BayesianHead) and "sums.gram" not in posterior.mean:
-        raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
+        raise FederationError(f"{method} needs a HeadModule: pass initial_arrays(head_module)")
     return not isinstance(method, BayesianHead)
 
 
 def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any]]) -> dict[str, Tensor]:
-    """Return a server's buffers; if they lack the scale that its network asks for, with that of what clients answer.
+    """Return a server's buffers, with the scale from the clients' answers if its network asks for one.
 
-    A client that does not answer does not count, and gets the scale of the others.
-
-    Raises:
-        FederationError: no client's sums can be used.
+    A client without an answer gets the scale of the others. Raises FederationError if no client's sums can be used.
     """
     scale = [value for name, value in buffers.items() if name.startswith(SCALE)]
     if not scale or any(value.numel() for value in scale):
@@ -164,11 +131,7 @@ def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any
 
 
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:
-    """Return what a client has sent once; nothing in it is trusted.
-
-    Raises:
-        FedBayesError: it cannot be used.
-    """
+    """Return the site or sums in a client's message; raise FedBayesError if they cannot be used."""
     if isinstance(method, HierarchicalLinearRegression):
         return message.read(LinearStatistics)
     if isinstance(method, BayesianHead):
@@ -185,11 +148,7 @@ def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -
 
 
 def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatistics]) -> HeadSlopes:
-    """Return what a client has sent in a further exchange of a head; nothing in it is trusted.
-
-    Raises:
-        FedBayesError: it is not of the examples that its ``sums`` are of, or not of these weights.
-    """
+    """Return a client's slopes; raise FedBayesError for other examples than its ``sums``, or other weights."""
     found, count = message.read(HeadSlopes), sums[message.client].num_examples
     if found.slope.shape != fit.weights.shape or bool(len(found.curvature)) != fit.takes_pairs:
         raise FusionError(f"client {message.client}: its slopes are not those of the server's head")
@@ -200,14 +159,10 @@ def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatis
 
 
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:
-    """Return the result of what clients have sent, client → site or sums; those of a model by the clients' numbers.
+    """Return the result from the clients' sites or sums, client → what it sent first.
 
-    A softmax head asks further. Where a client fails on the way it begins anew, from the sums of the others.
-
-    Args:
-        method: how.
-        found: client → what it has sent first.
-        ask: takes clients and what they are told, and returns their answers.
+    A softmax head asks further; where a client fails on the way it begins again, from the sums of the others. Clients
+    of a linear model go by their numbers.
     """
     if isinstance(method, HierarchicalLinearRegression):
         return method.fit({str(client): sums for client, sums in found.items()})

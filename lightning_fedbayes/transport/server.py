@@ -11,35 +11,26 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_flag,
-    check_path,
-    told_failures,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.methods.method import PREFIX
-from lightning_fedbayes.server import Server
+from lightning_fedbayes.server import RoundResult, Server
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.server.server import RoundResult
-from lightning_fedbayes.transport.calibration import Ask, Calibration, calibrate
-from lightning_fedbayes.transport.checkpoint import ServerState
-from lightning_fedbayes.transport.messages import (
-    client_scores,
-    cross_scores,
-    digest_in,
-    posterior_in,
-    probabilistic_names,
-    read_update,
+from lightning_fedbayes.transport import messages
+from lightning_fedbayes.transport.calibration import (
+    Ask,
+    Calibration,
+    FederatedTemperature,
+    find_temperature,
+    take_thresholds,
 )
+from lightning_fedbayes.transport.checkpoint import ServerState
 
 Answers = Mapping[int, "Message | FedBayesError"]
 """Client → what it has sent, or why that cannot be read."""
@@ -48,11 +39,25 @@ Answers = Mapping[int, "Message | FedBayesError"]
 class Rounds:
     """Runs the rounds of a federation; a transport brings questions to the clients and their answers back.
 
-    For the arguments and attributes see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+    Args:
+        fusion, weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
+        fraction: share of the clients at hand in a round, C in (0, 1], drawn in every round; "turns": one of them in
+            each round, in the order of their numbers.
+        wait_for: clients that must be connected before the first round of a run; later rounds go on with fewer, but at
+            least as many as ``safeguards`` ask for.
+        safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
+        evaluate: let all clients score the global posterior on their validation data after every round.
+        across: after the last round of a run send the last posterior of each client to all the others, to be scored on
+            their validation data. Clients then see each other's posteriors, which no other setting shows them: ask all
+            of them before ([what leaves a client](../privacy.md#models-that-clients-see-of-each-other)). K clients
+            cause K² messages, and the server keeps K posteriors in memory.
+        checkpoint: file of the federation; None keeps it in memory only.
+        seed: source of every random draw, the clients' included.
 
     Attributes:
+        server, client_scores, cross_scores: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
         numbers: site → its client's number, where the server numbers them.
-        best: the best round, where a transport tells it; see :class:`~lightning_fedbayes.transport.ServerState`.
+        best: the best round, where a transport knows it; see :class:`~lightning_fedbayes.transport.ServerState`.
     """
 
     late: Late | None = None
@@ -72,33 +77,27 @@ class Rounds:
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
-            fusion=get_method(fusion),
-            weighting=weighting,
-            fraction=fraction,
-            safeguards=safeguards,
-            seed=seed,
+            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed
         )
-        check_at_least("wait_for", wait_for, 1)
+        errors.check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, safeguards.min_clients)
-        check_flag("evaluate", evaluate)
-        check_flag("across", across)
+        errors.check_flag("evaluate", evaluate)
+        errors.check_flag("across", across)
         self.method = settings.method
         if across and (self.method.sends_means or self.method.name == "sums"):
-            raise FederationError(
-                f"across=True with fusion='{self.method.name}': its clients send no posterior of their own; give a "
-                "method whose clients do, or across=False"
-            )
+            why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
+            raise FederationError(f"{why}; give a method whose clients do, or across=False")
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
         self.safeguards = safeguards
         self.evaluate = evaluate
         self.across = across
-        self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
+        self.checkpoint = None if checkpoint is None else errors.check_path("checkpoint", checkpoint)
         self.seed = seed
         self.server: Server | None = None
-        self.client_scores = client_scores({})
-        self.cross_scores = cross_scores({})
+        self.client_scores = messages.client_scores({})
+        self.cross_scores = messages.cross_scores({})
         self.numbers: dict[str, int] = {}
         self.best: dict[str, Any] = {}
         self._federation = ""
@@ -108,7 +107,7 @@ class Rounds:
         self._probabilistic: set[str] = set()
 
     def summary(self) -> None:
-        """Say how rounds are run."""
+        """Print the settings."""
         rank_zero_info(
             f"Fusion {self.method.name}, weighting {self.weighting}, fraction {self.fraction}, at least "
             f"{self.safeguards.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
@@ -116,18 +115,14 @@ class Rounds:
 
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Make the server that starts from ``model``, an ``initial_model``, or goes on from the checkpoint."""
-        posterior, buffers = posterior_in(model, "the initial model")
-        self._probabilistic, self._frozen = probabilistic_names(model), digest_in(model)
+        posterior, buffers = messages.posterior_in(model, "the initial model")
+        self._probabilistic = messages.probabilistic_names(model)
+        self._frozen = next((key.removeprefix("frozen/") for key in model if key.startswith("frozen/")), "")
         self._federation = uuid.uuid4().hex
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
-        self._own: dict[int, ClientUpdate] = {}  # those of them that have been admitted
+        self._own: dict[int, ClientUpdate] = {}  # the admitted ones
         self.server = Server(
-            posterior,
-            buffers,
-            fusion=self.method,
-            weighting=self.weighting,
-            safeguards=self.safeguards,
-            late=self.late,
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards, late=self.late
         )
         self.best, under_way = {}, {}
         if self.checkpoint is not None and self.checkpoint.exists():
@@ -141,30 +136,28 @@ class Rounds:
         return self.server
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """Take up what :meth:`under_way` gave, of a run that has ended too early; empty at the beginning."""
+        """Restore :meth:`under_way` of a run that has ended too early; empty at the beginning."""
 
     def under_way(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold of messages under way."""
+        """Return the messages under way, for a checkpoint."""
         return {}
 
     def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
-        """Note what has become of the messages of a fusion, before the checkpoint is written."""
+        """Note the outcomes of a fusion, before the checkpoint is written."""
 
     def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
-        """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
+        """Raise FederationError if the checkpoint is of another federation."""
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
             check_structure(stored.posterior, begun, "the checkpoint")
         except FusionError as error:
             reasons.append(str(error))
         if reasons:
-            raise FederationError(
-                f"{self.checkpoint} is of another federation: {'; '.join(reasons)}. Resume with the same network and "
-                "seed, or give checkpoint= another path"
-            )
+            remedy = "resume with the same network and seed, or give checkpoint= another path"
+            raise FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
-        """Begin a round, from 1; return its cohort, drawn from (seed, round) of the clients at hand, ascending."""
+        """Begin a round, from 1; return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
         assert self.server is not None
         at_hand, self._at_hand = sorted(clients), len(clients)
         chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
@@ -173,7 +166,7 @@ class Rounds:
         return asked
 
     def config_for(self, client: int, server_round: int) -> dict[str, Any]:
-        """Return what every question to a client says (:data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`)."""
+        """Return the configuration of every question, :data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`."""
         assert self.server is not None
         return {
             "server-round": server_round,
@@ -187,23 +180,16 @@ class Rounds:
         }
 
     def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
-        """Return what a client that trains is told of its site; None: nothing."""
+        """Return the server's count of a training client's site, if the client is to take it over."""
         assert self.server is not None
         return self.server.sites[client] if client in self.server.untold else None
 
     def finish(
         self, server_round: int, asked: Collection[int], answers: Answers, lost: Collection[int] = ()
     ) -> RoundResult:
-        """Fuse what can be used of a round's answers, and write the checkpoint.
+        """Fuse the usable answers of the cohort ``asked`` in round ``server_round``, from 1, and write the checkpoint.
 
-        Args:
-            server_round: from 1.
-            asked: its cohort.
-            answers: of the cohort.
-            lost: clients that say that they have lost what they had to keep.
-
-        Raises:
-            FederationError: too many rounds in a row came to nothing.
+        ``lost`` are the clients that have lost their state. Raises FederationError if too many rounds in a row failed.
         """
         server = self.server
         assert server is not None
@@ -211,11 +197,7 @@ class Rounds:
         return self.fuse([server.admit(self.update_of(client, answers)) for client in sorted(asked)], server_round)
 
     def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
-        """Fuse what has been admitted, whose sums depend on the order, and write the checkpoint.
-
-        Raises:
-            FederationError: too many rounds in a row came to nothing.
-        """
+        """Fuse the admitted updates, in their order, and write the checkpoint; for errors see :meth:`finish`."""
         server = self.server
         assert server is not None
         for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
@@ -235,12 +217,12 @@ class Rounds:
         return result
 
     def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
-        """Return a client's update, or why it has none."""
+        """Return a client's update, or its failure."""
         try:
             answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
             if isinstance(answer, FedBayesError):
                 raise answer
-            update = read_update(answer, set() if self.method.sends_means else self._probabilistic)
+            update = messages.read_update(answer, set() if self.method.sends_means else self._probabilistic)
         except FedBayesError as refusal:
             return ClientFailure(client, refusal)
         if self.across:
@@ -256,14 +238,11 @@ class Rounds:
             ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
-        r"""Keep the clients' scores; return means weighted by validation examples, :math:`\sum n_k m_k / \sum n_k`.
-
-        Of each figure over the clients that sent it as a finite number.
-        """
+        r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""
         refused = {str(client): each for client, each in answers.items() if isinstance(each, FedBayesError)}
         for line in told_failures(refused):
             rank_zero_info(f"Round {server_round}, evaluation: {line}")
-        self.client_scores = client_scores(
+        self.client_scores = messages.client_scores(
             {
                 client: (each.num_examples, each.figures)
                 for client, each in answers.items()
@@ -273,30 +252,22 @@ class Rounds:
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
 
     def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:
-        """Return posterior and buffers that each client has sent last in this run, ``across`` given; by its number.
-
-        What a method keeps at the server beside is the server's.
-        """
+        """Return each client's last posterior and buffers in this run, if ``across``; tensors of methods are global."""
         assert self.server is not None
-        shared = self.server.buffers
-        return {
-            client: (
-                update.posterior,
-                {
-                    name: buffer if name.startswith(PREFIX) else update.buffers.get(name, buffer)
-                    for name, buffer in shared.items()
-                },
-            )
-            for client, update in sorted(self._own.items())
-        }
+        found = {}
+        for client, update in sorted(self._own.items()):
+            sent = {name: value for name, value in update.buffers.items() if not name.startswith(PREFIX)}
+            buffers = {name: sent.get(name, value) for name, value in self.server.buffers.items()}
+            found[client] = update.posterior, buffers
+        return found
 
     def take_across(self, answers: Mapping[int, Answers]) -> None:
-        """Make the table of what each client has answered about the model of each: client of the model → answers."""
+        """Make the table of all clients' answers about each client's model: client of the model → answers."""
         for model, row in answers.items():
             refused = {str(client): each for client, each in row.items() if isinstance(each, FedBayesError)}
             for line in told_failures(refused):
                 rank_zero_info(f"The model of client {model} on the data of each: {line}")
-        self.cross_scores = cross_scores(
+        self.cross_scores = messages.cross_scores(
             {
                 model: {c: each for c, each in row.items() if isinstance(each, Message) and each.num_examples > 0}
                 for model, row in answers.items()
@@ -308,12 +279,20 @@ class Rounds:
             rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
 
     def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
-        """Fit each calibration from the clients' answers, and write the checkpoint; ``ask`` reaches them."""
-        calibrate(calibration, ask)
+        """Fit temperature and thresholds from the clients' answers, and write the checkpoint; ``ask`` reaches them."""
+        temperature = 1.0
+        for each in calibration:
+            if isinstance(each, FederatedTemperature):
+                find_temperature(each, ask)
+                temperature = each.check_fitted()
+            else:
+                take_thresholds(each, temperature, ask)
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
+            rank_zero_info(f"Calibration {each.label}: {figures}")
         self.save({each.state_key: each.state_dict() for each in calibration})
 
 
 def told_round(server_round: int, rounds: int, figures: Mapping[str, Any]) -> None:
-    """Say what has come of a round."""
+    """Print the figures of a round."""
     named = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "round")
     rank_zero_info(f"Round {server_round} of {rounds}: {named}")

@@ -39,11 +39,11 @@ class Task:
         round: the round, from 0.
         seed: source of all random draws of the federation.
         posterior: the global posterior.
-        buffers: the global buffers, name → tensor, none if they are frozen; the method's own tensors are among them.
+        buffers: the global buffers, name → tensor, empty if they are frozen; with the method's tensors.
         kept: the client's state after its earlier rounds (``States.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
-        frozen: digest of the parameters that nobody sends.
+        frozen: digest of the frozen parameters.
     """
 
     client: int
@@ -58,69 +58,53 @@ class Task:
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
-    """Return clients up to number ``client``, each of which has that one's data: only it will train.
+    """Return clients up to number ``client``, all with the data of that one: only it will train.
 
-    Args:
-        dataset: the training data: with a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, those of
-            all clients; otherwise the client's own.
-        partition: how common data are dealt out.
-        client: the client's number.
-        seed: seed of the partition.
-
-    Raises:
-        FederationError: there are fewer clients.
+    With a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, ``dataset`` is of all clients, otherwise
+    of this one. Raises FederationError if there are fewer clients.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
     >>> own_clients(TensorDataset(torch.zeros(5, 2)), None, client=1, seed=0).sizes
     (5, 5)
     """
-    name, own = str(client), dataset
+    name, data = str(client), dataset
     if partition is not None or isinstance(dataset, ClientDatasets):
         clients = clients_of(dataset, partition, seed)
         if client >= len(clients):
-            raise FederationError(
-                f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0: start "
-                "fewer clients, or deal out to more"
-            )
-        name, own = clients.names[client], clients.datasets[client]
-    return Clients((name,) * (client + 1), (own,) * (client + 1))
+            found = f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0"
+            raise FederationError(f"{found}: start fewer clients, or deal out to more")
+        name, data = clients.names[client], clients.datasets[client]
+    return Clients((name,) * (client + 1), (data,) * (client + 1))
 
 
 def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
-    """Bring learning rates to where they are after ``rounds`` rounds.
-
-    Raises:
-        FederationError: a scheduler follows a validation metric, which no client knows of earlier rounds.
-    """
+    """Bring learning rates to their values after ``rounds`` rounds; raise FederationError for ReduceLROnPlateau."""
     check_schedulers(trainer)
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
-            raise FederationError(
-                f"{type(config.scheduler).__name__} follows a validation metric, and a client that starts in round "
-                f"{rounds + 1} does not know those before; use a schedule of the round, such as StepLR"
-            )
+            remedy = "use a schedule of the round, such as StepLR"
+            name = type(config.scheduler).__name__
+            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there was no optimizer step before these: it was in earlier messages
+            warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
             for done in range(1, rounds + 1):
                 if done % config.frequency == 0:
                     config.scheduler.step()  # pyright: ignore[reportCallIssue]
 
 
 def check_same_frozen(model: ResidentModel, digest: str) -> None:
-    """Raise ClientMismatch unless what is frozen is what the server's ``digest`` is of."""
+    """Raise ClientMismatch unless the frozen parameters have the server's ``digest``."""
     if model.digest() != digest:
-        raise ClientMismatch(
-            "the frozen parameters of this client's module are not the server's, and nobody sends them: build it with "
-            "the same weights at both ends, from one file or one seed"
-        )
+        remedy = "build it with the same weights at both ends, from one file or one seed"
+        raise ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
 
 
 class ClientTraining(L.Callback):
     """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
 
-    The batches' order, the layers' noise and transforms come from (seed, round, client), so that the update is the
-    one that the client would send inside a single process. Settings of the server are ignored.
+    The order of batches, the noise of layers and transforms come from (seed, round, client), so that the update is the
+    same as inside a single process. Settings of the server are ignored.
     """
 
     def __init__(self, settings: FederationSettings) -> None:
@@ -129,18 +113,15 @@ class ClientTraining(L.Callback):
         if self.method.auto is not None:
             raise FederationError("fusion='auto' chooses at the server, and needs its validation data; name one rule")
         self._initial: dict[str, Tensor] | None = None
-        self._engine: SequentialEngine | None = None
-        self._loop: FitLoop | None = None
+        self._engine: Any = None
+        self._loop: Any = None
 
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train the ``module``, as it was built or as an earlier task left it, as ``task`` says.
+        """Train ``module``, as it was built or as an earlier task left it; raise whatever the client's code raises.
 
-        Returns: the update, whose tensors the next task overwrites, and what the client keeps for its next round.
-
-        Raises:
-            Exception: whatever the client's code raises.
+        Returns: the update, whose tensors the next task overwrites, and the client's state for its next round.
         """
         self._reset(module)
         self._task, self._result = task, None
@@ -157,19 +138,12 @@ class ClientTraining(L.Callback):
         return self._result, self._kept
 
     def evaluate(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        datamodule: L.LightningDataModule,
-        task: Task,
+        self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[dict[str, float], int]:
         """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
 
-        Returns: the finite figures that ``validation_step`` logs, and how many examples they are of. Those with the
-        posterior, parameters and buffers that the client has kept, if any, have names that begin with "personal/".
-
-        Raises:
-            FederationError: there are no validation data.
+        Returns: the finite figures that ``validation_step`` logs, "personal/..." for the posterior, parameters and
+        buffers that the client keeps, and the number of examples. Raises FederationError without validation data.
         """
         model = self.load_global(module, task)
         kept = task.kept.get(task.client + (self.method.problems - 1) * STRIDE, {})
@@ -205,27 +179,22 @@ class ClientTraining(L.Callback):
         return model
 
     def check_frozen(self, module: L.LightningModule, task: Task) -> None:
-        """Raise ClientMismatch unless what is frozen in ``module``, as it was built, is what the server has."""
+        """Raise ClientMismatch unless the frozen parameters of ``module``, as it was built, are the server's."""
         self._reset(module)
         check_same_frozen(ResidentModel(module, frozen=frozen_names(module)), task.frozen)
 
     def _reset(self, module: L.LightningModule) -> None:
-        """Bring ``module`` back to how it was built, which is what a new process would start with."""
+        """Bring ``module`` back to how it was built, as in a new process."""
         if self._initial is None:
             self._initial = copy.deepcopy(module.state_dict())
         module.load_state_dict(self._initial)
 
     def _load(self, module: L.LightningModule, task: Task, learned: LearnedPosterior | None = None) -> ResidentModel:
-        """Load the global model of ``task`` into ``module``.
-
-        Raises:
-            ClientMismatch: it is the model of another network, or what is frozen is not the server's.
-        """
+        """Load the global model of ``task``; raise ClientMismatch for another network or other frozen parameters."""
         settings = self.settings
         rest = frozen_names(module) - task.posterior.mean.keys()
-        model = ResidentModel(
-            module, settings.local_parameters, settings.buffers, learned, self.method.own_starts, rest
-        )
+        options = (settings.local_parameters, settings.buffers, learned, self.method.own_starts, rest)
+        model = ResidentModel(module, *options)
         try:
             check_structure(task.posterior, model.read_posterior(), "this client's network")
         except FusionError as other:
@@ -242,9 +211,8 @@ class ClientTraining(L.Callback):
             self._loop.replace_data(self._plan)
 
     def _plan(self, loader: Any) -> FederatedLoader:
-        """The client's batches of this round, out of the user's ``loader``."""
+        """Return the client's batches of this round, from the user's ``loader``."""
         task, settings = self._task, self.settings
-        assert self._loop is not None
         batching = batching_of(
             loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed, limit=self._loop.limits["limit"]
         )
@@ -260,7 +228,6 @@ class ClientTraining(L.Callback):
         """Load the global posterior and make the engine."""
         task, settings = self._task, self.settings
         advance_schedulers(trainer, task.round)
-        assert self._loop is not None
         context = self._loop.context()
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
@@ -282,14 +249,11 @@ class ClientTraining(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin the round."""
-        assert self._engine is not None
-        assert self._loop is not None
         self._loop.set_length(self._engine.num_batches(self._round))
         self._engine.begin_round(self._round)
 
     def _end_batch(self, batch_idx: int) -> None:
-        """After the last batch, take the posterior and what the client keeps."""
-        assert self._engine is not None
+        """After the last batch, take the posterior and the client's state."""
         for result in self._engine.end_batch(batch_idx):
             if result.client < STRIDE:  # the client's next problem overwrites the tensors
                 self._result = result
@@ -304,27 +268,22 @@ class ClientTraining(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what the module has logged of its training."""
-        assert self._engine is not None
         self._engine.log.end_round()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the Trainer and the module back as they were."""
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
-        if stage == "fit":
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._loop is not None:
+        if stage == "fit" and self._loop is not None:
             self._loop.restore()
-        if self._engine is not None:
+        if stage == "fit" and self._engine is not None:
             self._engine.restore_priors()
 
 
 def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> None:
-    """Tell a module that wants to know which posterior it holds."""
+    """Tell a module with the hook ``on_round_end`` which posterior it holds."""
     hook = getattr(module, "on_round_end", None)
     if hook is not None:
         hook(posterior, [])

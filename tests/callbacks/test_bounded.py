@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.calibration.predictions import check_apart
+from lightning_fedbayes.callbacks.calibration.callback import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.evaluation import ClientScores

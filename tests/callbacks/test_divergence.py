@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.records import divergence_of, worst_loss
+from lightning_fedbayes.callbacks.report import divergence_of, worst_loss
 from tests.federations import federate
 
 

@@ -239,7 +239,7 @@ def test_own_probabilities_are_scored_and_kept_apart_where_nobody_knows_whose_th
     assert float(made.callback_metrics["val/clients/nll"]) == pytest.approx(expected.mean("nll"), rel=1e-5)
     with caplog.at_level("INFO"):
         _, shuffled, _ = rounds_of(Probs(), [], held_out(shuffle=True), part="net")
-    assert caplog.text.count("nobody knows whose the examples of a batch are") == 1
+    assert caplog.text.count("cannot map the examples of a batch to clients") == 1
     assert "val/worst_client_accuracy" in shuffled.callback_metrics
 
 

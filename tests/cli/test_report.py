@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.cli import main
-from lightning_fedbayes.cli.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, by_round, chart, ticks
-from lightning_fedbayes.cli.report import PAGE, page
+from lightning_fedbayes.cli.report import BOTTOM, HEIGHT, LEFT, PAGE, RIGHT, TOP, WIDTH, by_round, chart, page, ticks
 from lightning_fedbayes.cli.results import read_curves
 from lightning_fedbayes.core.run_file import FILE, RunRecord, read
 from lightning_fedbayes.modules import mlp

@@ -157,7 +157,7 @@ def test_the_good_reply_counts():
         (None, {"server-round": True}, "of round True"),
         (None, {"client": 1}, "says that it is client 1"),
         (None, {"kind": "counts"}, "of kind 'counts', and it was asked for 'update'"),
-        (None, {"kind": "other"}, "says of itself that it is 'other'"),
+        (None, {"kind": "other"}, "says that it is 'other'"),
         (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
     ],
 )

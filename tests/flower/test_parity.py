@@ -205,7 +205,7 @@ def test_a_head_is_of_one_backbone_and_one_module():
     apps = client_apps(make=Asked, one_shot=Asked().head)[:3] + client_apps(make=Other, one_shot=Asked().head)[:1]
     found = one_shot(apps, Asked)
     assert_same_head(found, Asked().head.fit_clients(features_of_clients(Asked())[:3]))
-    with pytest.raises(FederationError, match="give initial_arrays"):
+    with pytest.raises(FederationError, match="pass initial_arrays"):
         FusionStrategy(wait_for=4).one_shot(LocalGrid(apps), initial_arrays(hybrid()), Asked().head, timeout=1)
     with pytest.raises(FederationError, match="no client's answer can be used"):
         one_shot(client_apps(make=hybrid, one_shot=Asked().head), Asked)

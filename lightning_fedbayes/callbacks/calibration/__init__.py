@@ -1,7 +1,7 @@
 """Calibration after training without moving data: one temperature, conformal sets and intervals."""
 
+from lightning_fedbayes.callbacks.calibration.callback import predictions_of
 from lightning_fedbayes.callbacks.calibration.conformal import FederatedConformal
-from lightning_fedbayes.callbacks.calibration.predictions import predictions_of
 from lightning_fedbayes.callbacks.calibration.scores import ScoreSketch, all_class_scores, class_scores, interval_scores
 from lightning_fedbayes.callbacks.calibration.temperature import (
     FederatedTemperature,

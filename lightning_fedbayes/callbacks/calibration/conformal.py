@@ -12,27 +12,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, logits_of, numbers_of
-from lightning_fedbayes.callbacks.calibration.scores import (
-    BINS,
-    GRIDS,
-    MOST_BINS,
-    ROUNDING,
-    Kind,
-    ScoreSketch,
-    all_class_scores,
-    bounded_distribution,
-    check_epsilon,
-    check_influence,
-    check_moments,
-    check_same_grid,
-    check_targets,
-    class_scores,
-    edge_at,
-    interval_scores,
-    middle,
+from lightning_fedbayes.callbacks.calibration import scores as scoring
+from lightning_fedbayes.callbacks.calibration.callback import (
+    CalibrationCallback,
+    Datasets,
+    Found,
+    check_apart,
+    logits_of,
+    numbers_of,
+    state_of,
 )
+from lightning_fedbayes.callbacks.calibration.scores import BINS, GRIDS, Kind, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
@@ -51,14 +41,8 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    RegressionPrediction,
-    said_by,
-)
 
 Pooling = Literal["sum", "median"]
 Per = Literal["position", "example"]
@@ -74,32 +58,31 @@ class FederatedConformal(CalibrationCallback):
 
     the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
 
-    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send other counts than theirs, the
-    bound B of :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling,
-    within
+    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send false counts, the bound B of
+    :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling, within
 
     .. math::
         \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
         B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
 
-    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Where no client exceeds its bound the threshold is that
-    of the sum of all counts. A client that is honest but much harder or easier than the others is clipped likewise, and
-    a line says which; ``per_client`` gives it a threshold of its own. With one or two clients nothing is bounded.
+    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Without such clients the threshold comes from the sum
+    of all counts. An honest client that is much harder or easier than the others is clipped likewise, and a line names
+    it; ``per_client`` gives it a threshold. One or two clients are never bounded.
 
-    With ``pooling="median"`` the threshold is the upper median of the clients' own. Its guarantee does not depend on
-    sampling or on sizes: where f < K/2 clients lie, it lies between the smallest and the largest of the honest clients'
-    own thresholds, so that with clients alike it covers as one of theirs does; where they differ, it covers the median
-    client with the stated level, not their mixture. When to use it: where many of the clients may lie, or each should
-    count alike, and every client has enough examples for a threshold of its own.
+    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds. Where f < K/2 clients lie,
+    it lies between the smallest and the largest of the honest clients' thresholds, whatever their sizes. Clients alike
+    are covered as by one of their thresholds; where they differ, the median client is covered with the stated level,
+    not their mixture. When to use it: many of the clients may lie, or each should count alike, and every client has
+    enough examples for a threshold.
 
-    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; one client may be
-    covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
+    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; a single client
+    may be covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
 
     .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
 
-    Shrinkage is 0 by default, because only then does the guarantee hold for every client by itself. If clients have few
-    examples, their thresholds are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of
-    the client becomes approximate. Choose it by what is known of the clients, or on other held-out data.
+    Only shrinkage 0, the default, guarantees the level for every client. If clients have few examples, their thresholds
+    are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
+    approximate. Choose it from knowledge of the clients, or on other held-out data.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
     for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
@@ -108,32 +91,32 @@ class FederatedConformal(CalibrationCallback):
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
     keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
-    as "test/lac_90/coverage" and the like, each by its own threshold with ``per_client``. ``trainer.predict`` puts the
+    as "test/lac_90/coverage" and the like, each by its threshold with ``per_client``. ``trainer.predict`` puts the
     sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
 
     Args:
         level: probability of coverage in (0, 1).
         kind: "lac", "aps" (see :func:`class_scores`) or "interval" (see :func:`interval_scores`).
-        per_client: one threshold for each client, too.
-        shrinkage: number of examples of the pooled clients that each client's own are mixed with, at least 0.
+        per_client: add one threshold for each client.
+        shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
         epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit; None
-            adds none, and is refused beside :class:`~lightning_fedbayes.UpdatePrivacy`. With noise, ``trainer.fit``
-            takes the thresholds after its last round alone: each time costs ε anew.
+            adds none, and :class:`~lightning_fedbayes.UpdatePrivacy` refuses it. With noise ``trainer.fit`` takes the
+            thresholds after its last round only: each time costs ε again.
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
-        max_influence: c, at least 1: the multiple of the median client that one client may count for, as in
-            :class:`~lightning_fedbayes.Safeguards`; None: counts are believed.
-        per: where an example has several positions, labels or targets: "position", each is covered with the level, as a
-            mean over the positions of new examples, which is exact up to the scatter between examples; or "example",
-            all of an example are covered at once with the level, and the guarantee above is that of examples.
+        max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
+            :class:`~lightning_fedbayes.Safeguards`; None: no bound.
+        per: where an example has several positions, labels or targets: "position" covers each with the level, as a
+            mean over the positions of new examples, exact up to the scatter between examples; "example" covers all of
+            an example at once, and the guarantee above is for examples.
 
     Attributes:
         threshold: of the pooled clients; None before :meth:`fit`.
         thresholds: client name → its threshold; empty without ``per_client``.
-        temperature: of the logits whose scores they are of.
+        temperature: of the logits that were scored.
         releases: number of times that thresholds were taken from noisy counts; each has cost ``epsilon``.
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
-            of yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
+            for yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -169,11 +152,11 @@ class FederatedConformal(CalibrationCallback):
         check_choice("kind", kind, GRIDS, error=FedBayesError)
         check_flag("per_client", per_client, error=FedBayesError)
         check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
-        check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
         if epsilon is not None:
-            check_epsilon(epsilon)
+            scoring.check_epsilon(epsilon)
         check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
-        check_influence(max_influence)
+        scoring.check_influence(max_influence)
         check_choice("per", per, get_args(Per), error=FedBayesError)
         self.per: Per = per
         self.level = level
@@ -200,14 +183,13 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's scores or sketch; return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
-        class, and intervals are the whole line. A warning names the client, or some of many.
-
-        With ``epsilon`` each call counts as a release of every client's noisy counts (:attr:`releases`), with noise of
-        its own. The same calls of a new object by the same seed give the same.
+        class, and intervals are the whole line. A warning names the client, or some of many. With ``epsilon`` each call
+        counts as a release of every client's noisy counts (:attr:`releases`), with new noise, the same for a new object
+        and the same ``seed``.
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
-                added its noise itself.
+                added its noise.
             seed: of the noise.
 
         Raises:
@@ -221,13 +203,13 @@ class FederatedConformal(CalibrationCallback):
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         self.releases += self.epsilon is not None
         grid, sizes = GRIDS[self.kind], {name: each.num_examples for name, each in sketches.items()}
-        pooled, exceeds = bounded_distribution(list(sketches.values()), self.level, self.max_influence)
+        pooled, exceeds = scoring.bounded_distribution(list(sketches.values()), self.level, self.max_influence)
         if self.pooling == "median":
             own = torch.tensor([each.threshold(self.level) for each in sketches.values()], dtype=torch.float64)
-            self.threshold, behind = float(middle(own)), int(middle(torch.tensor(list(sizes.values()))))
+            self.threshold, behind = float(scoring.middle(own)), int(scoring.middle(torch.tensor(list(sizes.values()))))
         else:
-            self.threshold, behind = edge_at(self.level, pooled, grid), sum(sizes.values())
-            cell = int((pooled < self.level - ROUNDING).sum().clamp_max(len(pooled) - 1))
+            self.threshold, behind = scoring.edge_at(self.level, pooled, grid), sum(sizes.values())
+            cell = int((pooled < self.level - scoring.ROUNDING).sum().clamp_max(len(pooled) - 1))
             self._tell("scores", [name for name, exceed in zip(sketches, exceeds[:, cell].tolist()) if exceed])
         self._warn({"all clients": behind} if math.isinf(self.threshold) else {})
         self.thresholds = {}
@@ -235,7 +217,7 @@ class FederatedConformal(CalibrationCallback):
             for name, sketch in sketches.items():
                 share = sizes[name] / (sizes[name] + self.shrinkage)
                 mixed = share * sketch.distribution() + (1 - share) * pooled
-                self.thresholds[name] = edge_at(self.level, mixed, grid)
+                self.thresholds[name] = scoring.edge_at(self.level, mixed, grid)
             self._warn({f"client {name}": size for name, size in sizes.items() if math.isinf(self.thresholds[name])})
         return self
 
@@ -252,13 +234,10 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's calibration data set; return self.
 
         Args:
-            predictive: for classes, what :meth:`FederatedTemperature.fit_from` takes; for intervals a regressor, whose
-                ``predict_step`` gives mean and variance.
-            datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
+            predictive: for classes as in :meth:`FederatedTemperature.fit_from`; for intervals a regressor with mean and
+                variance from ``predict_step``.
+            datasets, trained_on, batch_size, seed: as there; the noise depends on the seed, too.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
-            trained_on: training data, to be warned of examples in both.
-            batch_size: examples at a time.
-            seed: of the draws from the posterior, and of the noise.
 
         Raises:
             FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
@@ -277,15 +256,7 @@ class FederatedConformal(CalibrationCallback):
         seed: int = 0,
         first: int = 0,
     ) -> dict[str, Tensor]:
-        """Return the scores of each client's examples, by its name.
-
-        Args:
-            predictive, datasets, temperature, batch_size, seed: see :meth:`fit_from`.
-            first: number of the first client, see :func:`predictions_of`.
-
-        Raises:
-            FedBayesError: the data or the module do not suit the kind.
-        """
+        """Return the scores of each client's examples, by its name; see :meth:`fit_from` and :func:`predictions_of`."""
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
@@ -294,18 +265,17 @@ class FederatedConformal(CalibrationCallback):
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
             each = (
-                interval_scores(first, std[0], targets)
+                scoring.interval_scores(first, std[0], targets)
                 if self.kind == "interval"
-                else class_scores(mean_probs(first, temperature), targets, self.kind)
+                else scoring.class_scores(mean_probs(first, temperature), targets, self.kind)
             )
-            scores[name] = by_example(each, counts, "amax") if self.per == "example" else each
+            scores[name] = scoring.by_example(each, counts, "amax") if self.per == "example" else each
         return scores
 
     def score(self, found: Found) -> ClientScores:
-        """Return coverage and size, or width, of each client's predictions, by its own threshold with ``per_client``.
+        """Return coverage and size, or width, of each client's predictions, by its threshold with ``per_client``.
 
-        Both figures are means over examples; those of a regressor over examples and targets. Logits are scaled as they
-        were in :meth:`fit_from`.
+        Both are means over examples (of a regressor over examples and targets), with logits scaled as in the fit.
         """
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, (first, *std, targets, counts) in found.items():
@@ -313,27 +283,27 @@ class FederatedConformal(CalibrationCallback):
             if self.kind == "interval":
                 ends = self.intervals(first, std[0], whose)
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
-                figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                figures[name] = {"coverage": scoring.share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
                 probs = mean_probs(first, self.temperature)
-                check_targets(targets, probs)
+                scoring.check_targets(targets, probs)
                 sets = self.sets(probs, whose)
                 inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
-                figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
+                figures[name] = {"coverage": scoring.share(inside), "set_size": float(sets.sum(1).double().mean())}
             if self.per == "example":
-                figures[name]["coverage"] = share(by_example(inside.double(), counts, "amin"))
+                figures[name]["coverage"] = scoring.share(scoring.by_example(inside.double(), counts, "amin"))
             sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
 
     def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
-        r"""Return each example's set of classes: those whose score is at most the threshold.
+        r"""Return each example's set of classes: those with a score of at most the threshold.
 
         A set of kind "lac" can be empty where no class is probable enough.
 
         Args:
             probs: mean predictive, shape (batch, classes, \*positions).
-            client: whose threshold; None: the pooled one.
-            generator: of U, for "aps" whose scores were randomised.
+            client: name of the client with the threshold; None: the pooled one.
+            generator: of U, for "aps" with randomised scores.
 
         Returns: bool, of the shape of ``probs``.
 
@@ -343,9 +313,9 @@ class FederatedConformal(CalibrationCallback):
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
         if not isinstance(probs, Tensor) or probs.ndim < 3:
-            return all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+            return scoring.all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
         last = probs.movedim(1, -1)
-        scores = all_class_scores(last.flatten(0, -2), self.kind, generator)
+        scores = scoring.all_class_scores(last.flatten(0, -2), self.kind, generator)
         return (scores <= self.threshold_of(client)).view(last.shape).movedim(-1, 1)
 
     def intervals(self, mean: Tensor, std: Tensor, client: str | None = None) -> Tensor:
@@ -354,7 +324,7 @@ class FederatedConformal(CalibrationCallback):
         Args:
             mean: predictive means, shape (batch, \*).
             std: predictive standard deviations, above 0, of the same shape.
-            client: whose threshold; None: the pooled one.
+            client: name of the client with the threshold; None: the pooled one.
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
@@ -365,12 +335,12 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")
         check_numbers(mean=mean, std=std)
         check_same_shape(mean=mean, std=std)
-        check_moments(mean.flatten(), std.flatten())
+        scoring.check_moments(mean.flatten(), std.flatten())
         half = self.threshold_of(client) * std.detach().double()
         return torch.stack([mean.detach().double() - half, mean.detach().double() + half], -1)
 
     def threshold_of(self, client: str | None = None) -> float:
-        """Return a client's threshold, or the pooled one for None; raise FedBayesError if there is none."""
+        """Return a client's threshold, the pooled one for None; raise FedBayesError if there is none."""
         if self.threshold is None:
             raise FedBayesError("there is no threshold yet: call fit or trainer.validate, or load a checkpoint")
         if client is None:
@@ -382,12 +352,12 @@ class FederatedConformal(CalibrationCallback):
         return self.thresholds[client]
 
     def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
-        """Return a client's sketch, with noise if it is to have some; the error of what is wrong names the client."""
+        """Return a client's sketch, with noise if it is to have some; an error names the client."""
         try:
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
             if self.epsilon is not None and sketch is not scores:
                 sketch = sketch.noisy(self.epsilon, seed)
-            check_same_grid(self.sketch(torch.empty(0)), sketch)
+            scoring.check_same_grid(self.sketch(torch.empty(0)), sketch)
         except FedBayesError as error:
             raise FedBayesError(f"client {name}: {error}") from None
         if sketch.num_examples == 0:
@@ -395,10 +365,10 @@ class FederatedConformal(CalibrationCallback):
         return sketch
 
     def _warn(self, infinite: Mapping[str, int]) -> None:
-        """Warn of those whose threshold is infinite, name → examples, in one line with the reason of the first."""
+        """Warn of infinite thresholds, name → examples, in one line with the reason of the first."""
         if not infinite:
             return
-        examples, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - ROUNDING)
+        examples, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - scoring.ROUNDING)
         others = f" (and likewise {listed(list(infinite)[1:])})" if len(infinite) > 1 else ""
         if examples < least:
             why = f"{examples} held-out examples, and a level of {self.level} needs {least}"
@@ -407,39 +377,32 @@ class FederatedConformal(CalibrationCallback):
         what = "every interval is the whole line" if self.kind == "interval" else "every set holds every class"
         rank_zero_warn(f"{next(iter(infinite))}: {why}{others}, so {what}; hold more examples out, or lower the level")
 
-    # -- in a Trainer --------------------------------------------------------------------------------------------------
-
     @property
     def state_key(self) -> str:
-        """Key of the thresholds in a checkpoint, which may hold those of several levels."""
+        """Key of the thresholds in a checkpoint, by kind and level."""
         return self._generate_state_key(kind=self.kind, level=self.level)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what does not go together, before anything runs."""
+        """Refuse a FederatedTemperature behind it, and counts that privacy does not let out."""
         super().setup(trainer, pl_module, stage)
         callbacks = callbacks_of(trainer)
         if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self) :]):
-            raise FedBayesError(
-                "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
-                "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
-            )
+            raise FedBayesError("put FederatedTemperature first: FederatedConformal takes its sets of scaled logits")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the thresholds; with noise not in every round, but once."""
+        """Take the thresholds; with noise only after the last round."""
         is_last = trainer.current_epoch + 1 == trainer.max_epochs
         if self.epsilon is None or trainer.state.fn != "fit" or is_last:
             super().on_validation_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say if training has ended before the round after which noisy thresholds are taken."""
+        """Warn if training has ended before the round after which noisy thresholds are taken."""
         if self.epsilon is not None and trainer.current_epoch != trainer.max_epochs:
-            rank_zero_warn(
-                "FederatedConformal has no thresholds of these weights: training has ended early, and noise is added "
-                "once, after the last round. Call trainer.validate"
-            )
+            why = "training has ended early, before the last round, which adds the noise"
+            rank_zero_warn(f"FederatedConformal has no thresholds of these weights: {why}. Call trainer.validate")
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return a client's moments for intervals, its logits for sets, its targets, and the rows of each example."""
+        """Return moments for intervals or logits for sets, targets, and the rows of each example of a client."""
         if self.kind != "interval":
             return *logits_of(found), found["counts"]
         return *numbers_of(found), found["counts"] * found["mean"].shape[1]
@@ -457,25 +420,19 @@ class FederatedConformal(CalibrationCallback):
         return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
 
     def figures(self) -> dict[str, float]:
-        """Return the pooled threshold, the largest of the clients', and the ε of all noisy counts so far, their sum."""
+        """Return the pooled threshold, the largest of the clients', and the ε of all noisy counts so far."""
         assert self.threshold is not None
         own = {"threshold_largest": max(self.thresholds.values())} if self.per_client else {}
         noise = {} if self.epsilon is None else {"epsilon": self.releases * self.epsilon}
         return {"threshold": self.threshold, **own, **noise}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin with no predictions.
-
-        Raises:
-            FedBayesError: there is no threshold, or predictions are scaled otherwise than those that it was taken from.
-        """
+        """Forget earlier predictions; raise FedBayesError without a threshold, or if logits are scaled otherwise."""
         self.threshold_of()
         present = self._temperature_in(trainer)
         if present != self.temperature:
-            raise FedBayesError(
-                f"the thresholds are of logits scaled by T = {self.temperature:.4g}, and predictions are scaled by "
-                f"T = {present:.4g}: predict with the FederatedTemperature that was in the Trainer then"
-            )
+            found = f"thresholds are of logits scaled by T = {self.temperature:.4g}, predictions by T = {present:.4g}"
+            raise FedBayesError(f"{found}: predict with the FederatedTemperature that was in the Trainer then")
         self.predictions = []
 
     def on_predict_batch_end(
@@ -488,33 +445,23 @@ class FederatedConformal(CalibrationCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
-        if isinstance(outputs, ClassPrediction):
-            known = said_by(pl_module) or likelihood_by(outputs)
-            assert isinstance(known, Categorical | Bernoulli)
+        if isinstance(outputs, likelihoods.ClassPrediction):
+            known = likelihoods.said_by(pl_module) or likelihood_by(outputs)
+            assert isinstance(known, likelihoods.Categorical | likelihoods.Bernoulli)
             self.predictions.append(self.sets(known.by_class(outputs.probs[None])[0].movedim(-1, 1)).cpu())
-        elif isinstance(outputs, RegressionPrediction):
+        elif isinstance(outputs, likelihoods.RegressionPrediction):
             self.predictions.append(self.intervals(outputs.mean, outputs.variance.sqrt()).cpu())
         else:
-            raise FedBayesError(
-                f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: give a module of this package, or "
-                "wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
-            )
+            remedy = "give a module of this package, or fb.PosteriorPredictive(module, posterior)"
+            raise FedBayesError(f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: {remedy}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""
-        return {
-            "threshold": self.threshold,
-            "thresholds": self.thresholds,
-            "temperature": self.temperature,
-            "releases": self.releases,
-        }
+        names = ("threshold", "thresholds", "temperature", "releases")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the thresholds; what has been sent stays counted.
-
-        Raises:
-            FederationError: it is no state of a FederatedConformal.
-        """
+        """Restore the thresholds; releases stay counted. Raises FederationError for a foreign state."""
         state = state_of(self, state_dict)
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
         check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
@@ -525,15 +472,3 @@ class FederatedConformal(CalibrationCallback):
         check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
         self.releases = max(self.releases, releases)
-
-
-def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
-    """Return the largest ("amax") or smallest ("amin") of the ``values``, (N,), of each example that has some."""
-    index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
-    found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
-    return found[counts.to(values.device) > 0]
-
-
-def share(inside: Tensor) -> float:
-    """Return the share of True."""
-    return float(inside.double().mean())

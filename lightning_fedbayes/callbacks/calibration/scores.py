@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
@@ -31,12 +31,9 @@ MOST_SCORES = 2**53
 ROUNDING = 1e-12
 """Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
 TOLERANCE = 1e-2
-"""By which probabilities may miss a sum of 1: those of half floats do."""
+"""Distance of a sum of probabilities from 1, as of half floats."""
 CHANCE = 2.0
 """Standard deviations of the median client's sampling noise that are added to the median size."""
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def class_scores(
@@ -48,10 +45,10 @@ def class_scores(
         s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
         s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
 
-    When to use it: "lac" gives the smallest sets on average; "aps" gives sets whose size follows the difficulty of the
-    example, so that hard examples are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at
-    least one class, and confident networks get large ones; with ``generator`` U is drawn for each example, and sets are
-    smaller. Of equal probabilities the earlier class counts as the larger one.
+    When to use it: "lac" gives the smallest sets on average; "aps" gives larger sets to harder examples, so that these
+    are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at least one class, and confident
+    networks get large ones; with ``generator`` U is drawn for each example, and sets are smaller. Of equal
+    probabilities the earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -81,20 +78,14 @@ def check_targets(targets: Any, probs: Tensor) -> None:
     check_tensor("targets", targets, error=FedBayesError)
     why = "targets are no classes" if targets.dtype == torch.bool else Categorical().unfit(probs, targets)
     if why:
-        raise FedBayesError(
-            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}, probs of {tuple(probs.shape)}: {why}; "
-            f"give one integer for each example, from 0 to {probs.shape[1] - 1}"
-        )
+        found = f"targets are of shape {tuple(targets.shape)} and {targets.dtype}, probs of {tuple(probs.shape)}"
+        raise FedBayesError(f"{found}: {why}; give one integer for each example, from 0 to {probs.shape[1] - 1}")
 
 
 def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
     """Return the score that each class would have if it were the true one, shape (batch, classes), float64.
 
-    Args:
-        probs, kind, generator: see :func:`class_scores`. U is the same for all classes of an example.
-
-    Raises:
-        FedBayesError: see :func:`class_scores`.
+    For the arguments and errors see :func:`class_scores`. U is the same for all classes of an example.
     """
     check_choice("kind", kind, ("lac", "aps"), error=FedBayesError)
     check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
@@ -113,10 +104,8 @@ def check_probs(probs: Tensor) -> Tensor:
     """Return probabilities in float64; raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
     check_numbers(probs=probs)
     if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
-        raise FedBayesError(
-            f"probs are of shape {tuple(probs.shape)} and {probs.dtype}; give the mean predictive, floating-point of "
-            "shape (batch, classes): average draws by probs.mean(0)"
-        )
+        found = f"probs are of shape {tuple(probs.shape)} and {probs.dtype}"
+        raise FedBayesError(f"{found}; give the mean predictive, (batch, classes): average draws by probs.mean(0)")
     probs = probs.detach().double()
     if not bool(((probs >= 0).all(1) & ((probs.sum(1) - 1).abs() <= TOLERANCE)).all()):
         raise FedBayesError("probs are no probabilities: each row is at least 0 and sums to 1; give logits.softmax(-1)")
@@ -157,9 +146,6 @@ def check_moments(mean: Tensor, std: Tensor) -> None:
         raise FedBayesError("mean or std are not all finite, or a std is not above 0: give a regressor with noise")
 
 
-# -- sketch ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class ScoreSketch:
     r"""Histogram of a client's scores, its message: ``bins`` whole numbers. Sketches of several clients add up.
@@ -168,12 +154,11 @@ class ScoreSketch:
     intervals, grid "half_line", equal parts of [0, 1] for :math:`s / (1 + s)`. 1,024 cells of 8 bytes are 8 KiB.
 
     Args:
-        counts: number of scores in each cell, int64, shape (bins,).
+        counts: number of scores in each cell, int64, shape (bins,), at most 2⁵³ in all.
         grid: "unit" or "half_line".
 
     Raises:
-        FedBayesError: counts that are no vector of whole numbers of at least 0, more than 2⁵³ in all, or an unknown
-            grid.
+        FedBayesError: an argument is out of range or of another type.
 
     >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
     >>> (a + b).counts
@@ -187,16 +172,12 @@ class ScoreSketch:
         check_choice("grid", self.grid, ("unit", "half_line"), error=FedBayesError)
         check_tensor("counts", self.counts, error=FedBayesError)
         if self.counts.dtype != torch.int64 or self.counts.ndim != 1 or not 1 <= len(self.counts) <= MOST_BINS:
-            raise FedBayesError(
-                f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}; give a vector of int64"
-            )
+            found = f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}"
+            raise FedBayesError(f"{found}; give a vector of int64")
         if bool((self.counts < 0).any()):
             raise FedBayesError(f"counts hold {int(self.counts.min())}; give numbers of scores, at least 0")
-        if float(self.counts.sum(dtype=torch.float64)) > MOST_SCORES:
-            raise FedBayesError(
-                f"counts hold {float(self.counts.sum(dtype=torch.float64)):.3g} scores, which cannot be told apart; "
-                "give at most 2^53"
-            )
+        if (total := float(self.counts.sum(dtype=torch.float64))) > MOST_SCORES:
+            raise FedBayesError(f"counts hold {total:.3g} scores, which cannot be told apart; give at most 2^53")
 
     @classmethod
     def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
@@ -204,8 +185,7 @@ class ScoreSketch:
 
         Args:
             scores: shape (examples,); in [0, 1] for "unit", at least 0 for "half_line".
-            bins: number of cells.
-            grid: "unit" or "half_line".
+            bins, grid: of the sketch.
 
         Raises:
             FedBayesError: scores outside the grid or not finite, or an argument out of range.
@@ -214,16 +194,13 @@ class ScoreSketch:
         check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
         check_numbers(scores=scores)
         if scores.ndim != 1 or scores.dtype == torch.bool:
-            raise FedBayesError(
-                f"scores are of shape {tuple(scores.shape)} and {scores.dtype}; give a vector of numbers, or flatten it"
-            )
+            found = f"scores are of shape {tuple(scores.shape)} and {scores.dtype}"
+            raise FedBayesError(f"{found}; give a vector of numbers, or flatten it")
         scores = scores.detach().double().cpu()
         top = 1.0 if grid == "unit" else math.inf
         if not bool((scores.isfinite() & (scores >= 0) & (scores <= top)).all()):
-            raise FedBayesError(
-                f"scores are not all finite and in [0, {top:g}]: give those of class_scores (grid 'unit') or "
-                "interval_scores (grid 'half_line')"
-            )
+            remedy = "give those of class_scores (grid 'unit') or interval_scores (grid 'half_line')"
+            raise FedBayesError(f"scores are not all finite and in [0, {top:g}]: {remedy}")
         mapped = scores if grid == "unit" else scores / (1 + scores)
         cells = (mapped * bins).long().clamp(0, bins - 1)
         return cls(torch.bincount(cells, minlength=bins), grid)
@@ -246,13 +223,7 @@ class ScoreSketch:
 
         It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
         the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
-        last cell has an infinite edge.
-
-        Args:
-            level: coverage in (0, 1).
-
-        Raises:
-            FedBayesError: the level is not in (0, 1).
+        last cell has an infinite edge. Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
 
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
@@ -263,21 +234,19 @@ class ScoreSketch:
     def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
         r"""Return a sketch that is ε-differentially private for the presence of one example.
 
-        Adds independent discrete Laplace noise to every count, which one example changes by 1 in one cell, and clips
-        at 0:
+        Adds independent discrete Laplace noise to every count; one example changes one cell by 1. Clips at 0:
 
         .. math:: \tilde c_b = \max(0,\ c_b + G - G'), \qquad P(G = k) = (1 - e^{-\varepsilon}) e^{-\varepsilon k}
 
         Where an example may be *replaced* by another, ε is twice as large; each noisy sketch of the same examples
-        costs its ε anew. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
-        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then no longer
-        exact; clipping adds a few examples to empty cells.
+        costs its ε again. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
+        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then only
+        approximate; clipping adds a few examples to empty cells.
 
         Args:
             epsilon: ε > 0.
-            seed: of the noise. A client takes a secret seed, another one for each sketch: whoever knows it can take the
-                noise away again. Other counts have unrelated noise even by the same seed, so that it does not cancel
-                between two sketches; the same counts have the same.
+            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise. Other counts
+                have unrelated noise even by the same seed, so that it does not cancel between two sketches.
 
         Raises:
             FedBayesError: ε is not above 0, or the seed no whole number.
@@ -306,17 +275,12 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
     """Raise FedBayesError unless two sketches have the same cells."""
     check_kind("sketch", other, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
     if len(first.counts) != len(other.counts) or first.grid != other.grid:
-        raise FedBayesError(
-            f"sketches differ: {len(first.counts)} cells of '{first.grid}' and {len(other.counts)} of '{other.grid}'; "
-            "all clients count with the same bins and grid"
-        )
+        cells = [f"{len(each.counts)} cells of '{each.grid}'" for each in (first, other)]
+        raise FedBayesError(f"sketches differ: {' and '.join(cells)}; all clients count with the same bins and grid")
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
-    """Return the upper edge of the first cell up to which the share ``covered``, shape (bins,), reaches ``level``.
-
-    Infinity if none does, or if it is the last one of a "half_line".
-    """
+    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``; infinity if none does."""
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
@@ -366,9 +330,6 @@ def bounded_distribution(
     return torch.where(exceeds.any(0), bounded, pooled), exceeds
 
 
-# -- bound on what one client adds to a sum, from what the median client adds ------------------------------------------
-
-
 def check_influence(max_influence: float | None) -> None:
     """Raise FedBayesError unless ``max_influence`` is a multiple of at least 1, or None."""
     if max_influence is not None:
@@ -377,27 +338,72 @@ def check_influence(max_influence: float | None) -> None:
 
 
 def middle(values: Tensor) -> Tensor:
-    """Return the upper median over the first dimension: the larger of two, so that two clients are never bounded."""
+    """Return the upper median over the first dimension, the larger of two: two clients are never bounded."""
     return values.sort(0).values[len(values) // 2]
 
 
 def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tensor:
-    r"""Return the largest size of a client's sum that is believed.
+    r"""Return the largest size of a client's sum that is believed, shape (\*).
 
     .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
 
-    with the clients' sums s, whose expectation is 0 at the solution if clients are alike, and their variances v there.
-    Fewer than half of the clients cannot move it beyond what the others are. Of three honest clients whose sums cancel
-    none exceeds it with c = 2: the largest is the sum of the other two.
+    with the clients' sums s, (clients, \*), of expectation 0 at the solution if clients are alike, their variances v
+    there, perhaps of one client, and c = ``max_influence``. Fewer than half of the clients cannot move it beyond the
+    others' values. Three honest clients with sums that cancel stay below it with c = 2: the largest is the sum of the
+    other two.
 
     When to use it: for sums that are 0 at the value sought. A client that is clipped at :math:`\pm B` moves the value
     no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
-
-    Args:
-        sums: shape (clients, *).
-        variances: shape (clients, *), or that of their median's shape with one client.
-        max_influence: c, at least 1.
-
-    Returns: shape (*).
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
+
+
+def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits, (batch, classes) or draws of them, as (samples, batch, classes) in float64, and targets in int64.
+
+    Raises FedBayesError for other logits, or targets that are not (batch,) classes of them.
+    """
+    check_tensor("logits", logits, error=FedBayesError)
+    check_tensor("targets", targets, error=FedBayesError)
+    draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"
+    if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
+        why = Categorical().unfit(draws[0], targets)
+    if why:
+        raise FedBayesError(
+            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
+            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
+        )
+    if len(targets) == 0:
+        raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+    finite = logits.isfinite()
+    if not bool(finite.all()):
+        wrong = f"{int((~finite).sum())} of {logits.numel()} entries are not finite"
+        raise FedBayesError(f"logits: {wrong}; leave those examples or classes out, or mend the network")
+    return draws.detach().double(), targets.to(logits.device, torch.int64)
+
+
+def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a client's predictions and targets; an error names the client, if it has a ``name``."""
+    who = f"client {name}: " if name else ""
+    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
+        raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")
+    try:
+        if len(pair) == 2:
+            return check_logits(*pair)
+        if not len(interval_scores(*pair)):
+            raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+        return tuple(each.detach().double() for each in pair)
+    except FedBayesError as error:
+        raise FedBayesError(f"{who}{error}") from None
+
+
+def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
+    """Return the largest ("amax") or smallest ("amin") of the ``values``, (N,), of each example that has some."""
+    index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
+    found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
+    return found[counts.to(values.device) > 0]
+
+
+def share(inside: Tensor) -> float:
+    """Return the share of True."""
+    return float(inside.double().mean())

@@ -16,28 +16,31 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of, scalable
-from lightning_fedbayes.callbacks.calibration.scores import check_influence, interval_scores, largest_sums, middle
+from lightning_fedbayes.callbacks.calibration import scores
+from lightning_fedbayes.callbacks.calibration.callback import (
+    CalibrationCallback,
+    Datasets,
+    Found,
+    check_apart,
+    predictions_of,
+    scalable,
+    state_of,
+)
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.metrics.likelihoods import Categorical, RegressionPrediction, said_by
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, said_by
 
 LIMIT = math.log(1e3)
 """Largest |log T|: temperatures lie between 1/1000 and 1000."""
 LONGEST = 1.5
 """Longest step in log T."""
-TOLERANCE = 1e-10
-"""Error in log T at which the search ends."""
-ROUGH = 1e-4
-"""The same while a client is bounded, whose part of the error is larger."""
-ORDINARY = 5
-"""Exchanges after which steps that do not shrink lead to a limit: the minimum is probably there."""
-MOST_EXCHANGES = 10
-"""Exchanges after which the search ends in any case."""
+TOLERANCE, ROUGH = 1e-10, 1e-4
+"""Error in log T at which the search ends; the second while a client is bounded, which adds more to the error."""
+ORDINARY, MOST_EXCHANGES = 5, 10
+"""Exchanges after which steps that do not shrink lead to a limit, and after which the search ends in any case."""
 ROUNDING = 1e-12
-"""Relative distance from a limit that is taken for rounding."""
+"""Relative distance from a limit that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,7 @@ class TemperatureMessage:
     """Message of one client in one exchange: three numbers, 24 bytes. Messages of several clients add up.
 
     Args:
-        gradient: sum over examples of the first derivative of the NLL in log T, in nats.
-        curvature: that of the second derivative.
+        gradient, curvature: sums over examples of the first and second derivative of the NLL in log T, in nats.
         num_examples: number of examples.
 
     >>> TemperatureMessage(1.0, 2.0, 4) + TemperatureMessage(1.0, 1.0, 1)
@@ -63,11 +65,8 @@ class TemperatureMessage:
         check_at_least("num_examples", self.num_examples, 1, error=FedBayesError)
 
     def __add__(self, other: TemperatureMessage) -> TemperatureMessage:
-        return TemperatureMessage(
-            self.gradient + other.gradient,
-            self.curvature + other.curvature,
-            self.num_examples + other.num_examples,
-        )
+        parts = ((each.gradient, each.curvature, each.num_examples) for each in (self, other))
+        return TemperatureMessage(*map(add, *parts))
 
 
 def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
@@ -78,7 +77,7 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
     .. math:: \ell_s' = E_{p_s}[z_s] - z_{s,y}, \qquad \ell_s'' = -\ell_s' - \mathrm{Var}_{p_s}[z_s]
 
-    The NLL of an example is that of the mean over draws; with :math:`w = \mathrm{softmax}(\ell)` over draws,
+    The NLL of an example is the NLL of the mean over draws; with :math:`w = \mathrm{softmax}(\ell)` over draws,
 
     .. math::
         L = -\log \frac1S \sum_s e^{\ell_s}, \qquad L' = -E_w[\ell'], \qquad
@@ -92,15 +91,15 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
         temperature: T > 0.
 
     Raises:
-        FedBayesError: logits that are not finite, or of another shape (a regressor's), no example, targets that are
-            not classes of the logits, or a temperature that is not above 0.
+        FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes of
+            the logits, or a temperature that is not above 0.
 
     Source: Guo et al. (2017); derivatives in closed form, in double precision.
 
     >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).gradient
     0.2384
     """
-    logits, targets = check_logits(logits, targets)
+    logits, targets = scores.check_logits(logits, targets)
     check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
     return _message(logits, targets, temperature)
 
@@ -123,43 +122,15 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
 
 
 def message_of(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
-    r"""Return the message of what :func:`checked_pair` has returned.
+    r"""Return the message of a :func:`.checked_pair`.
 
-    Of the latter T scales the standard deviations, :math:`L = \log T + (y - \mu)^2 / 2 \sigma^2 T^2` up to a constant,
-    so that :math:`L' = 1 - z^2 / T^2` and :math:`L'' = 2 z^2 / T^2` with :math:`z = (y - \mu) / \sigma`.
+    For means and standard deviations T scales the latter: :math:`L = \log T + (y - \mu)^2 / 2 \sigma^2 T^2` up to a
+    constant, :math:`L' = 1 - z^2 / T^2` and :math:`L'' = 2 z^2 / T^2` with :math:`z = (y - \mu) / \sigma`.
     """
     if len(pair) == 2:
         return _message(*pair, temperature)
-    squares = interval_scores(*pair).square().sum() / temperature**2
+    squares = scores.interval_scores(*pair).square().sum() / temperature**2
     return TemperatureMessage(float(len(pair[0]) - squares), float(2 * squares), len(pair[0]))
-
-
-def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (samples, batch, classes) in float64, and targets in int64; raise FedBayesError if they are none.
-
-    Args:
-        logits: shape (batch, classes) or (samples, batch, classes).
-        targets: shape (batch,).
-    """
-    check_tensor("logits", logits, error=FedBayesError)
-    check_tensor("targets", targets, error=FedBayesError)
-    draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"
-    if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
-        why = Categorical().unfit(draws[0], targets)
-    if why:
-        raise FedBayesError(
-            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
-            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
-        )
-    if len(targets) == 0:
-        raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
-    finite = logits.isfinite()
-    if not bool(finite.all()):
-        raise FedBayesError(
-            f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
-            "classes out, or look for the cause in the network"
-        )
-    return draws.detach().double(), targets.to(logits.device, torch.int64)
 
 
 def bounded_sum(
@@ -167,24 +138,22 @@ def bounded_sum(
 ) -> tuple[TemperatureMessage, tuple[int, ...]]:
     r"""Return the sum of the clients' messages, in which no client counts for more than a multiple of the median one.
 
-    With gradients :math:`g_k` and curvatures :math:`h_k`, whose expectation is the variance of :math:`g_k` where T is
-    that of the client's examples, a message is scaled so that
+    With gradients :math:`g_k` and curvatures :math:`h_k`, whose expectation is the variance of :math:`g_k` at the
+    client's T, a message is scaled so that
 
     .. math::
         |g_k| \le c \left(\operatorname{median}_j |g_j| + 2 \sqrt{\operatorname{median}_j h_j}\right), \qquad
         |h_k| \le K \operatorname{median}_j |h_j|
 
-    Args:
-        messages: of the K clients.
-        max_influence: c; None: the plain sum.
+    with K the number of messages and c = ``max_influence``; None gives the plain sum.
 
-    Returns: the sum, and the positions of the messages that were scaled; the plain sum if there are none.
+    Returns: the sum, and the positions of the messages that were scaled.
     """
     if max_influence is None:
         return reduce(add, messages), ()
     sums = torch.tensor([(each.gradient, each.curvature) for each in messages], dtype=torch.float64)
-    gradient = largest_sums(sums[:, 0], sums[:, 1], max_influence)
-    curvature = len(messages) * middle(sums[:, 1].abs())
+    gradient = scores.largest_sums(sums[:, 0], sums[:, 1], max_influence)
+    curvature = len(messages) * scores.middle(sums[:, 1].abs())
     sizes, bounds = sums.abs(), torch.stack([gradient, curvature])
     factors = torch.where(sizes > bounds, bounds / sizes, 1.0).amin(1)
     outlying = tuple(map(int, (factors < 1).nonzero()[:, 0]))
@@ -200,17 +169,16 @@ class TemperatureSearch:
 
     .. math:: u \leftarrow u - L'(u) / L''(u)
 
-    with L', L'' the sums over all clients, in which no client counts for more than a multiple of the median one
-    (:func:`bounded_sum`). The search begins at T = 1. A step is at most 1.5 long; where the curvature is not positive
-    it goes 1.5 downhill; a step to a larger gradient of the other sign is halved, and no step leaves the interval that
-    the signs so far allow. If steps do not shrink after five exchanges, the next one goes to the limit of T, and back
-    if that is too far. While a client is bounded, the difference of two gradients takes the place of the curvature. The
-    search ends when the error that is left after a step, :math:`c\,\Delta u^2` with c from the last two steps, is
-    below 1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far.
-    Ordinary cases take about five; beyond T = 10 it may end inexact, with a warning if the last step was longer than a
+    with L', L'' the sums of :func:`bounded_sum`. The search begins at T = 1. A step is at most 1.5 long; where the
+    curvature is not positive it goes 1.5 downhill; a step to a larger gradient of the other sign is halved, and no step
+    leaves the interval that the signs so far allow. If steps do not shrink after five exchanges, the next one goes to
+    the limit of T, and back if that is too far. While a client is bounded, the difference of two gradients replaces the
+    curvature. The search ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below
+    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far. Ordinary
+    cases take about five; beyond T = 10 it may end inexact, with a warning if the last step was longer than a
     hundredth. For one draw the NLL has a single minimum; for several draws the search finds a local one.
 
-    When to use it: where messages travel by your own means; :class:`FederatedTemperature` runs it in one process. ::
+    When to use it: where your transport carries messages; :class:`FederatedTemperature` runs it in one process. ::
 
         search = TemperatureSearch()
         while not search.done:
@@ -225,9 +193,9 @@ class TemperatureSearch:
         at_limit: T is 1/1000 or 1000, because the loss falls up to there.
         flat: the loss does not depend on T.
         outlying: positions of the messages of the last exchange that were bounded.
-        low, high: largest log T at which the loss falls, and smallest at which it rises; None before there is one.
-        last: log T that the last step set out from, and the gradient there; None before the first exchange.
-        step: the last step in log T; after a jump to a limit, the one that it was taken in place of.
+        low, high: largest log T at which the loss falls, smallest at which it rises; None if unknown.
+        last: log T before the last step, and the gradient there; None before the first exchange.
+        step: the last step in log T; after a jump to a limit, the step that it replaced.
 
     >>> search = TemperatureSearch()
     >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
@@ -250,11 +218,7 @@ class TemperatureSearch:
     step: float | None = None
 
     def after(self, messages: Sequence[TemperatureMessage]) -> TemperatureSearch:
-        """Return the state after the clients' messages at :attr:`temperature`.
-
-        Raises:
-            FedBayesError: the search is done, or these are no messages.
-        """
+        """Return the state after the clients' messages at :attr:`temperature`; raise FedBayesError once ``done``."""
         if not isinstance(messages, Sequence) or not messages:
             raise FedBayesError(f"messages={shown(messages)}: give a list of the clients' messages")
         for each in messages:
@@ -282,7 +246,7 @@ class TemperatureSearch:
         return search._newton(at, gradient, curvature)
 
     def _newton(self, at: float, gradient: float, curvature: float) -> TemperatureSearch:
-        """Return the state that asks a Newton step away from log T = ``at``, or another one that is safe."""
+        """Return the state after a Newton step from log T = ``at``, or a safe step in its place."""
         step = -math.copysign(LONGEST, gradient)
         if curvature > 0 and abs(gradient) < LONGEST * curvature:
             step = -gradient / curvature
@@ -296,7 +260,7 @@ class TemperatureSearch:
         return self._moved(at, step, done=rate * step**2 < enough and curvature > 0)
 
     def _moved(self, at: float, step: float, done: bool) -> TemperatureSearch:
-        """Return the state that asks a step away from log T = ``at``, within the limits."""
+        """Return the state after a step from log T = ``at``, within the limits."""
         to = min(max(at + step, -LIMIT), LIMIT)
         end = done or self.exchanges >= MOST_EXCHANGES
         return replace(self, temperature=math.exp(to), step=to - at, done=end)
@@ -307,22 +271,21 @@ class FederatedTemperature(CalibrationCallback):
 
     .. math:: p(y \mid x) = \mathrm{softmax}(f(x) / T), \qquad T = \arg\min_T \sum_{k, i} -\log p(y_{ki} \mid x_{ki})
 
-    with held-out example i of client k. T is that of the pooled examples, however they are dealt to clients. In each
-    of at most ten exchanges every client sends three numbers (:func:`temperature_message`).
+    with held-out example i of client k. T is the temperature of the pooled examples, however they are dealt to clients.
+    In each of at most ten exchanges every client sends three numbers (:func:`temperature_message`).
 
-    Clients may lie. At the T found the derivative of no client's loss counts for more than the bound B of
-    :func:`bounded_sum`, so that f < K/2 liars of K clients alike, of n examples and h of curvature each, move it by at
-    most
+    Clients may lie. At the T found no client's derivative counts for more than the bound B of :func:`bounded_sum`, so
+    that f < K/2 liars of K clients alike, of n examples and h of curvature each, move it by at most
 
     .. math:: |\Delta \log T| \le \frac{f B}{(K - f)\, n h}, \qquad B \approx 2.7\, c\, \sqrt{n h}
 
-    whatever they send: 7 % for one of ten with n = 180 and h = 0.4. Where no client exceeds its bound T is that of the
-    plain sum. A client that is honest but much more, or less, certain than the others is bounded likewise, and a line
-    says which. With one or two clients nothing is bounded.
+    whatever they send: 7 % for one of ten with n = 180 and h = 0.4. Without such clients T comes from the plain sum. An
+    honest client that is much more, or less, certain than the others is bounded likewise, and a line names it. One or
+    two clients are never bounded.
 
-    When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Of numbers T is the
+    When to use it: after training, for a classifier with a large ECE; accuracy stays as it is. For numbers T is the
     factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`. Calibrate on held-out
-    examples: on those that the network was trained on T comes out too small.
+    examples: on training examples T comes out too small.
 
     As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
     "val/scaled/temperature" and keeps T in checkpoints; ``trainer.test`` logs the scaled accuracy, NLL and ECE as
@@ -330,20 +293,20 @@ class FederatedTemperature(CalibrationCallback):
 
         Trainer(callbacks=[FederatedBayes(...), FederatedTemperature(), FederatedConformal()])
 
-    Its sums are exact, so that it is refused beside :class:`~lightning_fedbayes.UpdatePrivacy` and
+    Its sums are exact: it is refused beside :class:`~lightning_fedbayes.UpdatePrivacy` and
     :class:`~lightning_fedbayes.ExamplePrivacy`.
 
     Args:
         temperature: T found before, above 0; None until :meth:`fit`.
-        max_influence: c, at least 1: the multiple of the median client that one client may count for, as in
-            :class:`~lightning_fedbayes.Safeguards`; None: sums are believed.
+        max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
+            :class:`~lightning_fedbayes.Safeguards`; None: no bound.
 
     Attributes:
         temperature: T.
         exchanges: number of messages of each client that :meth:`fit` took.
 
     Raises:
-        FedBayesError: ``temperature`` is no number above 0, or ``max_influence`` is below 1.
+        FedBayesError: ``temperature`` is not above 0, or ``max_influence`` is below 1.
 
     Source: Guo et al. (2017).
 
@@ -363,7 +326,7 @@ class FederatedTemperature(CalibrationCallback):
     def __init__(self, temperature: float | None = None, *, max_influence: float | None = 2.0) -> None:
         if temperature is not None:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
-        check_influence(max_influence)
+        scores.check_influence(max_influence)
         self.max_influence = max_influence
         self.temperature = temperature
         self.exchanges = 0
@@ -372,34 +335,32 @@ class FederatedTemperature(CalibrationCallback):
     def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
         """Find T from held-out examples of each client; return self.
 
-        Warns if T ends at 1/1000 or 1000: at 1/1000 where every example is classified correctly, so that no finite T
-        is best, at 1000 where the network is worse than chance.
+        Warns if T ends at 1/1000, where every example is classified correctly, or at 1000, where the network is worse
+        than chance: no finite T is best.
 
         Args:
-            clients: name → (logits, targets), as :func:`temperature_message` takes them, or of numbers (means,
-                standard deviations, targets), vectors: T is then a factor of the standard deviations.
+            clients: name → (logits, targets), as :func:`temperature_message` takes them, or for numbers vectors of
+                (means, standard deviations, targets).
 
         Raises:
-            FedBayesError: no clients, or logits and targets of a client that are none (see there).
+            FedBayesError: no clients, or logits and targets that cannot be used.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
-        checked = {name: checked_pair(name, pair) for name, pair in clients.items()}
+        checked = {name: scores.checked_pair(name, pair) for name, pair in clients.items()}
         search = TemperatureSearch(max_influence=self.max_influence)
         while not search.done:
             search = search.after([message_of(pair, search.temperature) for pair in checked.values()])
         return self.take(search, list(checked))
 
     def take(self, search: TemperatureSearch, names: Sequence[str]) -> FederatedTemperature:
-        """Take T from a search that has ended among clients of these names, with the warnings of :meth:`fit`."""
+        """Take T from a search that has ended among the clients ``names``, with the warnings of :meth:`fit`."""
         if search.flat:
             rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
         elif search.at_limit:
             why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
-            rank_zero_warn(
-                f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
-                "limits is best; hold more examples out"
-            )
+            ends = f"the temperature ends at its limit, T = {search.temperature:.3g}"
+            rank_zero_warn(f"{ends}: {why}, so no T within the limits is best; hold more examples out")
         elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
             taken = f"{search.exchanges} exchanges"
             rank_zero_warn(f"the temperature has not converged in {taken}: T = {search.temperature}")
@@ -420,9 +381,9 @@ class FederatedTemperature(CalibrationCallback):
 
         Args:
             predictive: a module with a method ``sample``, such as :class:`~lightning_fedbayes.PosteriorPredictive`, or
-                any module whose ``forward`` gives logits.
+                any module with logits from ``forward``.
             datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
-            trained_on: training data, to be warned of examples in both.
+            trained_on: training data, to warn of examples in both.
             batch_size: examples at a time.
             seed: of the draws from the posterior.
 
@@ -436,22 +397,16 @@ class FederatedTemperature(CalibrationCallback):
         """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`, or if some are NaN."""
         check_tensor("logits", logits, error=FedBayesError)
         if bool((wrong := logits.isnan()).any()):
-            raise FedBayesError(
-                f"logits: {int(wrong.sum())} of {logits.numel()} entries are NaN; look for the cause in the inputs or "
-                "the network"
-            )
+            count = f"{int(wrong.sum())} of {logits.numel()}"
+            raise FedBayesError(f"logits: {count} entries are NaN; look for the cause in the inputs or the network")
         return logits / self.check_fitted()
 
     def check_fitted(self) -> float:
         """Return T; raise FedBayesError before :meth:`fit`."""
         if self.temperature is None:
-            raise FedBayesError(
-                "there is no temperature yet: call fit or trainer.validate, load a checkpoint that has one, or give "
-                "FederatedTemperature(temperature)"
-            )
+            remedy = "call fit or trainer.validate, load a checkpoint, or give FederatedTemperature(temperature)"
+            raise FedBayesError(f"there is no temperature yet: {remedy}")
         return self.temperature
-
-    # -- in a Trainer --------------------------------------------------------------------------------------------------
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return a client's logits and targets, or its moments and targets."""
@@ -465,7 +420,7 @@ class FederatedTemperature(CalibrationCallback):
         """Return the figures of each client's scaled predictions."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, pair in found.items():
-            first, *std, targets = checked_pair(name, pair)
+            first, *std, targets = scores.checked_pair(name, pair)
             if std:
                 variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
                 figures[name] = figures_of(
@@ -482,13 +437,9 @@ class FederatedTemperature(CalibrationCallback):
         return {"temperature": self.temperature}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Scale what the module predicts until predictions end.
+        """Scale the logits of the module's ``sample``, else ``forward``, or ``predict_step``'s standard deviations.
 
-        Scaled are the logits of its ``sample``, or of its ``forward`` if it has none; of numbers the standard
-        deviations of its ``predict_step``.
-
-        Raises:
-            FedBayesError: there is no temperature.
+        The end of the predictions restores the module. Raises FedBayesError if there is no temperature.
         """
         self.check_fitted()
         module: Any = pl_module
@@ -496,7 +447,7 @@ class FederatedTemperature(CalibrationCallback):
         of_classes = known is None or known.of_classes
         draws = callable(getattr(module, "sample", None))
         name = "predict_step" if not of_classes else "sample" if draws else "forward"
-        unscaled, own = getattr(module, name), vars(module).get(name)
+        unscaled, before = getattr(module, name), vars(module).get(name)
 
         def scaled(*args: Any, **options: Any) -> Any:
             found = unscaled(*args, **options)
@@ -512,17 +463,17 @@ class FederatedTemperature(CalibrationCallback):
 
         def restore() -> None:
             delattr(module, name)
-            if own is not None:
-                setattr(module, name, own)
+            if before is not None:
+                setattr(module, name, before)
 
         self._scaled.callback(restore)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the module its own draws back."""
+        """Restore the module."""
         self._scaled.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the module its own draws back."""
+        """Restore the module."""
         self.on_predict_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -530,28 +481,9 @@ class FederatedTemperature(CalibrationCallback):
         return {"temperature": self.temperature, "exchanges": self.exchanges}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore T.
-
-        Raises:
-            FederationError: it is no state of a FederatedTemperature.
-        """
+        """Restore T. Raises FederationError: it is no state of a FederatedTemperature."""
         state = state_of(self, state_dict)
         if state["temperature"] is not None:
             check_number("temperature", state["temperature"], "(0, inf)")
         check_at_least("exchanges", state["exchanges"], 0)
         self.temperature, self.exchanges = state["temperature"], state["exchanges"]
-
-
-def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a client's predictions and targets; the error of what is wrong names the client, if it has a ``name``."""
-    who = f"client {name}: " if name else ""
-    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
-        raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")
-    try:
-        if len(pair) == 2:
-            return check_logits(*pair)
-        if not len(interval_scores(*pair)):
-            raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
-        return tuple(each.detach().double() for each in pair)
-    except FedBayesError as error:
-        raise FedBayesError(f"{who}{error}") from None
