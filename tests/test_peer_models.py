@@ -6,7 +6,6 @@ pip install --group models && python -m pytest tests/test_peer_models.py
 import lightning as L
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -45,32 +44,6 @@ def federated(module, dataset, batch_size=4, **loaders):
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters()))
     assert federation.history[-1]["valid_clients"] == 2
     return fb.PosteriorPredictive(module, posterior, samples=3)
-
-
-def images(count=8, size=32, classes=3):
-    torch.manual_seed(0)
-    return TensorDataset(torch.randn(count, 3, size, size), torch.arange(count) % classes)
-
-
-@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050"])
-def test_timm(name):
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    options = {"img_size": 32} if name.startswith("vit") else {}
-    data = images()
-    predictive = federated(Own(timm.create_model(name, num_classes=3, **options)), data)
-    assert predictive.predict_step(data.tensors[0]).probs.shape == (8, 3)
-
-
-def test_transformers():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    words = TensorDataset(torch.randint(0, 50, (12, 7)), torch.arange(12) % 2)
-    predictive = federated(Own(transformers.BertForSequenceClassification(config)), words)
-    assert predictive.predict_step(words.tensors[0]).epistemic.min() >= 0
 
 
 class Words(Own):
@@ -152,23 +125,6 @@ def test_dicts_of_a_tokenizer(as_encoding):
         assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
-    posteriors = []
-    for module, data in ((Words(bert()), sentences()), (Pair(bert()), paired())):
-        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.05)
-        federation = fb.FederatedBayes(
-            fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine
-        )
-        trainer(1, [federation]).fit(module, data)
-        posteriors.append(federation.posterior)
-    ours, wanted = posteriors
-    assert ours.linearised
-    for name in ours.names:
-        torch.testing.assert_close(ours.mean[name], wanted.mean[name], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours.variance[name], wanted.variance[name], rtol=1e-4, atol=1e-5)
-
-
 def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
     module, calls = Words(bert()), []
     mean = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -188,76 +144,6 @@ def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
     made._one_by_one = True
     torch.manual_seed(0)
     torch.testing.assert_close(found.probs, made.predict_step(batch).probs, rtol=1e-5, atol=1e-5)
-
-
-def test_segmentation_models():
-    smp = pytest.importorskip("segmentation_models_pytorch")
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 2, (8, 32, 32)))
-    network = smp.Unet("resnet18", encoder_weights=None, classes=2)
-    predictive = federated(Own(network), data)
-    assert predictive.sample(data.tensors[0][:2], 2).shape == (2, 2, 2, 32, 32)
-
-
-def test_torch_geometric():
-    pytest.importorskip("torch_geometric")
-    from torch_geometric.data import Data
-    from torch_geometric.loader import DataLoader as GraphLoader
-    from torch_geometric.loader.dataloader import Collater
-    from torch_geometric.nn import GCNConv, global_mean_pool
-
-    class Graphs(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second, self.head = GCNConv(4, 8), GCNConv(8, 8), nn.Linear(8, 2)
-
-        def forward(self, graph):
-            x = self.first(graph.x, graph.edge_index).relu()
-            x = self.second(x, graph.edge_index).relu()
-            return self.head(global_mean_pool(x, graph.batch))
-
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self(batch), batch.y)
-
-        def configure_optimizers(self):
-            return fb.IVON(self.parameters(), lr=0.05)
-
-    torch.manual_seed(0)
-    graphs = [
-        Data(x=torch.randn(n, 4), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.tensor(n % 2))
-        for n in range(3, 15)
-    ]
-    loader = GraphLoader(graphs, batch_size=4)
-    predictive = federated(Graphs(), None, loader=loader)
-    batch = next(iter(GraphLoader(graphs, batch_size=12)))
-    assert predictive.sample(batch, 3).shape == (3, 12, 2)
-    scaling, sets = fb.FederatedTemperature(), fb.FederatedConformal(0.5)
-    scores = trainer(1, [fb.UncertaintyReport(), scaling, sets]).validate(predictive, loader, verbose=False)[0]
-    assert {"val/nll", "val/retained_area_entropy", "val/scaled/temperature", "val/lac_50/threshold"} <= scores.keys()
-    assert sum(len(each.label) for each in trainer(1).predict(predictive, loader)) == 12
-    data = fb.ClientDatasets({"north": graphs[:5], "south": graphs[5:]})
-    collate = Collater(graphs)
-    assert fb.evaluate_clients(predictive, data, batch_size=4, collate_fn=collate).num_examples == (5, 7)
-
-    module = Graphs().eval()  # a graph at a time, as (inputs, targets), is measured as the batch of all
-    alone = [(one, one.y) for one in GraphLoader(graphs, batch_size=1)]
-    site, wanted = fb.Laplace().site(module, loader), fb.Laplace().site(module, alone)
-    for name, value in site.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
-    posterior = fb.Laplace().posterior(module, loader)
-    mean, covariance = fb.PosteriorPredictive(module, posterior)._linearised(batch)
-    one = fb.PosteriorPredictive(module, posterior)._linearised(alone[3][0])
-    torch.testing.assert_close((mean[3:4], covariance[3:4]), one, rtol=1e-5, atol=1e-6)
-    assert trainer(1).predict(fb.PosteriorPredictive(module, posterior), loader)[0].probs.shape == (4, 2)
-    factors = fb.KroneckerLaplace(fb.Laplace(parameters=["head*"]))
-    assert fb.PosteriorPredictive(module, factors.fuse([factors.site(module, loader)])).is_linearised
-
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.05)
-    federation = fb.FederatedBayes(fb.IIDPartition(2), posterior=fb.Laplace())
-    trainer(1, [federation]).fit(module, loader)
-    assert federation.posterior.linearised
-    assert federation.history[-1]["valid_clients"] == 2
 
 
 LENGTHS = [7, 7, 7, 7, 3, 5, 7, 4, 6, 7, 2, 5]  # of the texts: the first batch has nothing to mask
@@ -325,19 +211,6 @@ def tuned(module, engine, data=None, **options):
     return federation
 
 
-METHODS = ["weighted_average", "fedprox", "scaffold", "ditto", "sites"]
-
-
-@pytest.mark.parametrize("stack", ["vectorized", "auto", 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_lora_ends_equal_by_either_engine(method, stack):
-    modules = Tuned(lora_bert()), Tuned(lora_bert())
-    for module, engine in zip(modules, ("sequential", stack)):
-        tuned(module, engine, fusion=method)
-    for (name, one), other in zip(modules[0].named_parameters(), modules[1].parameters()):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("engine", ["sequential", "auto", 2])
 @pytest.mark.parametrize(
     "method", ["reverse_kl_barycenter", "sites", "weighted_average", "fedprox", "ditto", "population"]
@@ -367,46 +240,3 @@ def test_laplace_of_lora(engine):
     posterior = tuned(module, engine, loader, fusion="sites", posterior=fb.Laplace()).posterior
     for name, parameter in module.named_parameters():
         assert bool((posterior.variance[name] > 0).all()) == parameter.requires_grad, name
-
-
-def test_batch_encodings_and_no_mask():
-    transformers = pytest.importorskip("transformers")
-    tuned(Tuned(lora_bert()), "auto", texts(transformers.BatchEncoding))
-    tuned(Tuned(lora_bert()), "auto", texts(padded=False))
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_a_bayesian_head_on_lora(engine):
-    """``last=1`` is the classifier that trains, not the frozen copy that peft keeps and nobody calls."""
-    network = fb.bayesianize(lora_bert(), last=1)
-    head, gaussians = (
-        "base_model.model.classifier.modules_to_save.default",
-        [name for name, _ in network.named_parameters() if "rho" in name],
-    )
-    assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
-    posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
-    assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_frozen_and_b_by_sites(engine):
-    module = Tuned(lora_bert(), fb.IVON)
-    for name, parameter in module.named_parameters():
-        if "lora_A" in name:
-            parameter.requires_grad_(False)
-    posterior = tuned(module, engine, fusion="sites").posterior
-    halves = {half: [name for name in posterior.names if half in name] for half in ("lora_A", "lora_B")}
-    assert not any(bool((posterior.variance[name] > 0).any()) for name in halves["lora_A"])
-    assert all(bool((posterior.variance[name] > 0).all()) for name in halves["lora_B"])
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_shared_and_b_personal(engine):
-    module = Tuned(lora_bert(), torch.optim.Adam)
-    federation = tuned(module, engine, fusion="weighted_average", local_parameters=["*lora_B*"])
-    assert any("lora_A" in name for name in federation.federation.server.posterior.names)
-    assert not any("lora_B" in name for name in federation.federation.server.posterior.names)
-    own = [federation.federation.engine.states.of(client).local for client in range(3)]
-    assert len(own[0]) == 4
-    for name in own[0]:
-        assert all(not torch.equal(own[i][name], own[j][name]) for i, j in ((0, 1), (0, 2), (1, 2)))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import lightning_fedbayes as fb
 from benchmarks.posterior import nuts, rounds, truth
-from benchmarks.posterior.nuts import FULL, METHODS, NUTS, PROBLEMS, Cell
+from benchmarks.posterior.nuts import METHODS, PROBLEMS, Cell
 from lightning_fedbayes.modules import mlp
 
 LINEAR, NETWORK = "logistic regression, correlated items", "network, two moons"
@@ -108,60 +106,3 @@ def test_a_cell_runs(cell, monkeypatch):
         assert list(found["distances"]) == ["1", "2"]
         assert found["distances"]["1"]["to_end"] > found["distances"]["2"]["to_end"] > 0
     json.dumps(found)
-
-
-def test_nuts_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numpyro.infer", None)
-    with pytest.raises(fb.FedBayesError, match="pip install"):
-        truth.nuts(TensorDataset(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)), (2, 2))
-
-
-def test_nuts_of_no_data_gives_the_prior(monkeypatch):
-    pytest.importorskip("numpyro")
-    monkeypatch.setattr(truth, "WARMUP", 200)
-    monkeypatch.setattr(truth, "KEPT", 500)
-    data = TensorDataset(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long))
-    draws = truth.nuts(data, (1, 2))
-    assert draws.shape == (4, 500, 4)
-    assert float(draws[..., :2].std()) == pytest.approx(1, abs=0.1)  # a weight of the input 0
-    assert float(draws[..., 2].mean()) > 0.2  # the bias of the class
-
-
-def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
-    look = {"accuracy": 0.9, "nll": 0.3, "mutual_information": 0.06, "total_variation": 0.05, "coverage": 0.7}
-    trail = {"30": {"estimated": 0.2, "to_mean_field": 0.5, "to_end": 0.4, "width": 0.5}}
-    found = {
-        Cell(LINEAR, NUTS, 0): {
-            "accuracy": 0.9,
-            "nll": 0.2,
-            "mutual_information": 0.03,
-            "rhat": 1.05,
-            "draws": 8000,
-            "probs": [[0.5, 0.5]],
-            "points": [[0.0]],
-        },
-        Cell(LINEAR, "mean field, pooled", 0): {**look, "bound": -5.0, "to_mean_field": 0.01},
-        Cell(LINEAR, FULL, 0): {**look, "bound": -6.0},
-        Cell(LINEAR, "sites", 0): {**look, "distances": trail},
-        Cell(LINEAR, "reverse_kl_barycenter", 0): look,
-        Cell("no such problem", "sites", 0): look,
-    }
-    file = tmp_path / "nuts.jsonl"
-    file.write_text("\n".join(json.dumps({"cell": cell._asdict(), **each}) for cell, each in found.items()))
-    done = nuts.read(file)
-    assert len(done) == 5
-    text = nuts.tables(done)
-    assert "1.0500 (**too large**)" in text
-    assert "| sites | 1 | +0.1000 | 0.0500 | 2.00 (2.00 to 2.00) | 0.70 |" in text
-    assert "| full covariance, pooled | 1 | did not converge |" in text
-    assert "| reverse_kl_barycenter | 1 | " in text
-    assert "| 30 | 1 | 0.2 | 0.4 | 0.5 | 0.50 (0.50) |" in text
-    nuts.draw(done, tmp_path / "nuts.png")
-    assert (tmp_path / "nuts.png").stat().st_size < 100_000
-
-
-def test_every_federated_method_has_seeds_and_the_truth_comes_first():
-    found = nuts.cells()
-    assert len(set(found)) == len(found)
-    assert [cell.method for cell in found[: len(PROBLEMS)]] == [NUTS] * len(PROBLEMS)
-    assert sum(cell.method == "sites" for cell in found) >= 2 * len(PROBLEMS)

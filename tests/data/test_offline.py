@@ -7,6 +7,7 @@ from sklearn.datasets import load_diabetes, load_digits
 from torch.nn import functional as nnf
 
 from lightning_fedbayes.data import DiabetesDataModule, DigitsDataModule, labels_of
+from tests import federations
 
 MODULES = [DigitsDataModule, DiabetesDataModule]
 
@@ -81,14 +82,6 @@ class Linear(L.LightningModule):
 )
 def test_a_trainer_learns(module, inputs, outputs, good, tmp_path):
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        max_epochs=5,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = federations.trainer(5, default_root_dir=tmp_path)
     trainer.fit(Linear(inputs, outputs), datamodule=module)
     assert trainer.callback_metrics["val_loss"] < good

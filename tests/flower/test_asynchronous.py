@@ -7,12 +7,10 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.arrivals import read_arrivals
-from lightning_fedbayes.server.schedule import Timeline
-from tests.federations import Plain, network
 from tests.flower.clients import client_apps
 from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled, assert_same
@@ -212,13 +210,6 @@ def test_nodes_come_and_go(tmp_path):
     assert_same(strategy, in_process(20, fusion="sites", schedule=again(tmp_path), seed=3))
 
 
-def test_rounds_that_come_to_nothing_end_the_run(tmp_path):
-    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=2), safeguards=fb.Safeguards(min_clients=2))
-    with pytest.raises(FederationError, match="3 rounds in a row had fewer than min_clients=2 valid updates"):
-        run(SlowGrid(client_apps(), {1: nan, 2: nan, 3: nan}), strategy, 9)
-    assert [line["arrived"] for line in lines(tmp_path)] == [[[0, 0]], [[0, 1]], [[0, 2]]]
-
-
 class AtOnce(SlowGrid):
     """All replies come together, the last asked first."""
 
@@ -245,55 +236,6 @@ def scored(monkeypatch, values):
     monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
 
 
-@pytest.mark.parametrize("schedule", [None, fb.Asynchronous(buffer=4)], ids=["rounds", "schedule"])
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_best_round_is_kept_and_the_run_stops(schedule, mode, tmp_path, monkeypatch):
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]
-    scored(monkeypatch, values if mode == "min" else [-value for value in values])
-    options = {"schedule": schedule, "evaluate": True, "monitor": "val/nll", "mode": mode}
-    apps = client_apps(state_folder=tmp_path, fusion="sites")
-    strategy = federation(tmp_path, **options, patience=2)
-    result = run(SlowGrid(apps), strategy, 5)
-    assert strategy.server.rounds == 4  # the second is the best, two more are no better
-    state = load_checkpoint(module := hybrid(), tmp_path / "server.pt", best=True)
-    assert (state.best["round"], state.rounds) == (2, 4)
-    for name, mean in fb.read_posterior(module).mean.items():
-        assert torch.equal(torch.from_numpy(result.arrays[f"mean/{name}"].numpy().copy()), mean)
-    for name, value in module.named_buffers():
-        assert torch.equal(value, state.best["buffers"][name])
-    load_checkpoint(last := hybrid(), tmp_path / "server.pt")
-    assert any(not torch.equal(a, b) for a, b in zip(module.buffers(), last.buffers()))
-    assert any(not torch.equal(a, b) for a, b in zip(module.state_dict().values(), last.state_dict().values()))
-    run(grid := SlowGrid(apps), federation(tmp_path, **options, patience=2), 5)
-    assert not grid.asked  # it has stopped for good
-    run(SlowGrid(apps), longer := federation(tmp_path, **options, patience=3), 5)
-    assert (longer.server.rounds, longer.best["round"]) == (5, 5)
-
-
-def test_a_round_that_was_not_scored_when_the_server_died_is_scored(tmp_path, monkeypatch):
-    scored(monkeypatch, [3.0, 1.0, 2.0])
-    apps = client_apps(state_folder=tmp_path, fusion="sites")
-    with monkeypatch.context() as patch:
-        patch.setattr(FusionStrategy, "_score", lambda *args: None)
-        run(SlowGrid(apps), federation(tmp_path, schedule=None), 2)
-    options = {"schedule": None, "evaluate": True, "monitor": "val/nll", "checkpoint": tmp_path / "server.pt"}
-    run(SlowGrid(apps), strategy := FusionStrategy("sites", wait_for=4, seed=3, **options), 3)
-    assert (strategy.best["round"], strategy.best["score"]) == (2, 1.0)
-
-
-def test_what_the_busy_have_scored_last_counts(tmp_path, monkeypatch):
-    def evaluate(self, trainer, module, datamodule, task):
-        return {"val/nll": float(task.round), "who": float(task.client)}, 10
-
-    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
-    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=1), evaluate=True)
-    result = run(SlowGrid(client_apps(make=lambda: Plain(network()))), strategy, 6, make=lambda: Plain(network()))
-    heard = [{line["arrived"][0][0]: line["fusion"] - 1} for line in lines(tmp_path)]
-    latest = {client: version for each in heard for client, version in each.items()}
-    assert result.evaluate_metrics_clientapp[6]["val/nll"] == sum(latest.values()) / len(latest)
-    assert len(strategy.client_scores.names) == len(latest) > 1
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -314,43 +256,11 @@ def test_arguments_that_do_not_go_together_are_refused(options, says, tmp_path):
         federation(tmp_path, **options)
 
 
-def test_a_replay_is_given_alone_and_writes_elsewhere(tmp_path):
-    (tmp_path / "server.jsonl").write_text("")
-    with pytest.raises(FederationError, match="give late= alone beside it"):
-        again(tmp_path, buffer=2)
-    with pytest.raises(FederationError, match="would be overwritten"):
-        run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool", again(tmp_path)), 1)
-    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
-        in_process(1, fusion="linear_pool", schedule=again(tmp_path))
-    strategy = FusionStrategy("linear_pool", wait_for=4, schedule=again(tmp_path))
-    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
-        run(SlowGrid(client_apps()), strategy, 1)
-
-
-def test_a_replay_that_cannot_be_repeated_says_why(tmp_path):
-    run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool"), 2)
-    (tmp_path / "again").mkdir()
-    grid = SlowGrid(client_apps(), dict.fromkeys(range(4), nan))
-    with pytest.raises(FederationError, match=r"the replay cannot go on: client \d: .* not finite"):
-        run(grid, federation(tmp_path / "again", "linear_pool", again(tmp_path)), 1)
-    grid = SlowGrid(client_apps()[:2])
-    with pytest.raises(FederationError, match=r"the replay cannot go on: clients .* are silent for 0\.05 s"):
-        run(grid, FusionStrategy("linear_pool", schedule=again(tmp_path)), 2, timeout=0.05)
-    with pytest.raises(FederationError, match=r"has a client \d, but there are 2 clients"):
-        Timeline(again(tmp_path), (5, 5), seed=0)
-
-
 GOOD = {"fusion": 1, "clients": 2, "began": [0], "arrived": [[0, 0]], "refused": []}
 SECOND = {**GOOD, "fusion": 2}
-BROKEN = {
-    "another number": [SECOND],
-    "of the future": [{**GOOD, "arrived": [[0, 1]]}],
-    "a text": [{**GOOD, "clients": "2"}],
-    "no order": [{"fusion": 1}],
-    "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
-    "begun too early": [GOOD, SECOND],
-    "no line": ["x"],
-}
+BROKEN = {"another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD,
+    "clients": "2"}], "no order": [{"fusion": 1}], "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
+    "begun too early": [GOOD, SECOND], "no line": ["x"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)
@@ -358,11 +268,3 @@ def test_files_that_are_no_log_are_refused(lines, tmp_path):
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(FederationError, match="is no log of arrivals"):
         read_arrivals(tmp_path / "log")
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    good = json.dumps(GOOD) + "\n"
-    (tmp_path / "log").write_text(good + json.dumps({**GOOD, "fusion": 2})[:20])
-    assert len(read_arrivals(tmp_path / "log")) == 1
-    with pytest.raises(FederationError, match="is no log of arrivals"):
-        read_arrivals(tmp_path / "nowhere")

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError, FusionError
-from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, loader, parameters, trainer
+from lightning_fedbayes.core.errors import FederationError
+from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
 
 
 @pytest.mark.parametrize(
@@ -89,29 +89,6 @@ def test_the_tuner_is_refused_before_any_step():
     assert len(federation.history) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*EMA.*", "ignore:.*experimental.*")
-def test_ema_weight_averaging_is_refused():
-    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    averaging = getattr(callbacks, "WeightAveraging", None)
-    if averaging is None:
-        pytest.skip("this Lightning has no WeightAveraging")
-    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), averaging()])
-    with pytest.raises(FederationError, match=r"WeightAveraging"):
-        made.fit(Plain(), loader())
-
-
-def test_a_trainer_of_the_twin_package_is_refused_by_the_name_of_the_package(tmp_path):
-    twin = pytest.importorskip("pytorch_lightning")
-
-    class Own(twin.LightningModule):
-        training_step = Plain.training_step
-
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    made = twin.Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", callbacks=[federation])
-    with pytest.raises(FederationError, match=r"package pytorch_lightning.*import lightning as L"):
-        federation.setup(made, Own(), "fit")
-
-
 def test_all_reasons_are_named_at_once():
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], max_steps=5, overfit_batches=2)
     with pytest.raises(FederationError, match=r"(?s)overfit_batches=2.*max_steps=5"):
@@ -147,17 +124,6 @@ def test_step_wise_schedulers_are_refused_before_any_step():
     with pytest.raises(FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
         federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
     assert torch.equal(before, module.net[0].weight)
-
-
-@pytest.mark.parametrize("weighting", ["distance", "max_discrepancy"])
-def test_weightings_by_divergence_are_refused_for_deterministic_networks_before_any_step(weighting):
-    module = Plain()
-    before = parameters(module)["net.0.weight"]
-    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
-    with pytest.raises(FusionError, match=f"'{weighting}' compares probabilistic.*use '{weighting}_l2'"):
-        federate(module, federation)
-    assert torch.equal(before, module.net[0].weight)
-    federate(module, fb.FederatedBayes(fb.IIDPartition(3), weighting=f"{weighting}_l2"))
 
 
 class TestFinishedTrainers:
@@ -337,16 +303,3 @@ def test_validate_test_and_predict_are_left_alone():
             assert torch.equal(first, second)
         assert_equal(before, parameters(module))
     assert made.current_epoch == 1
-
-
-def test_a_yaml_file_can_describe_a_federation():
-    made = from_yaml("""
-    federation:
-      partition: {class_path: lightning_fedbayes.DirichletPartition, init_args: {clients: 4, alpha: 0.3}}
-      fusion: wasserstein_barycenter
-      local_epochs: 2
-      local_parameters: [head.*]
-    """)
-    assert made.settings.partition == fb.DirichletPartition(4, 0.3)
-    assert made.described()["fusion"] == "wasserstein_barycenter"
-    assert (made.settings.local_epochs, made.settings.local_parameters) == (2, ("head.*",))

@@ -33,11 +33,6 @@ def outcome(case: Case, engine: str, expected: str, reference, sizes=SIZES) -> N
         assert difference(learnt, reference) <= case.tolerance
 
 
-def test_there_are_many_and_each_stands_once():
-    assert len(CASES) >= 120
-    assert len(set(IDS)) == len(IDS)
-
-
 def test_the_page_of_the_documentation_is_made_from_them():
     assert (Path(__file__).parents[2] / "docs" / "what_works.md").read_text() == page()
 

@@ -132,14 +132,6 @@ def test_the_precision_of_most_evidence_beside_a_quadratic():
     assert chosen_precision([information], [mode]) == pytest.approx(found, rel=1e-6)
 
 
-def test_it_is_looked_for_nearby():
-    information, pull = quadratic()
-    found = evident_precision(information, pull)
-    assert evident_precision(information, pull, found * 1.5) == pytest.approx(found)
-    assert evident_precision(information, pull, found * 10) == pytest.approx(found * 5)
-    assert evident_precision(information, pull, found / 10, 4) == pytest.approx(found / 2.5)
-
-
 def test_directions_that_no_data_inform_say_nothing_of_the_prior():
     information, pull = quadratic()
     more = torch.cat([information, torch.zeros(5).double()]), torch.cat([pull, torch.full((5,), 1e-12).double()])
