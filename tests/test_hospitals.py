@@ -5,9 +5,7 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-from lightning_fedbayes.data import clients_of
 from tests.test_examples import EXAMPLES, load
 
 sys.path.insert(0, str(EXAMPLES))
@@ -115,34 +113,6 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
         assert (column[missing] == 0).all(), name
         assert column[~missing].square().mean() == pytest.approx(1, abs=1e-5), name
     assert of_attribute["chol"][-len(data.train_sets["va"]) - 5 : -len(data.train_sets["va"])].all()
-
-
-def test_the_hospitals_are_the_clients(folder):
-    data = ready(folder, batch_size=4)
-    clients = clients_of(data.train_dataloader().dataset, None, seed=0)
-    assert clients.names == HOSPITALS
-    assert clients.counts.sum(1).tolist() == [len(part) for part in data.train_sets.values()]
-    for name, size in SIZES.items():
-        assert len(data.train_sets[name]) + len(data.test_sets[name]) == size
-    assert len(next(iter(data.train_dataloader()))[1]) == 4
-    expected = torch.cat([part.tensors[1] for part in data.test_sets.values()])
-    for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
-        assert torch.equal(torch.cat([y for _, y in loader]), expected)
-    assert all(isinstance(part, TensorDataset) for part in data.train_sets.values())
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("63,1,5,145,233,1,2,150,0,2.3,3,0,6,2", "cp has values other than"),
-        ("?,1,4,145,233,1,2,150,0,2.3,3,0,6,2", "age is missing"),
-        ("63,1,4,145,233,1,2,150,0,2.3,3,0,6,-9", "num is missing"),
-        ("63,1,4,145,233,1,2,150,0", "columns"),
-    ],
-)
-def test_malformed_lines(tmp_path, line, message):
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, PATIENT, "", line)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import nn
 from torch.nn import functional as F
@@ -237,18 +236,6 @@ def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, 
     assert torch.equal(module.network.weight, before)
 
 
-def test_terms_of_a_partial_likelihood_add_up_to_that_of_the_batch():
-    torch.manual_seed(0)
-    f, y = torch.randn(50, 1, dtype=torch.float64), times(50).double()
-    y[10:20, 1] = y[0, 1]  # ties
-    terms = fb.Cox().nll(f, y)
-    for i in (0, 3, 12, 49):
-        wanted = f[y[:, 1] >= y[i, 1]].logsumexp(0) - f[i] if y[i, 0] else torch.zeros(1)
-        torch.testing.assert_close(terms[i : i + 1], wanted.to(terms))
-    torch.testing.assert_close(terms.sum(), partial_nll(f, y).squeeze())
-    torch.testing.assert_close(fb.Cox().loss(f, y), terms.sum() / 50)
-
-
 def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_groups():
     r"""Groups of 2 and 2 without ties: the score has one root in :math:`r = e^\beta`, that of a polynomial.
 
@@ -375,30 +362,6 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
             likelihood_of(nn.Identity(), outputs, targets)
     else:
         assert likelihood_of(nn.Identity(), outputs, targets) == found
-
-
-@pytest.mark.filterwarnings("ignore:the temperature")
-@pytest.mark.parametrize("output", CALIBRATED)
-def test_a_temperature_is_scipy_s_optimum(output):
-    make, targets, known = OUTPUTS[output]
-    torch.manual_seed(0)
-    draws, y = 2 * make()(torch.randn(200, 5)).detach()[None], targets(200)
-    rows = known.rows(draws, y)
-    if known.of_classes:
-        pair = rows["logits"], rows["target"]
-
-        def loss(u):
-            return float(F.cross_entropy(rows["logits"][0].double() / math.exp(u), rows["target"]))
-    else:
-        pair = rows["mean"].flatten(), rows["variance"].sqrt().flatten(), rows["target"].flatten()
-
-        def loss(u):
-            return float(fb.Gaussian(pair[1].double() * math.exp(u)).nll(pair[0].double(), pair[2].double()).mean())
-
-    found = fb.FederatedTemperature(max_influence=None).fit({"a": pair}).temperature
-    wanted = minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x
-    if abs(wanted) < 5:  # a finite optimum
-        assert math.log(found) == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 
-import lightning_fedbayes as fb
 from benchmarks.federations import methods, run
 from benchmarks.federations.data import Examples, Federation, Parts, from_csv, halves
-from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
-from lightning_fedbayes.modules import mlp
+from benchmarks.federations.methods import KINDS, METHODS, Prediction, summary
 
 
 @pytest.fixture
@@ -43,25 +41,6 @@ def test_a_table_becomes_clients_with_four_parts_each(table):
     assert torch.equal(again.clients["a"].test.inputs, test.inputs)
     assert not torch.equal(other.clients["a"].test.inputs, test.inputs)
     assert from_csv([table], "town", "cost", seed=0, drop=("row", "ill")).task == "regression"
-
-
-def test_several_files_are_one_federation(table, tmp_path):
-    head, *lines = table.read_text().splitlines()
-    files = [tmp_path / "first.csv", tmp_path / "second.csv"]
-    for file, own in zip(files, (lines[:60], lines[60:]), strict=True):
-        file.write_text("\n".join([head, *own]))
-    options = {"target": "ill", "seed": 0, "drop": ("row", "cost")}
-    together, apart = from_csv([table], "town", **options), from_csv(files, "town", **options)
-    for name, parts in together.clients.items():
-        assert all(map(torch.equal, parts.test, apart.clients[name].test))
-    each = from_csv(files, None, **options)
-    assert [sum(len(part.targets) for part in parts) for parts in each.clients.values()] == [60, 32]
-    (tmp_path / "third.csv").write_text("town,ill\na,yes")
-    with pytest.raises(SystemExit, match=r"third.csv: there is no column row, age, sex, cost;"):
-        from_csv([*files, tmp_path / "third.csv"], "town", **options)
-    (tmp_path / "third.csv").write_text(head)
-    with pytest.raises(SystemExit, match=r"third.csv has no rows"):
-        from_csv([tmp_path / "third.csv"], "town", **options)
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
@@ -117,28 +96,6 @@ def test_scores_of_known_probabilities():
     assert scores["calibration"] == pytest.approx(0.8 - 1 / 3)
 
 
-def test_pairs_of_survival_are_compared_within_clients():
-    targets = {"a": torch.tensor([[1.0, 1.0], [1.0, 2.0]]), "b": torch.tensor([[1.0, 9.0], [0.0, 10.0]])}
-    federation = federation_of("survival", targets, 1)
-    risk = torch.tensor([2.0, 1.0])  # the right order within each client, and the same risks at both
-    scores = summary(federation, {name: (Prediction(risk), y) for name, y in targets.items()})
-    assert scores["metric"] == 1
-    assert scores["pooled"] < 1
-
-
-def test_a_client_chooses_the_posterior_that_predicts_its_own_part():
-    targets = {"zeros": torch.zeros(40).long(), "ones": torch.ones(40).long()}
-    federation = federation_of("classification", targets)
-    module = fb.HybridBayesianClassifier(mlp(1, 2, []), bayesian_last=0)
-
-    both = {weight: {"zeros": constant(module, -weight), "ones": constant(module, weight)} for weight in WEIGHTS}
-    assert all(own == {"zeros": 1.0, "ones": 1.0} for own in personal_weights(federation, module, both).values())
-    one = {weight: {"zeros": constant(module, -weight), "ones": constant(module, -4 * weight)} for weight in WEIGHTS}
-    chosen = personal_weights(federation, module, one)
-    assert chosen["own choice"] == {"zeros": 1.0, "ones": 0.0}
-    assert chosen["one weight"]["zeros"] == chosen["one weight"]["ones"] == 0.0
-
-
 def numbered(size):
     return Examples(torch.arange(float(size))[:, None], torch.arange(size))
 
@@ -155,37 +112,6 @@ def test_a_method_is_tuned_without_a_look_at_validation_and_test_parts(table, na
     seen = methods.tuned(federation, METHODS[name], seed=0)
     assert methods.tuned(without("validation", "test"), METHODS[name], seed=0) == seen
     assert methods.tuned(without("tuning"), METHODS[name], seed=0)["tuning"] != seen["tuning"]
-
-
-def constant(module, logit):
-    """Return a point mass whose logits of the two classes differ by ``logit`` everywhere."""
-    names = [name for name, _ in module.named_parameters()]
-    return fb.GaussianPosterior.point_mass(dict(zip(names, [torch.zeros(2, 1), torch.tensor([0.0, logit])])))
-
-
-def test_validation_parts_are_not_flattered_by_the_choice_of_lambda():
-    """Fair coins, and two posteriors that say heads or tails with logit c: both cost the same, log(1 + e^c) − c/2.
-
-    With k heads among n coins the better of the two gains c |k/n − 1/2|, k binomial.
-    """
-    count, n, logit = 800, 6, 2.0
-    random = torch.Generator().manual_seed(0)
-    clients = {}
-    for number in range(count):
-        coins = Examples(torch.zeros(2 * n, 1), torch.randint(2, (2 * n,), generator=random))
-        clients[str(number)] = Parts(coins, *halves(coins, number), coins)
-    federation = Federation("classification", clients, 2)
-    module = fb.HybridBayesianClassifier(mlp(1, 2, []), bayesian_last=0)
-    posteriors = {weight: dict.fromkeys(clients, constant(module, logit if weight else -logit)) for weight in WEIGHTS}
-    chosen = personal_weights(federation, module, posteriors)["own choice"]
-    mixed = {name: posteriors[weight][name] for name, weight in chosen.items()}
-    every = math.log1p(math.exp(logit)) - logit / 2
-    gain = logit * sum(math.comb(n, k) * abs(k / n - 0.5) for k in range(n + 1)) / 2**n
-    error = logit / 2 / math.sqrt(n * count)
-    parts = {part: methods.scores(federation, module, mixed, part)["clients"] for part in ("tuning", "validation")}
-    assert parts["validation"] == pytest.approx(every, abs=4 * error)
-    assert parts["tuning"] == pytest.approx(every - gain, abs=4 * error)
-    assert gain > 20 * error
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11])

@@ -5,21 +5,15 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from benchmarks.images import run
-from benchmarks.images.cell import check
-from benchmarks.images.data import make_data
-from benchmarks.images.federation import PATIENCE, begin, run_cell
+from benchmarks.images.federation import run_cell
 from benchmarks.images.report import failures
 from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
-from benchmarks.images.study import read_study
 
 from .writer import put_many
-
-CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
 def study(tmp_path: Path, **changes) -> Path:
@@ -92,44 +86,6 @@ def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "report.md").read_text() == report
 
 
-def test_a_cell_is_reproducible():
-    settings = Settings(rounds=1, local_epochs=1, examples=100, clients=3, partition="iid", validation_fraction=0.2)
-    first, second = (run_cell(settings, None) for _ in range(2))
-    for changing in ("seconds", "scores"):
-        first_value, second_value = first.pop(changing), second.pop(changing)
-        if changing == "scores":
-            first_value.pop("seconds_per_round")
-            second_value.pop("seconds_per_round")
-            assert first_value == second_value
-    assert first == second
-    assert len(first["by_round"]) == 1
-    assert all(curve[-1] == pytest.approx(first_value["accuracy"], abs=1e-4) for curve in first["retained"].values())
-
-
-@pytest.mark.parametrize("start", ["moped"])
-def test_a_federation_starts_from_a_pretrained_network(start):
-    settings = Settings(
-        rounds=1,
-        local_epochs=1,
-        clients=3,
-        partition="iid",
-        start=start,
-        start_share=0.3,
-        learning_rate=0.05,
-        batch_size=16,
-    )
-    data = make_data(settings, None)
-    data.setup()
-    torch.manual_seed(0)
-    network, epochs = begin(settings, data)
-    inputs, labels = data.test.tensors
-    with torch.no_grad():
-        accuracy = (network.eval()(inputs).argmax(-1) == labels).float().mean()
-    assert epochs > PATIENCE
-    assert accuracy > 0.5
-    assert hasattr(network[-1], "mu_weight")
-
-
 @pytest.mark.parametrize("rounds", [2, 4])  # three in a row end a federation, and so does a fit that has fused none
 def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds):
     path = study(
@@ -143,16 +99,6 @@ def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds):
     assert "precision" in (tmp_path / "out" / "report.md").read_text()
     part = failures({Settings(rounds=rounds): {"failed_rounds": 1}}, ["fusion"])
     assert f"1 of {rounds} rounds could not be fused and left the posterior as it was" in part
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_study_can_be_run_offline(config):
-    read = read_study(config)
-    for budget in read.budgets:
-        every = read.cells(budget, seeds=2, offline=True)
-        assert len(every) == len(set(every))
-        for cell in every[: len(every) // 2]:
-            check(cell, None)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import torch
 from benchmarks.uci import run
 from benchmarks.uci.data import Splits
 from benchmarks.uci.methods import METHODS, ROWS, Outcome
-from benchmarks.uci.network import networks
-from benchmarks.uci.readings import start_by_glorot
 from benchmarks.uci.training import Plan
 
 PLAN = Plan(0.01, rounds=2, local_epochs=1, hidden=4)
@@ -76,15 +74,6 @@ def test_a_method_predicts_after_every_round(method):
     assert (outcome.upload == 0) == (method in ("vi", "deep_ensemble"))
 
 
-def test_the_noise_is_the_difference_of_two_rows():
-    rows = METHODS["network"](splits_of(), PLAN).predictions
-    noise = rows["fedag_noise"][1] - rows["fedag"][1]
-    assert torch.allclose(noise, noise[:1].expand_as(noise))  # one number per split
-    rows = METHODS["linear"](splits_of(examples=400), PLAN._replace(local_epochs=20)).predictions
-    noise = 1 + rows["fedag_linear"][1] - rows["fedag_linear_target"][1]
-    assert torch.allclose(noise, torch.tensor(0.01), rtol=0.3)  # 0.1²; a training error, over the last hundred examples
-
-
 def test_a_run_that_is_stopped_goes_on_where_it_was(call, monkeypatch):
     whole = call(*SHORT, out="whole")
     true, trained = METHODS["network"], []
@@ -122,18 +111,3 @@ def test_the_command_writes_its_pages(call, folder):
     assert "DIR" in (out / "settings.md").read_text()
     assert str(folder) not in (out / "settings.md").read_text()
     assert (out / "rounds.png").stat().st_size > 1000
-
-
-def test_glorots_start_has_the_variance_that_it_is_named_for():
-    torch.manual_seed(0)
-    network = networks(400, 11, 50)
-    before = [each.detach().clone() for each in network.parameters()]
-    where = torch.arange(400) >= 200
-    start_by_glorot(network, where)
-    for (path, after), old in zip(network.named_parameters(), before):
-        assert torch.equal(after[~where], old[~where])
-        if path.endswith("bias"):
-            assert not after[where].any()
-        else:
-            fan_in, fan_out = (11, 50) if path.startswith("0") else (50, 1)
-            assert float(after[where].detach().var()) == pytest.approx(2 / (fan_in + fan_out), rel=0.05)

@@ -123,18 +123,3 @@ def test_a_damaged_folder_is_refused_before_training(folder, damage, message):
     damage(folder)
     with pytest.raises(FederationError, match=message):
         ready(folder)
-
-
-def test_arguments_that_cannot_be(folder, tmp_path):
-    with pytest.raises(FederationError, match=r"dataset='tory': did you mean 'toy'\? Known: toy"):
-        UCIDataModule(folder.parents[1], "tory")
-    with pytest.raises(FederationError, match="split=3: toy has 3 splits, numbered 0 to 2"):
-        build(folder, split=3)
-    with pytest.raises(FederationError, match="split=-1"):
-        build(folder, split=-1)
-    with pytest.raises(FederationError, match="in \\(0, 1\\); None"):
-        build(folder, validation_fraction=0.0)
-    with pytest.raises(FederationError, match="there is no directory"):
-        UCIDataModule(tmp_path / "nowhere", "toy")
-    with pytest.raises(FederationError, match=r"holds no data set, but data; give the directory that holds"):
-        UCIDataModule(folder.parent, "toy")

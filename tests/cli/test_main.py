@@ -6,19 +6,10 @@ import sys
 
 import pytest
 
-from lightning_fedbayes.cli import main
-from lightning_fedbayes.cli.main import COMMANDS, EXTRA
+from lightning_fedbayes.cli.main import EXTRA
 from tests.cli.commands import DIGITS, QUICK, ROOT, lightnings_warnings, refusal
 
 pytestmark = lightnings_warnings
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_the_overview_names_every_command(arguments, capsys):
-    assert main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {command} " in shown for command in COMMANDS)
-    assert "examples/configs/digits.yaml" in shown
 
 
 @pytest.mark.parametrize(

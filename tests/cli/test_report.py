@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.cli import main
-from lightning_fedbayes.cli.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, by_round
+from lightning_fedbayes.cli.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from lightning_fedbayes.cli.report import PAGE, page
 from lightning_fedbayes.cli.results import read_curves
-from lightning_fedbayes.core.run_file import FILE, RunRecord, read
+from lightning_fedbayes.core.run_file import FILE, read
 from lightning_fedbayes.modules import mlp
 from tests import federations
 from tests.cli.commands import ROOT, refusal
@@ -164,30 +164,6 @@ def test_the_page_has_the_curves_in_their_places(record, shown):
     assert len(places(shown.charts["validation accuracy of the most certain, by"])) == 4
 
 
-def test_clients_that_failed_and_names_of_any_kind_are_told():
-    record = RunRecord()
-    columns = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "last_failure"]
-    nan = math.nan
-    record.add({"round": 2, "figures": {"test/nll": 0.25, "client_accuracy/<b>": 1.0, "val/nll": nan}})
-    record.add(
-        {
-            "round": 2,
-            "table": "federation/clients",
-            "columns": columns,
-            "rows": [
-                ["none", 3, 1, 0, 0.5, nan, nan, ""],
-                ["<b>", 4, 2, 1, 0.5, 0.1, 0.9, "ValueError: a & b"],
-                ["worst", 1, 1, 0, 0.1, 2.0, 0.1, ""],
-            ],
-        }
-    )
-    shown = page(record, "run")
-    table = next(table for table in Page(shown).tables if table[0][0] == "client")
-    assert [row[0] for row in table[1:]] == ["worst", "<b>", "none"]
-    assert "&lt;b&gt; was left out, last for ValueError: a &amp; b" in shown
-    assert "test NLL<b>0.25</b>" in shown
-
-
 def test_a_run_that_was_killed_has_a_page(runs, tmp_path, capsys):
     whole = (runs[0] / FILE).read_bytes()
     lines = whole.split(b"\n")
@@ -207,28 +183,3 @@ def test_runs_without_a_page_are_refused(runs, tmp_path, capsys):
     assert "line 1 of 1 is damaged" in refusal(capsys, "report", str(tmp_path))
     assert "did you mean '--output'" in refusal(capsys, "report", str(runs[0]), "--outptu=x")
     assert not (tmp_path / PAGE).exists()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {1: 0.5},
-        {1: math.nan},
-        {1: 0.0, 2: 0.0},
-        {1: 1e-20, 2: 1.0},
-        {1: -1.0, 2: 1e200},
-        {1: math.inf, 2: 3.0},
-        {1: 1e-300, 2: 3e-300},
-        {100_000: 1.0, 1: 0.999999},
-        {1: -5e149, 2: 5e149},
-    ],
-)
-def test_any_curve_can_be_drawn(values):
-    svg = ElementTree.fromstring(by_round("a & b", {"<i>": values})).find("svg")
-    (line,) = svg.findall("polyline")
-    drawn = [point for point in values.values() if abs(point) < 1e150]
-    assert line.get("points").count(",") == len(drawn)
-    assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in places(svg)[0])
-    assert len(svg.findall("circle")) == (len(drawn) == 1)
-    assert len(svg.findall("text")) <= 20

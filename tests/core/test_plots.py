@@ -49,14 +49,6 @@ def test_renders_to_png_without_pyplot(build, monkeypatch):
     assert width >= 500
 
 
-def test_calibration_bars_are_the_accuracies_of_full_bins():
-    axes, below = FIGURES["calibration"]().axes
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.5, 0.8])
-    assert [bar.get_x() for bar in axes.patches] == pytest.approx([1 / 3, 2 / 3])
-    assert [bar.get_height() for bar in below.patches] == pytest.approx([0, 0.25, 0.75])
-    assert "10.00%" in axes.get_title()
-
-
 def test_curves_are_the_given_points_and_told_apart():
     axes = FIGURES["retained"]().axes[0]
     assert axes.lines[0].get_ydata() == pytest.approx(CURVE[1].numpy())

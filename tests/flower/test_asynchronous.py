@@ -185,31 +185,6 @@ def test_a_client_that_sends_rubbish_does_not_fill_the_buffer(tmp_path):
     assert_same(strategy, in_process(5, fusion="linear_pool", schedule=again(tmp_path), seed=3))
 
 
-def test_nodes_come_and_go(tmp_path):
-    """The share of a client is one of those that are connected; the log knows it."""
-    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"))
-    grid.away = {3}
-    strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=1), wait_for=3)
-    look, seen = strategy._roster.look, []
-
-    def watch(*arguments):
-        done = strategy.server.rounds
-        grid.away = {3} if done < 4 else {0} if done < 8 else set()
-        seen.append((done, tuple(strategy._roster.nodes)))
-        return look(*arguments)
-
-    strategy._roster.look = watch
-    run(grid, strategy, 20)
-    told = [line["clients"] for line in lines(tmp_path)]
-    assert told[0] == 3
-    assert told[-1] == 4
-    arrived = [client for line in lines(tmp_path) for client, _ in line["arrived"]]
-    assert set(arrived) == {0, 1, 2, 3}
-    assert 0 in arrived[9:]
-    assert 3 not in arrived[:4]
-    assert_same(strategy, in_process(20, fusion="sites", schedule=again(tmp_path), seed=3))
-
-
 class AtOnce(SlowGrid):
     """All replies come together, the last asked first."""
 

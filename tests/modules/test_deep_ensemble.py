@@ -108,19 +108,6 @@ def test_one_client_of_all_data_is_no_federation():
     torch.testing.assert_close(federated.predict_step(x).mean, plain.predict_step(x).mean)
 
 
-def test_a_federation_validates_and_predicts():
-    data = examples(30)
-    model = DeepEnsembleRegressor(networks())
-    run, _ = federate(model, validation=DataLoader(data, 30))
-    with torch.no_grad():
-        prediction = model.eval().predict_step(data.tensors[0])
-    expected = -torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(data.tensors[1]).mean()
-    assert float(run.callback_metrics["val/nll"]) == pytest.approx(float(expected), rel=1e-5)
-    assert {"val/rmse", "val/crps", "val/coverage90", "val/sharpness"} <= run.callback_metrics.keys()
-    (predicted,) = run.predict(model, DataLoader(data, 30))
-    torch.testing.assert_close(predicted.mean, prediction.mean)
-
-
 # -- the other baselines need no class of their own --------------------------------------------------------------------
 
 

@@ -14,15 +14,6 @@ from lightning_fedbayes.layers import ESTIMATORS, Reparameterized, mean_only
 from lightning_fedbayes.modules import lenet, mean_network, mlp, sample_outputs
 from tests.federations import Plain, blobs, loader, trainer
 
-CONVOLUTIONS = {
-    "Conv1d": nn.Conv1d(4, 6, 3, stride=2, padding="valid", dilation=2, groups=2),
-    "Conv2d": nn.Conv2d(4, 6, (3, 2), padding=(1, 0), padding_mode="reflect", bias=False),
-    "Conv3d": nn.Conv3d(4, 2, 2, stride=(1, 2, 1)),
-    "ConvTranspose1d": nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1),
-    "ConvTranspose2d": nn.ConvTranspose2d(4, 2, 3, dilation=2, groups=2),
-    "ConvTranspose3d": nn.ConvTranspose3d(4, 2, 2, bias=False),
-}
-
 
 class Recurrent(nn.Module):
     """Words to logits: an embedding, an LSTM and a linear layer."""
@@ -150,19 +141,6 @@ def test_a_layer_that_draws_is_not_exported(name, export):
     if name != "draws":
         with mean_only(network):
             export(network, inputs)
-
-
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_convolutions_keep_their_geometry_and_weights(kind):
-    layer = CONVOLUTIONS[kind]
-    dims = int(kind[-2])
-    inputs = torch.randn(2, 4, *(9,) * dims)
-    for estimator in ESTIMATORS:
-        bayesian = fb.bayesianize(layer, names=[""], init="pretrained", estimator=estimator)
-        plain = mean_network(bayesian)
-        assert type(plain) is type(layer)
-        assert repr(plain) == repr(layer)
-        assert torch.equal(plain(inputs), layer(inputs))
 
 
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():

@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import HybridBayesianClassifier
-from lightning_fedbayes.layers import kl_divergence, read_posterior
 from lightning_fedbayes.modules import lenet, resnet20
 from tests.federations import federate, loader
 
@@ -28,23 +27,6 @@ def count(network):
 )
 def test_lenet_has_the_parameters_of_the_paper(channels, size, parameters):
     assert count(lenet(channels, size=size)) == parameters
-
-
-@pytest.mark.parametrize("last", [0, 1, 2, 3])
-def test_the_layers_of_ba_bfl(last):
-    """Weights of log-variance −9, deterministic biases, and a KL of the weights alone."""
-    network = fb.bayesianize(lenet(), last=last, posterior_std=math.exp(-4.5), bayesian_bias=False)
-    posterior = read_posterior(network)
-    random = [name for name in posterior.names if posterior.variance[name].any()]
-    assert random == ["7.weight", "9.weight", "11.weight"][3 - last :]
-    weights = [256 * 120, 120 * 84, 84 * 10][3 - last :]
-    assert sum(posterior.mean[name].numel() for name in random) == sum(weights)
-    expected = 0.0
-    for name in random:
-        mean, variance = posterior.mean[name].double(), posterior.variance[name].double()
-        torch.testing.assert_close(variance.log(), torch.full_like(variance, -9.0), rtol=0, atol=1e-4)
-        expected += ((mean**2 + math.exp(-9) - 1 + 9) / 2).sum().item()
-    assert kl_divergence(network).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 7)])

@@ -179,14 +179,3 @@ def test_closed_form_is_for_linear_models(network):
 def test_wrong_arguments(wrong, match):
     with pytest.raises(FedBayesError, match=match):
         HybridBayesianRegressor(mlp(3, 1), **wrong)
-
-
-def test_a_client_whose_features_are_not_numbers_is_left_out():
-    good, bad = torch.randn(20, FEATURES), torch.randn(20, FEATURES)
-    bad[3, 1] = math.nan
-    parts = {"good": TensorDataset(good, good.sum(1)), "bad": TensorDataset(bad, bad.sum(1))}
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", predictive="bootstrap")
-    made = fb.FederatedBayes(fusion="gaussian_fit")
-    trainer(1, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 5, shuffle=True))
-    assert made.history[-1]["failed_clients"] == 1
-    assert bool(torch.isfinite(model.eval().predict_step(good).mean).all())

@@ -14,7 +14,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, compared, pooled
+from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, pooled
 from lightning_fedbayes.modules import mlp
 from tests.federations import federate, trainer
 
@@ -112,43 +112,6 @@ def test_sums_that_no_examples_have_are_refused(wrong):
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_says_which_client_is_unlike():
-    clients = {
-        str(k): ScaleSums.of(TensorDataset(torch.tensor(x), torch.tensor(y)))
-        for k, (x, y) in enumerate([([0.0, 2.0], [0, 0]), ([7.0, 9.0], [0, 3]), ([0.0, 2.0, math.nan], [3, 3, 3])])
-    }
-    whole, (columns, rows) = compared(clients)
-    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-    assert [*found] == ["all", "1", "0", "2"]  # by the larger shift
-    assert [found[k]["inputs 0 mean"] for k in ("all", "0", "1")] == [pytest.approx(10 / 3), 1, 8]
-    assert [found[k]["examples"] for k in ("all", "0", "2")] == [7, 2, 3]
-    assert [found[k]["missing"] for k in ("all", "0", "2")] == [1, 0, 1]
-    assert [found[k]["class 3"] for k in ("all", "0", "1", "2")] == [pytest.approx(4 / 7), 0, 0.5, 1]
-    assert "class 1" not in columns
-    std = whole.units("inputs")[1].item()
-    assert found["1"]["inputs shift"] == pytest.approx((8 - 10 / 3) / std)
-    assert found["1"]["inputs 0 std"] == 1
-
-
-def test_a_column_that_a_client_lacks_is_missing_and_no_shift():
-    x, y, lacking = torch.randn(6, 2) + 50, torch.randn(6), torch.randn(6, 2) + 50
-    lacking[:, 1] = math.nan
-    lacking[0, 0] = math.inf
-    parts = {"whole": (x, y), "lacking": (lacking, y), "nothing": (torch.full((6, 2), math.nan), y * math.nan)}
-    clients = {name: ScaleSums.of(TensorDataset(*pair)) for name, pair in parts.items()}
-    _, (columns, rows) = compared(clients)
-    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-    assert [found[name]["missing"] for name in ("all", "whole", "lacking", "nothing")] == [25, 0, 7, 18]
-    assert rows[-1][0] == "nothing"
-    for name in ("inputs 1 mean", "inputs 1 std"):
-        assert [math.isnan(found[client][name]) for client in ("all", "whole", "lacking")] == [False, False, True]
-    mean, std = torch.cat([x[:, 0], lacking[1:, 0]]).double().mean(), torch.cat([x[:, 0], lacking[1:, 0]]).double()
-    assert found["lacking"]["inputs shift"] == pytest.approx(
-        float((lacking[1:, 0].double().mean() - mean).abs() / std.std(correction=0))
-    )
-    assert math.isnan(found["nothing"]["targets shift"])
 
 
 # -- the module --------------------------------------------------------------------------------------------------------

@@ -172,12 +172,6 @@ class TestData:
     def test_more_clients_than_examples(self):
         self.refuse(loader(), "91 clients cannot share 90 examples.*fewer clients", fb.IIDPartition(91))
 
-    def test_no_labels_for_a_label_partition(self):
-        x = torch.zeros(90, 6)
-        self.refuse(
-            loader(TensorDataset(x)), "DirichletPartition deals by label.*IIDPartition", fb.DirichletPartition(3, 0.5)
-        )
-
     def test_no_partition_and_no_parts(self):
         self.refuse(loader(), "who are the clients.*DirichletPartition", None)
 
@@ -186,32 +180,15 @@ class TestData:
         parts = fb.ClientDatasets({"north": blobs(), "south": empty})
         self.refuse(loader(parts, shuffle=True), "clients without an example: south", None)
 
-    def test_a_round_without_a_batch(self):
-        self.refuse(loader(batch_size=64, drop_last=True), "fewer examples than one batch of 64.*drop_last=False")
-
     def test_a_sampler_of_ones_own(self):
         sampler = WeightedRandomSampler([1.0] * 90, 90)
         self.refuse(loader(shuffle=False, sampler=sampler), "WeightedRandomSampler.*shuffle=")
-
-    def test_something_that_is_no_partition(self):
-        with pytest.raises(FederationError, match=r"partition='iid' is no Partition.*IIDPartition"):
-            fb.FederatedBayes("iid")
-
-    def test_a_partition_with_a_mistake_shows_it(self):
-        class Wrong(type(fb.IIDPartition(3))):
-            def deal(self, labels, num_examples, generator):
-                return len(None)
-
-        self.refuse(loader(), "cannot be dealt out to clients: object of type 'NoneType' has no len", Wrong(3))
 
     def test_complex_parameters(self):
         module = Plain()
         module.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         with pytest.raises(FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
             federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
-
-    def test_several_loaders(self):
-        self.refuse([loader(), loader()], "training loader is a list.*ClientDatasets")
 
     def test_more_clients_needed_than_come(self):
         self.refuse(
@@ -223,9 +200,6 @@ class TestData:
 
     def test_local_parameters_that_match_nothing(self):
         self.refuse(loader(), r"pattern 'head\.\*' matches no parameter", local_parameters=["head.*"])
-
-    def test_local_parameters_that_leave_nothing(self):
-        self.refuse(loader(), "nothing is left to federate", local_parameters="*")
 
     def test_a_refusal_leaves_data_loaders_as_they_were(self):
         before = DataLoader.__init__
@@ -243,44 +217,6 @@ class TestData:
         with pytest.raises(fb.FedBayesError, match=r"cannot share"):
             federate(Plain(), fb.FederatedBayes(fb.IIDPartition(91)), val=loader(shuffle=False), callbacks=[spy])
         assert not spy.validated
-
-
-def test_options_that_work_as_they_do_without_a_federation():
-    options = {
-        "check_val_every_n_epoch": 2,
-        "reload_dataloaders_every_n_epochs": 1,
-        "gradient_clip_val": 0.5,
-        "limit_val_batches": 1,
-        "num_sanity_val_steps": 1,
-        "profiler": "simple",
-        "min_epochs": 2,
-    }
-
-    class Seen(Plain):
-        def train_dataloader(self):
-            reloaded.append(self.trainer.current_epoch)
-            return loader()
-
-        def val_dataloader(self):
-            return loader(shuffle=False)
-
-        def validation_step(self, batch, batch_idx):
-            validated.append((self.trainer.sanity_checking, self.trainer.current_epoch, batch_idx))
-
-        def optimizer_step(self, *arguments):
-            before = parameters(self)
-            super().optimizer_step(*arguments)
-            moved = [(value - before[name]).flatten() for name, value in parameters(self).items()]
-            steps.append(float(torch.cat(moved).norm()))
-
-    reloaded, validated, steps = [], [], []
-    made = trainer(4, [fb.FederatedBayes(fb.IIDPartition(3))], **options)
-    made.fit(Seen())
-    assert made.current_epoch == 4
-    assert reloaded == [0, 1, 2, 3]
-    assert validated == [(True, 0, 0), (False, 1, 0), (False, 3, 0)]
-    assert len(steps) == 4 * 3 * 4
-    assert max(steps) == pytest.approx(0.1 * 0.5, rel=1e-5), "learning rate × clip value"
 
 
 def test_validate_test_and_predict_are_left_alone():

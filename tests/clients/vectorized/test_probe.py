@@ -212,33 +212,6 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         assert sum(message.startswith(line) for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "times", "clients", "engine"),
-    [
-        (nn.LSTM, 12, 3, "vectorized"),
-        (nn.LSTM, 13, 3, "sequential"),
-        (nn.LSTM, 13, 4, "vectorized"),
-        (nn.GRU, 40, 3, "vectorized"),
-    ],
-)
-def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, times, clients, engine, caplog):
-    class Sequences(Plain):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__(nn.Linear(4, CLASSES))
-            self.layer = kind(FEATURES, 4)
-
-        def forward(self, x):
-            return self.net(self.layer(x.expand(times, -1, -1))[1][0].view(-1, 4))
-
-    federation = fb.FederatedBayes(fb.IIDPartition(clients))
-    with caplog.at_level(logging.INFO):
-        federate(Sequences(), federation, 1)
-    assert federation.federation.engine.name == engine
-    said = f"recurrent layers take {times} steps in time, and for {clients} clients torch's own are faster"
-    assert (engine == "sequential") == any(said in message for message in caplog.messages)
-
-
 ELEMENTWISE = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {},
     "RMSprop": {"centered": True}, "Adagrad": {}, "Rprop": {}}  # fmt: skip
 STACKED = {"SGD": {"momentum_buffer"}, "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "AdamW": {"exp_avg",
