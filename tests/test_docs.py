@@ -48,6 +48,7 @@ KEY = re.compile(r"(?<![\w\]`])\[([A-Z][\w-]*)\](?![(\[:])")
 """The last author that a docstring names before a year, and the year."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -83,6 +84,7 @@ def logged(folder):
     return names
 
 
+@pytest.mark.slow
 def test_the_first_hour_runs_and_logs_the_charts_that_it_names(tmp_path, monkeypatch, capsys):
     seen = set()
     for page in FIRST_HOUR:

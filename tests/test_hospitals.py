@@ -11,6 +11,8 @@ from tests.test_examples import EXAMPLES, load
 sys.path.insert(0, str(EXAMPLES))
 from heart_disease import COLUMNS, HOSPITALS, INDICATORS, HospitalsDataModule, encode, indicators, read_patients
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"cleveland": 30, "hungarian": 24, "switzerland": 13, "va": 20}
 PATIENT = "63,1,4,145,233,1,2,150,0,2.3,3,0,6,2"
 

@@ -106,6 +106,7 @@ def data_of(output, sizes=(30, 34), seed=0):
     return fb.ClientDatasets(found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the temperature")  # targets are noise
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("posterior", ["layers", "ivon", "laplace"])
@@ -164,6 +165,7 @@ def partial_nll(log_risk, targets):
     return sum(log_risk[time >= time[i]].logsumexp(0) - log_risk[i] for i in range(len(event)) if event[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("posterior", ["layers", "ivon", "swag"])
 def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
@@ -364,6 +366,7 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
         assert likelihood_of(nn.Identity(), outputs, targets) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "per"),
     [

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import lightning_fedbayes as fb
 from tests.federations import trainer
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
 class Own(L.LightningModule):

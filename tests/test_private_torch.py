@@ -86,6 +86,7 @@ PRIVATE = {"primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wra
         "engine='vectorized' cannot be used: torch lacks a private name .*tree_.*\nsequential\n")}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PRIVATE)
 def test_a_process_whose_torch_lacks_private_names_trains_all_the_same(kind):
     """The names are gone before the package is imported."""

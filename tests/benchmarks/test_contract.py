@@ -6,6 +6,8 @@ import torch
 from benchmarks.contract.adaptors import LIBRARIES
 from benchmarks.contract.laws import LAWS, examine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():

@@ -10,6 +10,8 @@ from benchmarks.federations import methods, run
 from benchmarks.federations.data import Examples, Federation, Parts, from_csv, halves
 from benchmarks.federations.methods import KINDS, METHODS, Prediction, summary
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def table(tmp_path):

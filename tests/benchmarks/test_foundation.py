@@ -6,6 +6,8 @@ import torch
 from benchmarks.foundation import curves, peers, run
 from lightning_fedbayes.core.quiet import quietly
 
+pytestmark = pytest.mark.slow
+
 
 def made_up():
     generator = torch.Generator().manual_seed(0)

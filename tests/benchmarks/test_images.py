@@ -15,6 +15,8 @@ from benchmarks.images.store import Store
 
 from .writer import put_many
 
+pytestmark = pytest.mark.slow
+
 
 def study(tmp_path: Path, **changes) -> Path:
     """A small study with some keys changed."""

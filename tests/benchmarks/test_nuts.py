@@ -12,6 +12,8 @@ from benchmarks.posterior import nuts, rounds, truth
 from benchmarks.posterior.nuts import METHODS, PROBLEMS, Cell
 from lightning_fedbayes.modules import mlp
 
+pytestmark = pytest.mark.slow
+
 LINEAR, NETWORK = "logistic regression, correlated items", "network, two moons"
 
 

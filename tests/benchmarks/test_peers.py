@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.posterior import peers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def dealt(tmp_path):

@@ -12,6 +12,8 @@ from benchmarks.posterior.run import Cell, result_of
 from lightning_fedbayes.modules import mlp
 from tests.benchmarks.image_files import write_idx
 
+pytestmark = pytest.mark.slow
+
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:
     return fb.GaussianPosterior({"w": torch.full((4,), mean)}, {"w": torch.full((4,), variance)})

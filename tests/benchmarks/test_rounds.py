@@ -7,6 +7,8 @@ import pytest
 from benchmarks.posterior import rounds
 from benchmarks.posterior.rounds import Cell
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "cell",

@@ -13,6 +13,8 @@ from benchmarks.uci.data import Splits
 from benchmarks.uci.methods import METHODS, ROWS, Outcome
 from benchmarks.uci.training import Plan
 
+pytestmark = pytest.mark.slow
+
 PLAN = Plan(0.01, rounds=2, local_epochs=1, hidden=4)
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.untrusted.attacks import RULES, attacks_of, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("rule", "adversaries"), [("reverse-KL barycenter", 1), ("geometric median", 3)])

@@ -13,6 +13,8 @@ import lightning_fedbayes as fb
 from tests.clients.test_evaluation import clients
 from tests.federations import assert_equal, bayesian, federate, loader, parameters
 
+pytestmark = pytest.mark.slow
+
 SIZES = (9, 12, 8)
 
 

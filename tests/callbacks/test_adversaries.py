@@ -120,6 +120,7 @@ def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine):
     assert torch.equal(data.tensors[1], y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "a little", "not a number", "several"])
 def test_both_engines_agree(name):
     options = {"fraction": 0.8, "weighting": "equal"}
@@ -130,6 +131,7 @@ def test_both_engines_agree(name):
     assert any(not torch.allclose(parameters(first)[n], v, atol=1e-4) for n, v in parameters(untouched).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_adversaries_wait_beyond_their_own_stack(chunk):
     attacks = Attacks([ALittleIsEnough([0, 3], z=1.0), InnerProductManipulation([1])])
@@ -183,6 +185,7 @@ def test_updates_that_are_not_a_number_are_left_out_and_the_run_goes_on(engine):
     assert_close(others, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_honest_draws_do_not_depend_on_attacks(engine):
     """The noise, the orders and the cohorts are the same: only client 5, of no weight, attacks."""
@@ -211,6 +214,7 @@ class Interrupt(L.Callback):
             raise Crash
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):

@@ -89,6 +89,7 @@ def test_another_schedule_does_not_go_on(tmp_path):
         fit_in(tmp_path, "sites", "few", 3, ckpt_path="last")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [2.0, None])
 def test_every_site_counts_once(bound):
     schedule = fb.Asynchronous(buffer=2, delays=DELAYS)
@@ -104,6 +105,7 @@ def test_every_site_counts_once(bound):
     torch.testing.assert_close(server.posterior.flatten()[1][random], 1 / precision, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_only_what_is_under_way_is_remembered():
     _, federation, _ = fit("sites", fb.Asynchronous(buffer=1, delays=DELAYS, max_staleness=8), 20)
     server, waiting = federation.federation.server, federation.federation.in_flight.rounds
@@ -139,6 +141,7 @@ def test_privacy_counts_messages_that_have_arrived():
     assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(privacy.figures(most)["privacy/epsilon"])
 
 
+@pytest.mark.slow
 def test_attackers_are_bounded_as_they_are_in_rounds():
     """A liar that is three times as fast as the others, one of ten."""
     found = []

@@ -69,6 +69,7 @@ def test_states_of_all_candidates_are_kept():
     assert 1.0 < icov < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_resumed_run_chooses_the_same(tmp_path):
     whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)

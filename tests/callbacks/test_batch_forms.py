@@ -159,6 +159,7 @@ def form(request):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predictive", ["draws", "linearised"])
 def test_predictions_and_scores_are_those_of_pairs(form, predictive):
     found = []
@@ -199,6 +200,7 @@ def test_laplace_is_that_of_pairs(form, curvature):
             torch.testing.assert_close(value, getattr(wanted, part)[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_federation_by_laplace_is_that_of_pairs(form, engine):
     found = []

@@ -70,6 +70,7 @@ def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
         )
 
 
+@pytest.mark.slow
 @STEPS
 @pytest.mark.parametrize("callbacks", [(), (fb.UncertaintyReport(None),), (fb.ClientReport(),)])
 def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
@@ -126,6 +127,7 @@ class Watch(L.Callback):
         pytest.fail("the user has turned it off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("federated", [False, True])
 def test_the_check_leaves_no_trace(federated):
     ends = []

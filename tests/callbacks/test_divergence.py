@@ -39,6 +39,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):

@@ -122,6 +122,16 @@ def test_epsilon_counts_each_clients_steps():
     assert float(made.callback_metrics["privacy/example_epsilon"]) == pytest.approx(of_small)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_order_of_the_callbacks_does_not_matter(first):
+    module, federation, privacy = Plain(), fb.FederatedBayes(fb.IIDPartition(3), seed=4), ExamplePrivacy()
+    callbacks = [privacy, federation] if first else [federation, privacy]
+    trainer(2, callbacks).fit(module, loader())
+    other = Plain()
+    run(other, ExamplePrivacy())
+    assert_equal(parameters(module), parameters(other))
+
+
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
     whole, privacy = bayesian(), ExamplePrivacy()
     run(whole, privacy, rounds=4)

@@ -315,6 +315,7 @@ trainer.fit(fb.HybridBayesianClassifier(mlp(4, 2), bayesian_last=1), DataLoader(
 """
 
 
+@pytest.mark.slow
 def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     (tmp_path / "home").mkdir()

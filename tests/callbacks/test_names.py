@@ -11,6 +11,7 @@ from tests.clients.test_evaluation import clients
 from tests.federations import Plain, bayesian, federate, loader, trainer
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
 ]

@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 import lightning_fedbayes as fb
 from tests.federations import Plain, federate, loader
 
+pytestmark = pytest.mark.slow
+
 
 def descriptions(bar: L.Callback, read, engine="sequential", **settings) -> list[str]:
     class Spy(L.Callback):

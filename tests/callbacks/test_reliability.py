@@ -56,6 +56,7 @@ def test_state_is_that_of_all_rounds(rule):
     assert made.federation.result.weights == pytest.approx(fused[-1].reliability)
 
 
+@pytest.mark.slow
 def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
     made = federation("multi_krum", seed=1)
     federate(Plain(network(batch_norm=True)), made, rounds=1)
@@ -88,6 +89,7 @@ def test_round_without_enough_clients_keeps_the_rule_s_state():
     assert two.federation.result.weights == {}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_table_goes_on_after_a_resumed_run(tmp_path):
     whole, first = federation("ivar_vb", seed=2), federation("ivar_vb", seed=2)

@@ -208,6 +208,7 @@ def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
         torch.testing.assert_close(second, value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
@@ -218,6 +219,7 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     assert_equal(state(*whole), state(*resumed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "every"), [("plain", 4), ("everything kept", 1)])
 def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, every):
     whole = state(*run(tmp_path / "whole", setting))
@@ -227,6 +229,7 @@ def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, settin
     assert_equal(whole, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["everything kept"])
 def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(tmp_path, setting):
     whole = state(*run(tmp_path / "whole", setting, save_on_exception=True))
@@ -238,6 +241,7 @@ def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(t
     assert_equal(whole, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_weights_only": False}])
 def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
     starts = []
@@ -264,6 +268,7 @@ def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
     assert_equal(checkpoint["state_dict"], dict(module.state_dict()))
 
 
+@pytest.mark.slow
 def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     def module():
         torch.manual_seed(0)
@@ -290,6 +295,7 @@ def parts(tmp_path_factory):
     return killed("tests.callbacks.test_resume", calls, tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", KILLED)
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
     resumed = state(*run(parts / setting, setting, ckpt_path="last"))
@@ -316,6 +322,7 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

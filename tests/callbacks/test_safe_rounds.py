@@ -165,6 +165,7 @@ def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
     assert_equal(before, parameters(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(interrupt, engine, monkeypatch):
@@ -192,6 +193,7 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
     assert not {"log", "on_save_checkpoint"} & set(vars(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine, monkeypatch):
     monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)

@@ -74,6 +74,7 @@ def test_clients_on_disk_are_clients_in_memory(tmp_path, setting, engine):
     assert small["callbacks"][key]["clients"].keys() == {"folder", "run", "rounds"}
 
 
+@pytest.mark.slow
 def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_path):
     whole = fit(tmp_path / "whole", "sites", "sequential", disk=False)
     fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=2)
@@ -95,6 +96,7 @@ def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
         assert_equal(dict(found.variance), dict(wanted.variance))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatch):
     put = Store.put
 
@@ -139,6 +141,7 @@ def parts(tmp_path_factory):
     return killed("tests.callbacks.test_states_on_disk", calls, tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", KILLED)
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
     engine = KILLED[setting][0]

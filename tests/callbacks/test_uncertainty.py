@@ -184,6 +184,7 @@ def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
     assert total == pytest.approx(float(probs.log()[:, torch.arange(EXAMPLES), target].mean(0).sum()), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", "reverse_kl_barycenter"])
 def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     class Watch(L.Callback):
@@ -214,6 +215,7 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     assert f"the pooled ELBO is about {elbo:.4g} nats per example" in caplog.text
 
 
+@pytest.mark.slow
 def test_rounds_of_laplace_are_scored_by_the_linearised_network():
     class Watch(L.Callback):
         def on_validation_end(self, trainer, pl_module):

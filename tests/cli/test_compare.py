@@ -11,6 +11,8 @@ from lightning_fedbayes.core.errors import FusionError
 from tests.callbacks.wandb_file import read_run
 from tests.cli.commands import DIGITS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def trained(monkeypatch):

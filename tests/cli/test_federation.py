@@ -18,6 +18,7 @@ from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
 pytestmark = lightnings_warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewhere, capsys):
     assert main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *QUICK]) == 0
@@ -29,6 +30,7 @@ def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewh
     assert not (elsewhere / "config.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_what_print_config_prints_describes_the_same_federation(name, elsewhere, capsys):
     def printed(file):
@@ -71,6 +73,7 @@ def test_a_file_can_say_where_the_labels_are(given, labels):
     assert federation.settings.partition.labels == labels
 
 
+@pytest.mark.slow
 def test_one_seed_decides_everything():
     def made(seed):
         command = ["--config", DIGITS, "--trainer.logger=false", f"--seed_everything={seed}"]
@@ -84,6 +87,7 @@ def test_one_seed_decides_everything():
     assert not torch.equal(first, different)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
     config = ["--config", str(CONFIGS / "diabetes.yaml"), *QUICK]
     assert main(["fit", *config]) == 0
@@ -104,6 +108,7 @@ def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
         torch.testing.assert_close(batch["aleatoric"] + batch["epistemic"], batch["variance"])
 
 
+@pytest.mark.slow
 def test_calibration_from_a_file_is_scored_and_used_with_the_checkpoint(elsewhere, capsys):
     config = ["--config", str(CONFIGS / "calibrated.yaml"), *QUICK]
     assert main(["fit", *config]) == 0

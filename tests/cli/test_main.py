@@ -35,6 +35,7 @@ def test_without_the_extra_the_remedy_is_said(command, missing, monkeypatch, cap
     assert "pip install lightning-fedbayes[cli]" in refusal(capsys, command, "--config", DIGITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

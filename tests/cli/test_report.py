@@ -23,6 +23,8 @@ from lightning_fedbayes.modules import mlp
 from tests import federations
 from tests.cli.commands import ROOT, refusal
 
+pytestmark = pytest.mark.slow
+
 ROUNDS, CLIENTS = 20, 4
 VOID = {"meta"}
 

@@ -65,6 +65,7 @@ def test_both_engines_give_the_same_posterior_without_noise(no_noise, settings):
         assert one.posterior.variance[name].all()
 
 
+@pytest.mark.slow
 def test_both_engines_have_the_same_distribution_with_noise():
     """The unit of a tensor's curvature has noise that its entries share, and an average over them keeps."""
     first, second = (run(engine, 6, fusion="sites", local_epochs=5)[0].posterior for engine in ENGINES)
@@ -107,6 +108,7 @@ def pairs_of_draws(monkeypatch):
     monkeypatch.setattr(fb.IVON, "sampled", turn)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pairs_of_draws")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sites_end_at_the_posterior_of_the_pooled_data(engine):
@@ -198,6 +200,7 @@ def test_resumes_bit_by_bit(tmp_path, engine, fusion):
         assert torch.equal(whole.posterior.variance[name], rest.posterior.variance[name])
 
 
+@pytest.mark.slow
 def test_a_head_of_bayesian_layers_above_ivon():
     class Head(Plain):
         def __init__(self):

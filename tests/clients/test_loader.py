@@ -176,6 +176,7 @@ class TestOrder:
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))
 
 
+@pytest.mark.slow
 class TestWaysOfLoading:
     @pytest.mark.parametrize("drop_last", [False, True])
     @pytest.mark.parametrize("workers", [0, 2])

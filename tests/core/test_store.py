@@ -92,6 +92,7 @@ def test_what_came_after_the_checkpoint_does_not_come_back(store):
     assert numbers(store) == {0: 5}
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3)), max_size=40

@@ -15,6 +15,8 @@ from tests.flower.clients import run
 from tests.flower.grid import NODE, LocalGrid
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 ENDS = ((0, 40), (40, 70), (70, 90))
 DATA = [Subset(BlobData().dataset, range(*ends)) for ends in ENDS]
 

@@ -93,6 +93,7 @@ class Killed(Exception):
     """SIGKILL of the server."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", HELD], ids=str)
 @pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
 def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fusion, tmp_path, monkeypatch):

@@ -139,6 +139,7 @@ CANNOT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "callbacks", "error"), CANNOT.values(), ids=CANNOT)
 def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, callbacks, error, tmp_path):
     settings = dict(options)
@@ -154,6 +155,7 @@ def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, 
     assert "train" not in {kind for kind, _ in grid.asked}
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     """What they are tried with is spent of no account, and changes nothing."""
     caplog.set_level("INFO")
@@ -250,6 +252,7 @@ def counts_in(cell):
     return change
 
 
+@pytest.mark.slow
 def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
     found, grid, strategy = {}, Lying(), FusionStrategy(wait_for=10, seed=3)
     result = run(grid, strategy, rounds=1, make=make)

@@ -12,6 +12,8 @@ from tests.flower.grid import LocalGrid
 from tests.test_likelihoods import OUTPUTS, Own, data_of
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = 2
 
 

@@ -197,6 +197,16 @@ def test_the_checkpoint_loads_into_the_network(tmp_path):
     assert len(state.history) == 3
 
 
+def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
+    caplog.set_level("INFO")
+    grid = LocalGrid(client_apps(), numbers=[0, 1, 1, None])  # nodes ask in the order of their ids: client 3 is first
+    strategy = FusionStrategy(wait_for=2)
+    run(grid, strategy, rounds=1)
+    assert strategy.server.history[0]["valid_clients"] == 2
+    assert "says that it is client 1, and so does another" in caplog.text
+    assert "partition-id is None" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

@@ -163,6 +163,7 @@ def regression(rule, shared, seed, rounds=8):
     return float((at - truth).square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shared", "rounds"), [(1, 8), (2, 8), (5, 8), (10, 8), (20, 8), (40, 8), (20, 80), (40, 80)])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
     """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""

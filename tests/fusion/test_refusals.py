@@ -63,6 +63,14 @@ def test_values_that_are_not_finite(rule, kind, value):
         fuse(rule, [GOOD, bad], previous=PREVIOUS)
 
 
+@pytest.mark.parametrize("kind", ["mean", "variance"])
+def test_previous_posterior_that_is_not_finite(kind):
+    bad = two_layers(mean=0.0, variance=10.0)
+    getattr(bad, kind)["head"][1, 2] = math.nan
+    with pytest.raises(FusionError, match=r"previous.*'head' is not finite"):
+        fuse("dwc", [GOOD, GOOD], previous=bad)
+
+
 @pytest.mark.parametrize("rule", KINDS)
 def test_names_that_differ(rule):
     other = GaussianPosterior(

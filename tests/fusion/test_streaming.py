@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse, register_fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import FusionAccumulator, SumRule, get_rule
+from lightning_fedbayes.fusion import FusionAccumulator, SumRule, get_rule, unregister_fusion
 
 from .strategies import ATOMS, RULES, assert_same, cohorts, posterior
 
@@ -51,6 +51,23 @@ def test_clients_may_change_after_they_were_added(rule):
         resident.variance["w"].mul_(2)
     clients = [posterior([1.0 + k, 2.0 + k], [0.5 * 2**k, 0.0]) for k in range(3)]
     assert_same(accumulator.compute(), fuse(rule, clients, previous=previous))
+
+
+def test_rule_that_sees_all_clients_gets_copies():
+    @register_fusion("last_for_this_test")
+    def last(posteriors, weights, previous):
+        assert weights.tolist() == pytest.approx([1 / 3, 2 / 3])
+        return posteriors[0]
+
+    try:
+        client = posterior([1.0], [2.0])
+        accumulator = FusionAccumulator(get_rule("last_for_this_test"))
+        for weight in (0.0, 1.0, 2.0):
+            accumulator.add(client, weight)
+            client.mean["w"].add_(1)
+        assert accumulator.compute().mean["w"].item() == 2
+    finally:
+        unregister_fusion("last_for_this_test")
 
 
 @pytest.mark.parametrize("rule", SUM_RULES)

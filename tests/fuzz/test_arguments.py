@@ -1,5 +1,6 @@
 """Every argument of every public callable."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def bad_arguments(call):
         function(**arguments)
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_refused_with_errors_of_the_package():
     bad_arguments()
     assert ran >= EXAMPLES["arguments"]

@@ -74,6 +74,7 @@ def test_members_learn_as_they_would_alone():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_that_depends_on_the_input_is_found():
     x = torch.rand(4000, 1) * 2 - 1
     y = x + torch.where(x > 0, 0.5, 0.05) * torch.randn_like(x)

@@ -75,6 +75,7 @@ def test_it_predicts_the_posterior_mean_without_our_layers(name):
     assert differs(module, inputs)
 
 
+@pytest.mark.slow
 @LSTM
 @pytest.mark.parametrize("name", MADE)
 def test_torch_export_of_a_ready_module_or_of_its_mean_never_varies(name):

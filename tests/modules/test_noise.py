@@ -57,6 +57,7 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
                 assert float(model.noise_variance) == pytest.approx(float(own.mean()), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_client_is_covered_by_its_own_noise(seed):
     torch.manual_seed(seed)

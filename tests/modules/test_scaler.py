@@ -208,6 +208,12 @@ def test_processes_add_up_clients_of_their_own():
     assert_filled(modules[1], data(5.0, 2.0))
 
 
+def test_a_fit_without_a_federation_fills_it():
+    module = regressor()
+    trainer(1).fit(module, DataLoader(data(1e4, 500.0), 16, shuffle=True))
+    assert_filled(module, data(1e4, 500.0))
+
+
 class Own(L.LightningModule):
     """A user's module, with one line for the scale."""
 

@@ -195,6 +195,23 @@ def test_a_large_network_is_judged_like_a_small_one(monkeypatch, count, attacked
         assert torch.equal(fused.variance[name], expected.variance[name])
 
 
+@pytest.mark.parametrize("at_once", [10, 2**22])
+def test_clients_that_wait_may_change_after_they_were_admitted(monkeypatch, at_once):
+    monkeypatch.setattr("lightning_fedbayes.server.aggregation.MOST_AT_ONCE", at_once)
+    expected, _ = fuse("linear_pool", [honest(k) for k in range(10)])
+    server = Server(START, fusion="linear_pool")
+    server.begin(RoundPlan(0, tuple(range(10))))
+    for k in range(10):
+        update = honest(k)
+        server.admit(update)
+        for tensor in (*update.posterior.mean.values(), update.posterior.variance["body"]):
+            tensor.fill_(7.0)
+    fused = server.finish().posterior
+    for name in SHAPES:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])
+
+
 WIDE = {"body": (300, 500), "bias": (7,), "empty": (0,), "head": (140_000,)}
 DETERMINISTIC = GaussianPosterior.point_mass({n: torch.ones(s) for n, s in WIDE.items()})
 

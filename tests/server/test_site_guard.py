@@ -11,6 +11,7 @@ import torch
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import SignFlip
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Report, Shared
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.guard import FEW, FEWEST
@@ -285,6 +286,7 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
     assert beyond <= 0.005 * 300 * len(rows)
 
 
+@pytest.mark.slow
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path):
     """The sums of what clients keep are the server's, whatever they have sent."""
     found = {}
@@ -307,3 +309,16 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
         assert all(torch.equal(a, b) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True))
     for ours, theirs in zip(found["memory"], found["stack"], strict=True):
         torch.testing.assert_close(ours.flatten()[0], theirs.flatten()[0], rtol=0, atol=0.1)
+
+
+def test_a_checkpoint_without_a_clients_site_is_refused(tmp_path: Path):
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites")
+    trainer = federate(bayesian(), made, 2)
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    content = torch.load(path, weights_only=False)
+    (state,) = (each for each in content["callbacks"].values() if "rule_states" in each)
+    del state["clients"][1]
+    torch.save(content, path)
+    with pytest.raises(FederationError, match="no state of 1, and each keeps its site"):
+        federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(3), fusion="sites"), 3, ckpt_path=path)

@@ -90,6 +90,13 @@ def test_weight_of_a_client_that_did_not_move_is_bounded(name):
 
 
 @pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
+def test_deterministic_networks_are_sent_to_the_l2_form(name):
+    point = [GaussianPosterior.point_mass(normal([float(k)]).mean) for k in range(2)]
+    with pytest.raises(FusionError, match=rf"'{name}' compares probabilistic parameters.*none.*'{name}_l2'"):
+        client_weights(name, facts_of(point, previous=GaussianPosterior.point_mass(normal([0.0]).mean)))
+
+
+@pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
 def test_deterministic_parameters_of_a_hybrid_network_do_not_count(name):
     hybrid = [normal([float(k), 100.0 * k], [1.0, 0.0]) for k in (1, 2, 4)]
     probabilistic = [normal([float(k)]) for k in (1, 2, 4)]

@@ -21,6 +21,8 @@ from lightning_fedbayes.trainer import check_trainer, checks
 
 from .scenarios import SCENARIOS, SIZES, incomes, run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("scenarios.py")
 OF_TWO = {"ivon_stacked", "laplace", "laplace_stacked", "swag_stacked", "scaffold_stacked", "ditto_stacked",
     "own_method", "on_disk", "on_disk_stacked", "bounded"}  # fmt: skip

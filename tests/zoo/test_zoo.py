@@ -71,6 +71,7 @@ def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):
     assert (len(put_back), len(shared)) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_one_client_trains_as_plain_lightning_does(case):
     kept = {"federation": {"keep": ["optimizer"], **case.federation}} if case.keeps else {"rounds": 1}

@@ -350,6 +350,7 @@ def split_of(targets, seed, calibration=0.5):
     return [(own[: int(calibration * len(own))], own[int(calibration * len(own)) :]) for own in mixed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lac", "aps"])
 def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
     probs, targets = digits()

@@ -77,6 +77,7 @@ def test_a_fit_finds_what_the_same_weights_give_on_their_own():
     assert float(figures["val/lac_80/threshold_largest"]) == pytest.approx(max(sets.thresholds.values()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_calibration_of_its_own_weights(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     module, _ = fitted([*both(), saver], deterministic(), rounds=3, enable_checkpointing=True)
@@ -189,6 +190,7 @@ def test_exact_sums_and_counts_are_refused_beside_privacy(private):
             trainer(1, [private(), callback]).validate(bayesian(), batches(clients(30, 40)), verbose=False)
 
 
+@pytest.mark.slow
 def test_noisy_thresholds_are_taken_once_after_the_last_round():
     times = []
 

@@ -93,6 +93,7 @@ class Thawed(Late):
         self.net.is_fixed = self.current_epoch == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["in place", "of the data", "replaced", "batch norm"])
 def test_a_buffer_that_begins_to_change_becomes_each_client_s_own(way):
     kind = Thawed if way == "batch norm" else type("Own", (Late,), {"way": way})
@@ -190,6 +191,7 @@ class Evaluates(Plain):
         self.modes.append(self.net[1].training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "stack"), [("before", "vectorized"), ("after", 2)])
 def test_modes_are_those_of_the_sequential_engine(when, stack):
     sizes = fb.SizesPartition((34, 31, 22, 3))  # the last one's first step is a short one, after that of the others
@@ -232,6 +234,7 @@ def test_what_every_step_changes_is_one():
         federate(module, fb.FederatedBayes(SIZES, engine="vectorized"), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("frozen", "engine"), [(True, "vectorized"), (False, "sequential")])
 def test_auto_takes_long_steps_of_frozen_networks_into_a_stack(frozen, engine):
     wide = nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 3))

@@ -238,6 +238,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     metric, feed, reason = REFUSED[case]

@@ -138,6 +138,7 @@ class Slow(Dataset):
         return x + 0.1 * torch.randn(FEATURES), y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_that_are_loaded_one_by_one(workers):
     train = loader(fb.ClientDatasets({"a": Slow(30), "b": Slow(18), "c": Slow(9)}), num_workers=workers)
@@ -227,6 +228,7 @@ def test_logged_values_agree():
     assert outputs.seen["logits"].dim() == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "estimator"),
     [("classifier", "reparameterization"), ("regressor", "local_reparameterization"), ("learnt noise", "flipout")],
@@ -284,6 +286,7 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
     assert_same(both(make, PARTITIONS[3], rounds=3, fusion="weighted_average"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "primitives"),
     [

@@ -37,6 +37,7 @@ CASES = {"plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
     "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_federation_ends_equal_without_the_primitives(case, remove_primitives):
     make, data = CASES[case]

@@ -97,6 +97,24 @@ def test_softmax_information_is_the_hessian_of_a_linear_classifier():
     assert torch.allclose(1 / flat(found), hessian + 1, rtol=1e-8)
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if float(y.sum()) > -1e9 else -y
+
+
+def test_a_network_that_does_not_vectorize_gives_the_same():
+    x, y = torch.randn(9, 5), torch.randint(0, 3, (9,))
+    module = Branches()
+    for curvature in ("ggn", "empirical"):
+        one, other = (fb.Laplace(curvature=curvature).posterior(m, [[x, y]]) for m in (module, module.layer))
+        assert torch.allclose(flat(one), flat(other), rtol=1e-5)
+
+
 def test_chosen_parameters_get_a_posterior_and_the_module_stays_as_it_is():
     module = network(batch_norm=True).train()
     x, y = blobs(30).tensors
