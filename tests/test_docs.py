@@ -207,6 +207,7 @@ def site(tmp_path_factory):
     return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site):
     for name, page in site.items():
         assert not [source for source in page.loaded if re.match(r"(https?:)?//", source)], name

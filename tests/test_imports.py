@@ -94,6 +94,7 @@ def warning_options():
     return filters[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PYPROJECT.is_file(), reason="an installed package has no pyproject.toml")
 def test_import_warns_of_nothing_and_defines_every_public_name():
     """In a fresh process with the filters that the tests run under."""
@@ -117,6 +118,7 @@ def test_engines_are_imported_when_they_are_chosen():
     assert run.stdout.strip() == "[]", run.stderr
 
 
+@pytest.mark.slow
 def test_a_server_loads_no_lightning_and_no_pictures():
     """It may run where nothing trains."""
     code = "import sys, lightning_fedbayes as fb; fb.Server, fb.ClientUpdate; print(*sys.modules)"

@@ -111,6 +111,7 @@ def score_of(heads, sources_):
     return next((key for text, key in shown.items() if text in heads), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_quote_what_is_published(page):
     assert wrong_quotes((ROOT / page).read_text(), PAGES[page]) == []

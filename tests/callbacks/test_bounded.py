@@ -115,6 +115,7 @@ def unknown_threshold(clients, classes):
     conformal.threshold_of("clinic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [

@@ -178,6 +178,7 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
     return {**module.state_dict(), **figures, **variances}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("setting", "engine"), list(zip(SETTINGS, ENGINES * len(SETTINGS))))
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     whole = state(*run(tmp_path / "whole", setting, engine=engine))

@@ -48,6 +48,7 @@ def any_file(folder, place, value, key):
         FederationCLI(["--config", str(path)], run=False)
 
 
+@pytest.mark.slow
 @lightnings_warnings
 @pytest.mark.filterwarnings("ignore")
 def test_files_with_a_mistake_are_refused_with_errors_of_the_package(tmp_path):

@@ -20,6 +20,7 @@ def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(
     assert "``" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -209,6 +209,7 @@ def test_ties_and_two_clients_give_nothing_to_measure_by():
 PAIR = named(torch.ones(2, 2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("call", "says"),
     [

@@ -60,6 +60,7 @@ def em(rounds, prior_std=1.0):
     return population_mean, population_variance, mean, variance
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rounds", [1, 2, 15])
 def test_rounds_are_the_steps_of_em(rounds):
     made = train(rounds)

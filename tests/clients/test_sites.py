@@ -115,6 +115,7 @@ def fit(module: L.LightningModule, rounds: int, examples=None, **options) -> fb.
     return federation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Exact, Logistic])
 def test_the_pooled_elbo_is_stationary_in_the_means_at_a_fixed_point(kind):
     """At the global widths, whatever the partition."""

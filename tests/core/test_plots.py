@@ -35,6 +35,7 @@ FIGURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", FIGURES.values(), ids=FIGURES)
 def test_renders_to_png_without_pyplot(build, monkeypatch):
     before = pyplot.get_fignums(), dict(mpl.rcParams)

@@ -139,6 +139,7 @@ def test_two_runs_do_not_share_a_folder(store, tmp_path):
     other.close()
 
 
+@pytest.mark.slow
 def test_the_folder_is_free_when_a_process_is_killed(tmp_path):
     program = (
         "import os, signal, sys; from lightning_fedbayes.core.store import Store; s = Store(sys.argv[1]); s.begin(); "

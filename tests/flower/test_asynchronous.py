@@ -146,6 +146,7 @@ class Once(dict):
     get = dict.pop
 
 
+@pytest.mark.slow
 def test_a_client_that_is_too_stale_is_refused_and_keeps_what_it_had(tmp_path, caplog):
     caplog.set_level("INFO")
     strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=2, max_staleness=1))
@@ -164,6 +165,7 @@ def from_elsewhere(reply):
     return reply
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_answer_in_time_is_given_up_and_asked_again(tmp_path, caplog):
     caplog.set_level("INFO")
     strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=3))

@@ -179,6 +179,7 @@ def test_a_head_begins_anew_without_a_client_that_fails_on_the_way():
     assert_same_head(found, Asked().head.fit_clients(rest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])
 def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(make, tmp_path):
     """Also where the server is another one from the fourth round on, which has to tell clients of the third."""
@@ -217,6 +218,7 @@ def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
         assert torch.equal(value, theirs[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -145,6 +145,7 @@ def seen(tmp_path_factory):
     return torch.load(folder / "seen.pt"), log, torch.load(folder / "again.pt")
 
 
+@pytest.mark.slow
 def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
     replies, table = seen[0], listed()
     kinds = [reply["config"]["kind"] for reply in replies]

@@ -116,6 +116,7 @@ def test_dtype_and_shape_are_kept(rule, dtype):
     assert fused.names == clients[0].names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_summed_in_double(rule):
     """A thousand clients whose sum of means would leave float16 far behind."""

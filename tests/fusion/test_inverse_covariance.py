@@ -174,6 +174,7 @@ def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds
     assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [5, 10])
 @pytest.mark.parametrize(
     "attack",

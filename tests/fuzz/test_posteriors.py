@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +114,7 @@ def broken_posteriors_of_a_network(place, q):
     passes(OF_A_NETWORK[place], q)
 
 
+@pytest.mark.slow
 def test_broken_posteriors_are_refused_with_errors_of_the_package():
     broken_posteriors()
     broken_posteriors_of_a_network()

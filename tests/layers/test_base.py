@@ -138,6 +138,7 @@ def test_gradients_of_stacked_clients_are_those_of_each_alone(estimator, small, 
     assert all(value.grad.isfinite().all() for value in stack.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [0, 2**14])
 def test_a_training_step_compiles_to_one_graph(estimator, small, monkeypatch):
     monkeypatch.setattr(kl, "SMALL", small)
@@ -173,6 +174,7 @@ BT = {"Linear": ((3, 2), {}, (4, 3)), "Conv1d": ((2, 4, 3), {"padding": 1}, (4, 
     3), {"stride": 2, "padding": 1}, (4, 2, 3, 3))}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bt_kind", sorted(BT))
 @pytest.mark.parametrize("suffix", ["Reparameterization", "Flipout"])
 @pytest.mark.parametrize("bias", [True, False])

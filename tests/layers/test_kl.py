@@ -199,6 +199,7 @@ def test_outputs_and_gradients(prior, parameters):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", SHARED_PRIORS)
 def test_second_derivatives(prior, parameters):
     assert gradcheck(lambda *p: joint(prior, p), parameters)

@@ -106,6 +106,7 @@ def run(schedule, turns, safeguards=None):
     return server, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delays", "missing"),
     [

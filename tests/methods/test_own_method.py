@@ -80,6 +80,7 @@ def test_noise_protects_what_it_sends():
     assert made.history[-1]["valid_clients"] == 4
 
 
+@pytest.mark.slow
 def test_it_ends_where_pooled_training_ends(written):
     """Least squares of unlike clients: the minimum of the weighted loss, which averages miss."""
     random = torch.Generator().manual_seed(0)

@@ -351,6 +351,7 @@ def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
     return float((curvature * variance).sum().detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
@@ -553,6 +554,7 @@ def whole(data: DataLoader) -> DataLoader:
     return DataLoader(data.dataset, batch_size=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.1, 1.0, 4.0])
 def test_a_kl_weight_is_the_temperature_of_the_posterior(tau):
     """The means, and the trace of the data's precision."""
@@ -593,6 +595,7 @@ class Two(L.LightningModule):
 PRIORS = {"first.weight": 1.0, "second.weight": 0.0}, {"first.weight": 0.3, "second.weight": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", [None, fb.Sites(*PRIORS)], ids=["default", "given"])
 def test_every_tensor_s_own_prior_counts_once(fusion):
     x, y = logistic_data().tensors
@@ -646,6 +649,7 @@ def unlike() -> TensorDataset:
     return TensorDataset(x, torch.stack([x[:, 0].square(), x[:, 1] * x[:, 0]], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fraction", [1.0, 0.67])
 def test_without_a_posterior_it_ends_at_the_optimum_of_the_pooled_data(engine, fraction):

@@ -38,6 +38,7 @@ def zero():
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("start", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("noise", ["learnt", "per_client", "residual"])

@@ -117,6 +117,7 @@ def expected_scores(draws, y):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["val", "test"])
 @pytest.mark.parametrize(
     ("targets", "output_shape", "target_shape"),
@@ -206,6 +207,7 @@ def fitted(model):
     return tuple(torch.cat([part[name].flatten() for name in names]) for part in (posterior.mean, posterior.variance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "kl_weight"), [*((estimator, 1.0) for estimator in ESTIMATORS), ("local_reparameterization", 0.2)]
 )
@@ -223,6 +225,7 @@ def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
     assert (marginal / exact_variance).max() > 2  # the test tells the two apart
 
 
+@pytest.mark.slow
 def test_a_learnt_noise_is_the_expected_squared_residual():
     r""":math:`\sigma^2 = \frac1n E_q \|y - X\theta\|^2` is where the derivative of the ELBO vanishes."""
     x, y = data()

@@ -50,6 +50,7 @@ def moments(draws):
     return flat.mean(0), covariance, 6 * spread / len(flat) ** 0.5, 9 * torch.outer(spread, spread) / len(flat) ** 0.5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [*ESTIMATORS, "dropout"])
 def test_one_pass_draws_from_the_distribution_of_separate_passes(kind):

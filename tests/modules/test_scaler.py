@@ -149,6 +149,7 @@ def fitted(module, dataset, engine="sequential", **options):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("make", [regressor, ensemble])
 def test_training_is_that_on_standardised_targets(make, engine):

@@ -175,6 +175,7 @@ def test_training_finds_the_hazard():
     assert scores["val/c_index"] > 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_clients_train_a_model_stratified_by_client(engine):
     """Times of each client are in another unit, which a partial likelihood within clients does not see."""

@@ -47,6 +47,7 @@ def test_a_federation_that_is_begun_anew_after_each_round_ends_at_the_same_poste
     assert same(state.posterior, controller.server.posterior)
 
 
+@pytest.mark.slow
 def test_what_a_site_has_lost_comes_back_from_the_server(tmp_path):
     options = {"fusion": "sites", "weighting": "equal", "seed": 3, "checkpoint": tmp_path / "server.pt"}
     run(clients(fusion="sites", state_folder=tmp_path / "a"), rounds=2, **options)
@@ -79,6 +80,7 @@ def test_clients_calibrate_as_in_one_process(tmp_path):
         assert made.state_dict() == found.state_dict()
 
 
+@pytest.mark.slow
 def test_clients_score_and_keep_their_own_posterior_as_in_one_process(tmp_path):
     options = {"weighting": "equal", "seed": 3}
     controller = run(clients(keep=["posterior"], state_folder=tmp_path), evaluate=True, **options)

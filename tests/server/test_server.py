@@ -135,6 +135,7 @@ def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
     assert {name.removeprefix("held_out_loss/") for name in held_out} == set(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["weighted_average", "rklb", "sites", "coordinate_median"])
 def test_updates_of_several_threads_are_those_of_one(fusion):
     """Eight threads bring two thousand clients, who wait, stand out, are clipped: the same result but for rounding."""

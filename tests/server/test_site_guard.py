@@ -110,6 +110,7 @@ def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     assert distance(server.posterior, others if goes_against else clients.pooled()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("liars", [(0,), (2, 5), (0, 4, 8)], ids=str)
 @pytest.mark.parametrize("signs", [(-1, -1, -1), (-1, 1, -1), (1, 1, -1)], ids=str)
 def test_whoever_moves_against_the_others_does_not_count(liars, signs):
@@ -127,6 +128,7 @@ def test_whoever_moves_against_the_others_does_not_count(liars, signs):
     assert float(tensors["examples"]) == 20 * len(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [(20,) * COUNT, (3, 300, 20, 7, 100, 30, 10, 50, 200, 5), (9,) * 30])
 @pytest.mark.parametrize("unlike", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("starts_there", [False, True])

@@ -48,6 +48,7 @@ def minimise(optimizer, loss, steps):
 KINDS = ("squares", "ivon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quadratic_loss_gives_the_exact_posterior(kind):
     """Squared gradients give the shape up to the prior's share, and their unit has a shorter memory: 0.06, not 0.02.
@@ -70,6 +71,7 @@ def test_a_quadratic_loss_gives_the_exact_posterior(kind):
         assert ((mean - optimum).abs() < 0.1 * exact.rsqrt()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logistic_regression_is_near_its_mean_field_posterior(kind):
     """Beside the posterior of the ELBO, maximised with its exact gradient over one-dimensional Gaussians of logits."""
@@ -129,6 +131,7 @@ def digits(seed):
     return float(accuracy), float(F.nll_loss(prediction.probs.log(), labels[test])), float(std)
 
 
+@pytest.mark.slow
 def test_the_authors_package_gives_the_same_on_digits():
     """ivon-opt 0.1.3 with these settings, seeds 0 to 9: mean and standard error of accuracy, NLL, mean deviation.
 
@@ -262,12 +265,14 @@ def noisy_quadratic(batch, steps, scale=1.0, temperature=1.0, seed=0, size=1000)
     return optimizer.state[parameter]["precision"], 1000 / temperature * scale * curvature + 1, torch.tensor(sums)
 
 
+@pytest.mark.slow
 def test_at_its_fixed_point_both_estimates_of_the_curvature_agree_in_sum():
     _, _, sums = noisy_quadratic(16, 6000)
     unbiased, own = sums[3000:].mean(0).tolist()
     assert unbiased == pytest.approx(own, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_width_does_not_depend_on_the_batch_size(batch):
     """Whose gradients' squares are 64 times as large."""

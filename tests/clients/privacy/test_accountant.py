@@ -25,6 +25,7 @@ def analytic(noise_multiplier, delta=DELTA):
     return brentq(excess, 0.0, 500.0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("noise_multiplier", [0.3, 0.5, 1.0, 2.0, 5.0, 20.0])
 @pytest.mark.parametrize("rounds", [1, 16])
 def test_without_sampling_epsilon_bounds_the_analytic_mechanism_closely(noise_multiplier, rounds):

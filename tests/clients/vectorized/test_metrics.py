@@ -160,6 +160,7 @@ def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
     return module, federation, {name: float(value) for name, value in made.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_both_engines_log_the_same():
     for name, case in SAME.items():
         (one, first, logged), (other, second, also) = (run(engine, *case) for engine in ("sequential", "vectorized"))

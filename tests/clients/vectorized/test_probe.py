@@ -173,6 +173,7 @@ FAIL_ALONE = ("optimizer", "backward hook")
 """Cases whose clients fail one by one, too."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     make, options, reason = REFUSED[case]

@@ -72,6 +72,7 @@ def test_a_large_client_is_not_clipped():
     assert float(model.sums["gram"][-1, -1].detach()) == pytest.approx(3019)
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on(tmp_path):
     def run(epochs, **options):
         model = module("softmax")
@@ -87,6 +88,7 @@ def test_a_restart_goes_on(tmp_path):
     assert torch.equal(resumed.fitted.weights, whole.fitted.weights)
 
 
+@pytest.mark.slow
 def test_predictions_scores_and_conformal_sets():
     model = module("softmax")
     calibration = [fb.FederatedTemperature(), fb.FederatedConformal()]

@@ -185,6 +185,7 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
     assert not torch.allclose(found, other, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -239,6 +240,7 @@ def lines(orthogonal):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "orthogonal"), [("sequential", True), ("vectorized", True), ("sequential", False)])
 def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal):
     parts = lines(orthogonal)

@@ -37,6 +37,7 @@ def test_nothing_to_learn_from_gives_the_prior_s_own():
     assert chosen_precision([one * 1e30], [one * 1e30]) == pytest.approx(1 / LARGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [20, 60])
 @pytest.mark.parametrize("rank", [2, 6])
 def test_few_data_on_collinear_features_keep_a_width(examples, rank):
