@@ -17,7 +17,7 @@ settings.load_profile("repeatable")  # new examples: pytest --hypothesis-profile
 
 TESTS = Path(__file__).parent
 FITS = {"callbacks", "clients", "flower", "nvflare", "sources", "trainer", "zoo"}
-"""Folders whose cases are fits: of many cases of a test the fast part takes two, or an eighth, spread evenly."""
+"""Folders whose cases are fits: of the cases of a test the fast part takes one, or an eighth, spread evenly."""
 LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("whole") is None and FITS.intersection(item.path.relative_to(TESTS.parent).parts):
             cases[item.path, getattr(item, "originalname", item.name)].append(item)
     for each in cases.values():
-        fast = each[:: max(1, len(each) // max(2, len(each) // 8))]
+        fast = each[:: len(each) // max(1, len(each) // 8)]
         for item in set(each) - set(fast):
             item.add_marker(pytest.mark.slow)
 

@@ -13,6 +13,8 @@ from lightning_fedbayes.core.errors import FederationError
 from tests.clients.test_evaluation import clients
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 
+pytestmark = pytest.mark.slow
+
 
 def batches(*sizes: int) -> torch.utils.data.DataLoader:
     return loader(clients(*sizes), shuffle=False)
@@ -44,7 +46,6 @@ def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_give
     assert not any("clients/" in name for name in plain.callback_metrics)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -72,7 +73,6 @@ def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options,
         assert [row["client"] for row in csv.DictReader(file)] == ["c0", "c1"]
 
 
-@pytest.mark.slow
 def test_own_posteriors_of_the_users_own_module_and_of_another_model():
     module, callback, report = Plain(optimizer=fb.IVON), fb.FederatedBayes(keep=["posterior"]), fb.ClientReport()
     federate(module, callback, 2, loader(clients(40, 30)), batches(9, 12), callbacks=[report, fb.UncertaintyReport(5)])

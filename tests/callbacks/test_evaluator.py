@@ -13,6 +13,7 @@ from tests.federations import Plain, assert_equal, bayesian, federate, loader, n
 
 EXAMPLES = 56
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -67,7 +68,6 @@ def rounds_of(module, callbacks, val=None, part="network", **options):
     return sum(seen), made, federation
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [bayesian, deterministic])
 def test_every_example_is_predicted_once_with_everything_at_once(make, tmp_path):
     alone, made, _ = rounds_of(make(), [])
@@ -108,7 +108,6 @@ def calibrated(callbacks, module):
     return scaling.temperature, sets.threshold, sets.thresholds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [bayesian, lambda: Plain(optimizer=fb.IVON), Plain])
 def test_what_is_calibrated_does_not_depend_on_reports(make):
     alone = calibrated([], make())
@@ -134,7 +133,6 @@ def reversed_batches(examples):
     return default_collate(examples[::-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loaded", "options"),
     [
@@ -170,7 +168,6 @@ def test_a_validation_leaves_the_global_generators_alone():
     assert torch.equal(*ends)
 
 
-@pytest.mark.slow
 def test_a_test_predicts_once_too():
     callbacks = everything()
     module = deterministic()
@@ -194,7 +191,6 @@ def test_a_linearised_posterior_is_calibrated_by_the_same_draws():
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_own_probabilities_without_logits_have_scores_and_sets_but_no_temperature():
     class Probs(Plain):
         forward = torch.nn.Module.forward  # none
@@ -212,7 +208,6 @@ def test_own_probabilities_without_logits_have_scores_and_sets_but_no_temperatur
     assert {"val/clients/nll", "val/lac_80/threshold"} <= set(made.callback_metrics)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_a_federation_is_calibrated_by_its_own_posterior(tmp_path):
     """And not by the last one of the federation that still runs."""
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")

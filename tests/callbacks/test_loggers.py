@@ -20,6 +20,8 @@ from tests import federations
 
 from .wandb_file import read_run
 
+pytestmark = pytest.mark.slow
+
 ROUNDS, CLIENTS = 3, 3
 VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/epistemic", "val/kwon_aleatoric",
     "val/kwon_epistemic", "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
@@ -315,7 +317,6 @@ trainer.fit(fb.HybridBayesianClassifier(mlp(4, 2), bayesian_last=1), DataLoader(
 """
 
 
-@pytest.mark.slow
 def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     (tmp_path / "home").mkdir()

@@ -12,6 +12,7 @@ from tests.federations import Plain, bayesian, federate, loader, trainer
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
 ]

@@ -27,6 +27,7 @@ def test_adversary_is_found_out(rule):
     assert made.history[-1]["effective_clients"] <= CLIENTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", Reliability("ivar_vb", then="wasserstein_barycenter")])
 def test_state_is_that_of_all_rounds(rule):
     """The rule applied by hand to what the clients sent in each round."""

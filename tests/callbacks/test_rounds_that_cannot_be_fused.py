@@ -14,6 +14,8 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, TrimmedMean
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, parameters
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class OnlyOnce(UpdateAttack):

@@ -14,6 +14,8 @@ from lightning_fedbayes.layers.priors import ScaleMixturePrior
 from lightning_fedbayes.methods import Averaging, averaging
 from tests.federations import Plain, bayesian, federate
 
+pytestmark = pytest.mark.slow
+
 
 def unlike_priors(**prior) -> Plain:
     torch.manual_seed(0)

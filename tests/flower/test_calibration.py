@@ -195,6 +195,7 @@ BAD = {"death": (lambda reply: None, "answer"), "no sums": (with_records(metrics
     "curvature": 1.0, "num-examples": 0})), "num-examples=0")}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, after):

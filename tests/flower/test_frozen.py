@@ -16,6 +16,8 @@ from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import in_process
 
+pytestmark = pytest.mark.slow
+
 FROZEN = ("net.0.weight", "net.0.bias")
 
 

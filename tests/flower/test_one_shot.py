@@ -16,6 +16,8 @@ from tests.federations import Plain, federate
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 SCHOOLS = 5
 
 
@@ -67,7 +69,6 @@ def plain():
     return Plain(network())
 
 
-@pytest.mark.slow
 def test_one_shot_with_kronecker_factors_is_that_of_one_process():
     """Clients train as in the first round, and what they send is fused as where all of it is in one process."""
     parts = fb.DirichletPartition(clients=3, alpha=1.0)

@@ -133,6 +133,7 @@ def test_no_parameters_at_all(rule):
     assert fuse(rule, [nothing, nothing], previous=nothing).names == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @given(cohort=cohorts(clients=st.integers(2, 3), dtype=torch.float32))
 @settings(deadline=None, max_examples=10)

@@ -22,6 +22,8 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 
 from .strategies import RULES, assert_same
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = 3
 WHERE = [2, 0, 0, 2, 0, 2, 2]
 """Process of each client; process 1 has none."""

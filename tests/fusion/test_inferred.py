@@ -58,6 +58,7 @@ def test_with_memory_zero_every_round_is_the_first(name):
     assert outcome.reliability == rule.apply(cohort_of(second, range(4)), {}).reliability
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_clients_may_miss_rounds_and_come_in_any_order(name):
     """A client is recognised by its number, not by its place."""
@@ -130,6 +131,7 @@ def test_a_client_that_misses_a_round_is_not_blamed_for_another_ones_outlier(nam
     assert float((fused.posterior.mean["w"] - truth).square().mean()) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
     """Rounds with ever smaller updates and noise, three of five clients in each."""
@@ -152,6 +154,7 @@ SENT = {"one client": normal(1, 30), "identical clients": normal(1, 30).expand(5
     torch.zeros(1, 30, dtype=torch.float64)]), "one parameter": normal(4, 1)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -112,6 +112,7 @@ def test_one_client_of_all_data_is_no_federation():
 # -- the other baselines need no class of their own --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", BARYCENTERS)
 @pytest.mark.parametrize("method", ["dropout", "mean field"])
 def test_dropout_and_mean_field_have_epistemic_variance_after_every_barycenter(method, fusion):

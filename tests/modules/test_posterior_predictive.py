@@ -216,6 +216,7 @@ def test_what_comes_from_laplace_is_linearised_and_nothing_else():
     assert "linearised" not in repr(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites", "coordinate_median"])
 @pytest.mark.parametrize("source", [fb.Laplace(), fb.SWAG()])

@@ -140,6 +140,7 @@ def test_validation_scores_the_predictive_of_the_federation(engine):
     assert float(prediction.epistemic.min()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_residual_variance_follows_the_squared_error(engine):
     """Noise of standard deviation 0.3 around a line that is learnt."""

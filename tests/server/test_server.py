@@ -181,6 +181,7 @@ def trained(rule, rounds=2):
     return server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
     ("make", "rule"),

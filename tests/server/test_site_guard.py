@@ -84,6 +84,7 @@ LIES = {"gradient": lie(gradient=10), "precision": lie(precision=30), "move": li
     "all": lie(30, 30, 30), "all, flipped": lie(-1e3, -1e3, -1e3)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", LIES.values(), ids=LIES)
 def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     """Also when it is honest again; nothing is left of it after its removal."""

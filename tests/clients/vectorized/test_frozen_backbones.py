@@ -18,6 +18,8 @@ from tests.federations import Plain, federate, loader, network, parameters
 from .modules import Backbone
 from .test_parity import assert_same, both
 
+pytestmark = pytest.mark.slow
+
 SIZES = fb.SizesPartition((35, 22, 20, 13))
 
 
@@ -93,7 +95,6 @@ class Thawed(Late):
         self.net.is_fixed = self.current_epoch == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["in place", "of the data", "replaced", "batch norm"])
 def test_a_buffer_that_begins_to_change_becomes_each_client_s_own(way):
     kind = Thawed if way == "batch norm" else type("Own", (Late,), {"way": way})
@@ -191,7 +192,6 @@ class Evaluates(Plain):
         self.modes.append(self.net[1].training)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("when", "stack"), [("before", "vectorized"), ("after", 2)])
 def test_modes_are_those_of_the_sequential_engine(when, stack):
     sizes = fb.SizesPartition((34, 31, 22, 3))  # the last one's first step is a short one, after that of the others
@@ -234,7 +234,6 @@ def test_what_every_step_changes_is_one():
         federate(module, fb.FederatedBayes(SIZES, engine="vectorized"), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("frozen", "engine"), [(True, "vectorized"), (False, "sequential")])
 def test_auto_takes_long_steps_of_frozen_networks_into_a_stack(frozen, engine):
     wide = nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 3))

@@ -23,6 +23,7 @@ any_partition = st.one_of(st.builds(IIDPartition, st.integers(1, 10)), st.builds
     max_size=4).map(tuple)))  # fmt: skip
 
 
+@pytest.mark.slow
 @given(any_partition, labels_with_gaps, seeds)
 @settings(deadline=None, max_examples=200)
 def test_every_example_at_most_once_and_same_seed_same_split(partition, labels, seed):

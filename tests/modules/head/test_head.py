@@ -321,6 +321,7 @@ START = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", ["laplace", "variational"])
 @pytest.mark.parametrize("start", START.values(), ids=START)
 @pytest.mark.parametrize("large", [False, True])
