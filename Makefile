@@ -5,7 +5,7 @@ OLDEST := .venv-oldest/bin
 # one thread per test process: two processes use two cores
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_SILENT=true
 
-.PHONY: help demo test test-oldest lint docs benchmark clean
+.PHONY: help demo test test-slow test-all test-oldest lint docs benchmark clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -13,8 +13,13 @@ help:            ## show this list
 demo: .venv/ready  ## ten clients learn handwritten digits: table, pictures, offline W&B runs (under a minute)
 	$(BIN)/python examples/digits.py
 
-test: .venv/ready lint  ## lint, types and all tests, warnings as errors
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
+test: .venv/ready lint  ## lint, types and the fast tests, warnings as errors (at most 5 minutes on two cores)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: .venv/ready  ## the slow tests: long fits, transports, resumption beyond one case of each method
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-all: test test-slow  ## everything
 
 test-oldest: .venv-oldest/ready  ## all tests with the lowest versions that pyproject.toml allows (.venv-oldest)
 	$(TEST_ENV) $(OLDEST)/python -m pytest -n 2 --dist worksteal

@@ -1,9 +1,11 @@
-"""The same examples in every run, and what every test gives back."""
+"""The same examples in every run, what is slow, and what every test gives back."""
 
 import functools
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,7 +15,23 @@ from torch.utils.data import BatchSampler, DataLoader
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")  # new examples: pytest --hypothesis-profile default
 
+TESTS = Path(__file__).parent
+FITS = {"callbacks", "clients", "flower", "nvflare", "sources", "trainer", "zoo"}
+"""Folders whose cases are fits: of the cases of a test the fast part takes one, or an eighth, spread evenly."""
 LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases as slow, but for tests that are marked "whole"."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("whole") is None and FITS.intersection(item.path.relative_to(TESTS.parent).parts):
+            cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    for each in cases.values():
+        fast = each[:: len(each) // max(1, len(each) // 8)]
+        for item in set(each) - set(fast):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

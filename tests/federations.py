@@ -61,6 +61,15 @@ def bayesian(seed: int = 0, **options: Any) -> fb.HybridBayesianClassifier:
     return fb.HybridBayesianClassifier(network(seed), bayesian_last=1, samples=3, **options)
 
 
+def of_bayesian_torch(net: nn.Module, kind: str = "Reparameterization", rho: float = -3.0) -> nn.Module:
+    """``net`` with the layers of bayesian-torch."""
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
+
+    prior = {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": rho}
+    dnn_to_bnn(net, {**prior, "type": kind, "moped_enable": False, "moped_delta": 0.5})
+    return net
+
+
 def trainer(rounds: int = 2, callbacks: Any = (), **options: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -4,7 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -52,25 +53,6 @@ def test_plain_torch_learns_without_a_trainer(capsys):
     accuracies = load("plain_torch").main()
     assert len(capsys.readouterr().out.splitlines()) == len(accuracies) == 10
     assert accuracies[0] < 0.85 < accuracies[-1]
-
-
-def test_pictures_of_regressions_show_the_given_numbers():
-    x, pictures = torch.linspace(-2, 2, 30), load("regression")
-    axes = pictures.drawn(x, x**3, x.abs(), x, x**3).axes[0]
-    for widths, band in zip((2, 1), axes.collections):
-        corners = band.get_paths()[0].vertices
-        for at in x.tolist():
-            ends = corners[abs(corners[:, 0] - at) < 1e-6, 1]
-            expected = at**3 - widths * abs(at), at**3 + widths * abs(at)
-            assert (ends.min(), ends.max()) == pytest.approx(expected, abs=1e-5)
-    axes = pictures.intervals(x.flip(0), x.flip(0) - 1, x.flip(0) + 1, x.flip(0) + 0.7 * x).axes[0]
-    bars, inside, outside = axes.collections
-    assert axes.lines[0].get_ydata() == pytest.approx(x.numpy())
-    ends = torch.tensor([[low, high] for (_, low), (_, high) in bars.get_segments()])
-    torch.testing.assert_close(ends, torch.stack([x - 1, x + 1], 1).to(ends), rtol=0, atol=1e-6)
-    held = int((0.7 * x.abs() <= 1).sum())
-    assert (len(inside.get_offsets()), len(outside.get_offsets())) == (held, 30 - held)
-    assert f"{held / 30:.0%} of targets" in axes.get_title()
 
 
 GALLERY = {  # job → setting of a short run, and what has to hold of its figures

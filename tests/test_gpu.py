@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import SignFlip
@@ -18,18 +17,13 @@ from lightning_fedbayes.methods import Ditto, FedNova, FedProx, Scaffold
 from lightning_fedbayes.modules import mlp
 
 from . import federations
-from .callbacks import test_resume, test_states_on_disk
+from .callbacks import test_resume
 from .federations import CLASSES, FEATURES, Plain, assert_equal, bayesian, blobs, federate, loader, network
 from .metrics.test_shells import CASES
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.filterwarnings(
-        "ignore:.*exists and is not empty.*",
-        "ignore:.*callbacks used to create.*",
-        "ignore:GPU available.*",
-    ),
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*",
+        "ignore:GPU available.*")]  # fmt: skip
 DEVICE, ENGINES = torch.device("cuda"), ["sequential", "vectorized"]
 ON = {"accelerator": "gpu", "devices": 1}
 
@@ -42,22 +36,13 @@ def posterior(federation: fb.FederatedBayes) -> dict[str, torch.Tensor]:
     }
 
 
-WITHOUT_NOISE = {
-    **{
-        name: {"fusion": name}
-        for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum", "fedadam", "ivar_vb", "icov_vb")
-    },
-    "proximal": {"fusion": FedProx(0.1)},
-    "scaffold": {"fusion": Scaffold()},
-    "nova": {"fusion": FedNova()},
-    "ditto": {"fusion": Ditto(0.5)},
-    "laplace": {"posterior": fb.Laplace()},
-    "Laplace and sites": {"posterior": fb.Laplace(), "fusion": "sites"},
-    "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
-    "kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"]},
-    "late": {"schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}))},
-    "hostile": {"fusion": "trimmed_mean", "adversaries": SignFlip(clients=[1])},
-}
+WITHOUT_NOISE = {**{name: {"fusion": name} for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum",
+    "fedadam", "ivar_vb", "icov_vb")}, "proximal": {"fusion": FedProx(0.1)}, "scaffold": {"fusion": Scaffold()},
+    "nova": {"fusion": FedNova()}, "ditto": {"fusion": Ditto(0.5)}, "laplace": {"posterior": fb.Laplace()},
+    "Laplace and sites": {"posterior": fb.Laplace(), "fusion": "sites"}, "swag": {"posterior": fb.SWAG(),
+    "local_epochs": 2}, "kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"]},
+    "late": {"schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}))}, "hostile": {"fusion": "trimmed_mean",
+    "adversaries": SignFlip(clients=[1])}}  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -98,17 +83,6 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
         )
     assert_equal(whole, test_resume.state(*test_resume.run(tmp_path / "parts", setting, "last", engine=engine)))
     assert all(bool(torch.isfinite(value).all()) for value in whole.values() if value.is_floating_point())
-
-
-@pytest.mark.usefixtures("_trainers_take_the_gpu")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("setting", test_states_on_disk.SETTINGS)
-def test_what_clients_keep_on_disk_changes_nothing(tmp_path, setting, engine):
-    kept, stored = (
-        test_states_on_disk.everything(*test_states_on_disk.fit(tmp_path / str(disk), setting, engine, disk=disk))
-        for disk in (False, True)
-    )
-    assert_equal(kept, stored)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -205,57 +179,6 @@ def test_bayesian_layers_train_and_predict(estimator, engine):
     assert all(value == value for value in scores.values())
 
 
-@pytest.mark.parametrize("source", ["ivon", "laplace", "swag"])
-def test_posterior_predictives_predict_on_the_gpu(source):
-    module = test_resume.MODULES[source]()
-    options = {key: value for key, value in test_resume.SETTINGS[source].items() if key != "keep"}
-    federation = fb.FederatedBayes(fb.IIDPartition(3), seed=3, **options)
-    federate(module, federation, 2, loader(), loader(shuffle=False), **ON)
-    predictive = fb.PosteriorPredictive(module, federation.posterior, samples=20)
-    made = federations.trainer(1, **ON)
-    (scores,) = made.validate(predictive, loader(shuffle=False), verbose=False)
-    on_cpu = federations.trainer(1).validate(predictive, loader(shuffle=False), verbose=False)[0]
-    assert abs(scores["val/nll"] - on_cpu["val/nll"]) < 0.1
-    predictions = made.predict(predictive, loader(shuffle=False))
-    assert predictions is not None
-    assert len(predictions) == len(loader())
-    held_out = Subset(blobs(seed=1), range(60))
-    scaling = fb.FederatedTemperature().fit_from(predictive.to(DEVICE), {"one": held_out}, trained_on=blobs())
-    assert 0.05 < scaling.temperature < 20
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_updates_and_gradients_are_noised_on_the_gpu(engine):
-    privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=0.5, delta=1e-3)
-    options = {"seed": 3, "engine": engine, "privacy": privacy, "weighting": "equal"}
-    first, second = (fb.FederatedBayes(fb.IIDPartition(4), **options) for _ in range(2))
-    for federation in (first, second):
-        federate(Plain(), federation, 2, **ON)
-    assert_equal(posterior(first), posterior(second))
-    module, own = Plain(), fb.ExamplePrivacy(1e6, 0.0)
-    here, there = fb.FederatedBayes(fb.IIDPartition(3), seed=4), fb.FederatedBayes(fb.IIDPartition(3), seed=4)
-    federate(module, here, 1, callbacks=[own], **ON)
-    federate(Plain(), there, 1)
-    for name, value in posterior(there).items():
-        torch.testing.assert_close(posterior(here)[name], value, rtol=1e-3, atol=1e-4)
-
-
-def test_a_server_fuses_networks_of_the_gpu():
-    """As in ``examples/plain_torch.py``: no Trainer moves anything."""
-    net = network().to(DEVICE)
-    server = fb.Server(fb.read_posterior(net).clone(), fusion="geometric_median")
-    server.begin(fb.RoundPlan(0, cohort=(0, 1, 2)))
-    for client in range(3):
-        with torch.no_grad():
-            moved = fb.GaussianPosterior.point_mass({name: p + client for name, p in net.named_parameters()})
-        server.admit(fb.ClientUpdate(client, 10, moved))
-    fused = server.finish().posterior
-    for name, p in net.named_parameters():
-        torch.testing.assert_close(fused.mean[name].cpu(), p.detach().cpu() + 1, rtol=1e-4, atol=1e-4)
-    fb.load_posterior(net, fused)
-    assert all(p.is_cuda for p in net.parameters())
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("make", [Plain, bayesian])
 def test_other_precisions_learn_as_much(make, precision):
@@ -265,15 +188,6 @@ def test_other_precisions_learn_as_much(make, precision):
         return float(made.callback_metrics["val/nll"])
 
     assert nll(precision) == pytest.approx(nll("32-true"), abs=0.1)
-
-
-def test_ivon_is_refused_where_gradients_are_scaled():
-    module = Plain(optimizer=fb.IVON)
-    with pytest.raises(fb.FedBayesError, match="bf16-mixed"):
-        federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1, precision="16-mixed", **ON)
-    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites")
-    federate(Plain(optimizer=fb.IVON), federation, 2, precision="bf16-mixed", **ON)
-    assert all(bool(torch.isfinite(value).all()) for value in posterior(federation).values())
 
 
 def test_heads_are_fitted_on_the_gpu_as_on_the_cpu():

@@ -2,21 +2,16 @@
 
 import random
 import sys
-from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-import lightning_fedbayes as fb
-from lightning_fedbayes.data import clients_of
-from lightning_fedbayes.modules import mlp
 from tests.test_examples import EXAMPLES, load
 
 sys.path.insert(0, str(EXAMPLES))
-import heart_disease as source
 from heart_disease import COLUMNS, HOSPITALS, INDICATORS, HospitalsDataModule, encode, indicators, read_patients
+
+pytestmark = pytest.mark.slow
 
 SIZES = {"cleveland": 30, "hungarian": 24, "switzerland": 13, "va": 20}
 PATIENT = "63,1,4,145,233,1,2,150,0,2.3,3,0,6,2"
@@ -122,103 +117,6 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
     assert of_attribute["chol"][-len(data.train_sets["va"]) - 5 : -len(data.train_sets["va"])].all()
 
 
-def test_an_imputed_value_is_the_mean_of_those_that_are_there(folder):
-    """Vessels are counted in Cleveland only: elsewhere the input is 0, Cleveland's mean, and the indicator 1."""
-    data = ready(folder)
-    ca = COLUMNS.index("ca")
-    counted = data.train_sets["cleveland"].tensors[0][:, ca]
-    assert counted.mean().abs() < 1e-6
-    assert counted.square().mean() == pytest.approx(1, abs=1e-5)
-    for name in HOSPITALS[1:]:
-        assert (data.train_sets[name].tensors[0][:, ca] == 0).all()
-        assert (data.test_sets[name].tensors[0][:, len(COLUMNS) + INDICATORS.index("ca missing")] == 1).all()
-
-
-def test_the_hospitals_are_the_clients(folder):
-    data = ready(folder, batch_size=4)
-    clients = clients_of(data.train_dataloader().dataset, None, seed=0)
-    assert clients.names == HOSPITALS
-    assert clients.counts.sum(1).tolist() == [len(part) for part in data.train_sets.values()]
-    for name, size in SIZES.items():
-        assert len(data.train_sets[name]) + len(data.test_sets[name]) == size
-    assert len(next(iter(data.train_dataloader()))[1]) == 4
-    expected = torch.cat([part.tensors[1] for part in data.test_sets.values()])
-    for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
-        assert torch.equal(torch.cat([y for _, y in loader]), expected)
-    assert all(isinstance(part, TensorDataset) for part in data.train_sets.values())
-
-
-def test_a_federation_learns_and_its_checkpoint_is_plain(folder, tmp_path):
-    L.seed_everything(0, verbose=False)
-    data = HospitalsDataModule(folder)
-    trainer = L.Trainer(
-        max_epochs=10,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[fb.FederatedBayes(local_epochs=2)],
-    )
-    model = fb.HybridBayesianClassifier(
-        mlp(data.num_features, data.num_classes, (8,)), bayesian_last=1, learning_rate=0.02
-    )
-    trainer.fit(model, datamodule=data)
-    assert trainer.callback_metrics["val/accuracy"] > 0.8
-    trainer.save_checkpoint(tmp_path / "federation.ckpt")
-    assert "datamodule_hyper_parameters" in torch.load(tmp_path / "federation.ckpt", weights_only=True)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("63,1,5,145,233,1,2,150,0,2.3,3,0,6,2", "cp has values other than"),
-        ("?,1,4,145,233,1,2,150,0,2.3,3,0,6,2", "age is missing"),
-        ("63,1,4,145,233,1,2,150,0,2.3,3,0,6,-9", "num is missing"),
-        ("63,1,4,145,233,1,2,150,0", "columns"),
-    ],
-)
-def test_malformed_lines(tmp_path, line, message):
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, PATIENT, "", line)
-
-
-def test_missing_and_small_hospitals(folder):
-    (folder / "processed.va.data").write_text(PATIENT + "\n" + PATIENT + "\n")
-    with pytest.raises(ValueError, match=r"va has 2 patients: test_fraction=0.2 leaves none to test with"):
-        ready(folder)
-    (folder / "processed.hungarian.data").unlink()
-    with pytest.raises(FileNotFoundError, match=r"the patients of hungarian are missing: there is no file .*hungarian"):
-        HospitalsDataModule(folder)
-
-
-def test_missing_files_and_no_others_are_downloaded(folder, monkeypatch):
-    missing = folder / "processed.va.data"
-    content, asked = missing.read_bytes(), []
-    missing.unlink()
-
-    def download(address, path, progress):
-        asked.append(address)
-        Path(path).write_bytes(content)
-
-    monkeypatch.setattr(source, "download_url_to_file", download)
-    data = HospitalsDataModule(folder, download=True)
-    assert not asked
-    data.prepare_data()
-    data.setup()
-    assert asked == [f"{source.SOURCE}/processed.va.data"]
-
-
-def test_the_example_says_at_once_where_the_data_are(example, tmp_path, monkeypatch, capsys):
-    options = ["--data", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["hospitals.py", *options])
-    with pytest.raises(SystemExit):
-        example.main()
-    assert f"get them from {source.SOURCE}, or pass --download" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.fixture(scope="module")
 def example():
     """The script, imported."""
@@ -240,13 +138,3 @@ def test_the_example_compares_the_methods(example, folder, tmp_path, monkeypatch
         for method in example.METHODS:
             assert f"| {score} | {method} | " in printed
     assert "nan" not in printed
-
-
-def test_the_example_guesses_the_share_of_ill_patients(example, folder):
-    """Its baseline knows the hospital only: the NLL is the cross entropy of the two shares."""
-    data = ready(folder)
-    accuracy, nll, _ = example.score(example.predictions(data, "guess", rounds=0, seed=0), data)
-    for k, name in enumerate(HOSPITALS):
-        p, q = (sets[name].tensors[1].double().mean() for sets in (data.train_sets, data.test_sets))
-        assert nll[k] == pytest.approx(-(q * p.log() + (1 - q) * (1 - p).log()).item(), rel=1e-5)
-        assert accuracy[k] == pytest.approx(max(q, 1 - q).item())

@@ -12,18 +12,8 @@ import lightning_fedbayes
 
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
-LEVELS = (
-    ("core",),
-    ("data", "fusion", "metrics"),
-    ("layers", "methods"),
-    ("server", "sources"),
-    ("modules",),
-    ("clients",),
-    ("trainer",),
-    ("callbacks",),
-    ("transport",),
-    ("__init__", "cli", "flower", "nvflare"),
-)
+LEVELS = (("core",), ("data", "fusion", "metrics"), ("layers", "methods"), ("server", "sources"), ("modules",),
+    ("clients",), ("trainer",), ("callbacks",), ("transport",), ("__init__", "cli", "flower", "nvflare"))  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -62,43 +52,6 @@ def violations(room, rooms):
     return {other for other in rooms if other != room and LEVEL[other] >= LEVEL[room]}
 
 
-def test_every_room_has_its_level():
-    """There are at most 16, so that a newcomer can name them."""
-    assert {room_of(path) for path in MODULES} == set(LEVEL)
-    assert len(LEVEL) - 1 <= 16
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_module_imports_from_lower_rooms_only(path):
-    room = room_of(path)
-    package = ".".join(("lightning_fedbayes", *path.relative_to(PACKAGE).parts[:-1]))
-    upwards = violations(room, imported_rooms(path.read_text(), package))
-    assert not upwards, f"'{room}' must not import from {sorted(upwards)}"
-
-
-@pytest.mark.parametrize(
-    ("room", "source", "expected"),
-    [
-        ("fusion", "from lightning_fedbayes.server.weighting import equal", {"server"}),
-        ("fusion", "import lightning_fedbayes.server as r", {"server"}),
-        ("fusion", "from lightning_fedbayes import fuse", {"__init__"}),
-        ("fusion", "from lightning_fedbayes import callbacks, core", {"callbacks"}),
-        ("fusion", "def late():\n    from lightning_fedbayes.layers import kl", {"layers"}),
-        ("fusion", "from ..layers import kl", {"layers"}),
-        ("fusion", "from .registry import get_rule\nfrom ..core.posterior import flatten\nimport torch", set()),
-        ("data", "from lightning_fedbayes.server.weighting import equal", {"server"}),
-        ("data", "from lightning_fedbayes import core", set()),
-        ("callbacks", "from lightning_fedbayes.server import Server", set()),
-        ("__init__", "from lightning_fedbayes.callbacks import FederatedBayes", set()),
-    ],
-)
-def test_the_rule_itself(room, source, expected):
-    assert violations(room, imported_rooms(source, f"lightning_fedbayes.{room}")) == expected
-
-
-BELOW_THE_TRAINER = [path for path in MODULES if LEVEL[room_of(path)] < LEVEL["trainer"]]
-
-
 def trainers_of(source):
     """Names by which a source text reaches Lightning's Trainer or what runs inside it."""
     names = []
@@ -111,18 +64,6 @@ def trainers_of(source):
     return names
 
 
-@pytest.mark.parametrize("path", BELOW_THE_TRAINER, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_rooms_below_the_trainer_do_not_know_it(path):
-    assert not trainers_of(path.read_text())
-
-
-def test_a_trainer_would_be_found():
-    assert trainers_of("import lightning as L\ndef f(t: L.Trainer): ...") == ["L.Trainer"]
-    assert trainers_of("from lightning.pytorch import Trainer") == ["Trainer"]
-    assert trainers_of("from lightning.pytorch.loops import _FitLoop") == ["lightning.pytorch.loops"]
-    assert trainers_of("import lightning as L\ndef f(m: L.LightningModule): ...") == []
-
-
 MOST_IMPORTS = {"__init__.py": 22, "callbacks/federated_bayes.py": 12}
 """Most modules of this package that a file may import, 15 unless said otherwise."""
 
@@ -133,11 +74,17 @@ def imported_modules(source):
     return {node.module for node in nodes if room_of_name(node.module) is not None}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_needs_more_modules_than_a_reader_can_hold(path):
-    name = path.relative_to(PACKAGE).as_posix()
-    imported = imported_modules(path.read_text())
-    assert len(imported) <= MOST_IMPORTS.get(name, 15), sorted(imported)
+def test_imports_run_downwards_and_no_file_needs_more_than_a_reader_can_hold():
+    """There are at most 16 rooms, and those below the trainer do not know it."""
+    assert {room_of(path) for path in MODULES} == set(LEVEL)
+    assert len(LEVEL) - 1 <= 16
+    for path in MODULES:
+        name, room, source = path.relative_to(PACKAGE).as_posix(), room_of(path), path.read_text()
+        package = ".".join(("lightning_fedbayes", *path.relative_to(PACKAGE).parts[:-1]))
+        upwards = violations(room, imported_rooms(source, package))
+        assert not upwards, f"{name}: '{room}' must not import from {sorted(upwards)}"
+        assert len(imported_modules(source)) <= MOST_IMPORTS.get(name, 15), name
+        assert LEVEL[room] >= LEVEL["trainer"] or not trainers_of(source), name
 
 
 def warning_options():
@@ -147,6 +94,7 @@ def warning_options():
     return filters[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PYPROJECT.is_file(), reason="an installed package has no pyproject.toml")
 def test_import_warns_of_nothing_and_defines_every_public_name():
     """In a fresh process with the filters that the tests run under."""
@@ -170,30 +118,9 @@ def test_engines_are_imported_when_they_are_chosen():
     assert run.stdout.strip() == "[]", run.stderr
 
 
+@pytest.mark.slow
 def test_a_server_loads_no_lightning_and_no_pictures():
     """It may run where nothing trains."""
     code = "import sys, lightning_fedbayes as fb; fb.Server, fb.ClientUpdate; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert not {"lightning", "sklearn", "matplotlib", "torchmetrics"} & {*run.stdout.split()}, run.stderr
-
-
-def test_promised_names_are_public():
-    promised = {
-        "FederatedBayes",
-        "GaussianPosterior",
-        "HybridBayesianClassifier",
-        "HybridBayesianRegressor",
-        "BayesianModule",
-        "bayesianize",
-        "IIDPartition",
-        "DirichletPartition",
-        "ClassPartition",
-        "SizesPartition",
-        "register_fusion",
-        "fuse",
-        "available_fusions",
-    }
-    assert promised <= set(lightning_fedbayes.__all__)
-    assert (
-        len(lightning_fedbayes.__all__) <= 60
-    )  # what a first script needs; the rest is in its room, as fb.methods.FedProx

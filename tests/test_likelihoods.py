@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from pathlib import Path
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import nn
 from torch.nn import functional as F
@@ -110,6 +106,7 @@ def data_of(output, sizes=(30, 34), seed=0):
     return fb.ClientDatasets(found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the temperature")  # targets are noise
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("posterior", ["layers", "ivon", "laplace"])
@@ -168,6 +165,7 @@ def partial_nll(log_risk, targets):
     return sum(log_risk[time >= time[i]].logsumexp(0) - log_risk[i] for i in range(len(event)) if event[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("posterior", ["layers", "ivon", "swag"])
 def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
@@ -211,17 +209,6 @@ def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
     assert nll[0.0] == pytest.approx(float(scores.values["nll"][0]))
 
 
-def test_clients_without_events_have_no_c_index_and_count_nowhere():
-    held_out = data_of("risks", (40, 44), 1)
-    held_out.datasets[1].tensors[1][:, 0] = 0
-    model = fb.CoxRegressor(nn.Linear(5, 1, bias=False), samples=1)
-    scores = fb.evaluate_clients(model, held_out)
-    assert scores.mean("c_index") == scores.worst("c_index") == float(scores.values["c_index"][0])
-    assert scores.values["nll"][1] == 0
-    nobody = fb.evaluate_clients(model, fb.ClientDatasets({"b": held_out.datasets[1]}))
-    assert all(math.isnan(of("c_index")) for of in (nobody.mean, nobody.worst, nobody.spread))
-
-
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(
     ("beside", "why"),
@@ -251,33 +238,6 @@ def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, 
     assert torch.equal(module.network.weight, before)
 
 
-def test_what_needs_single_examples_is_refused_of_risks_without_a_trainer():
-    module, data = Own("risks", "plain"), data_of("risks")
-    batches = DataLoader(data.datasets[0], 16)
-    for call in (
-        lambda: fb.Laplace().posterior(module, batches),
-        lambda: fb.KroneckerLaplace().site(module, batches),
-        lambda: fb.Laplace(curvature="empirical").site(module, batches),
-        lambda: fb.FederatedTemperature().fit_from(module, data),
-        lambda: fb.FederatedConformal(kind="interval").fit_from(module, data),
-        lambda: fb.Cox().terms(torch.zeros(1), torch.ones(2)),
-    ):
-        with pytest.raises(fb.FedBayesError, match="likelihood 'cox': what an example says depends on the others"):
-            call()
-
-
-def test_terms_of_a_partial_likelihood_add_up_to_that_of_the_batch():
-    torch.manual_seed(0)
-    f, y = torch.randn(50, 1, dtype=torch.float64), times(50).double()
-    y[10:20, 1] = y[0, 1]  # ties
-    terms = fb.Cox().nll(f, y)
-    for i in (0, 3, 12, 49):
-        wanted = f[y[:, 1] >= y[i, 1]].logsumexp(0) - f[i] if y[i, 0] else torch.zeros(1)
-        torch.testing.assert_close(terms[i : i + 1], wanted.to(terms))
-    torch.testing.assert_close(terms.sum(), partial_nll(f, y).squeeze())
-    torch.testing.assert_close(fb.Cox().loss(f, y), terms.sum() / 50)
-
-
 def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_groups():
     r"""Groups of 2 and 2 without ties: the score has one root in :math:`r = e^\beta`, that of a polynomial.
 
@@ -292,14 +252,6 @@ def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_gr
     assert abs(float(gradient)) < 1e-12
     (elsewhere,) = torch.autograd.grad(fb.Cox().nll(0.9 * beta * treated, y).sum(), beta)
     assert abs(float(elsewhere)) > 0.01
-
-
-@pytest.mark.parametrize("written", ["cox", "{class_path: lightning_fedbayes.Cox}"])
-def test_a_yaml_file_names_a_likelihood(written):
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(fb.Laplace, "laplace")
-    assert parser.instantiate(parser.parse_string(f"laplace: {{likelihood: {written}}}")).laplace.likelihood == fb.Cox()
 
 
 @pytest.mark.parametrize("output", ["classes", "segmentation", "tokens", "one logit", "labels"])
@@ -414,30 +366,7 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
         assert likelihood_of(nn.Identity(), outputs, targets) == found
 
 
-@pytest.mark.filterwarnings("ignore:the temperature")
-@pytest.mark.parametrize("output", CALIBRATED)
-def test_a_temperature_is_scipy_s_optimum(output):
-    make, targets, known = OUTPUTS[output]
-    torch.manual_seed(0)
-    draws, y = 2 * make()(torch.randn(200, 5)).detach()[None], targets(200)
-    rows = known.rows(draws, y)
-    if known.of_classes:
-        pair = rows["logits"], rows["target"]
-
-        def loss(u):
-            return float(F.cross_entropy(rows["logits"][0].double() / math.exp(u), rows["target"]))
-    else:
-        pair = rows["mean"].flatten(), rows["variance"].sqrt().flatten(), rows["target"].flatten()
-
-        def loss(u):
-            return float(fb.Gaussian(pair[1].double() * math.exp(u)).nll(pair[0].double(), pair[2].double()).mean())
-
-    found = fb.FederatedTemperature(max_influence=None).fit({"a": pair}).temperature
-    wanted = minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x
-    if abs(wanted) < 5:  # a finite optimum
-        assert math.log(found) == pytest.approx(wanted, abs=1e-4)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "per"),
     [
@@ -468,19 +397,3 @@ def test_coverage_over_redraws(output, per):
         conformal.fit(conformal._scores({"a": conformal.read(rows[0])}, 1.0))
         covered.append(conformal.score({"a": conformal.read(rows[1])}).mean("coverage"))
     assert 0.88 < np.mean(covered) < 0.93
-
-
-def test_a_module_of_layers_takes_a_likelihood():
-    for output, posterior in itertools.product(["segmentation", "labels", "one logit"], [1]):
-        make, targets, known = OUTPUTS[output]
-        model = fb.HybridBayesianClassifier(make(), bayesian_last=posterior, likelihood=known, samples=4)
-        x, y = torch.randn(6, 5), targets(6)
-        assert model.predict_step((x, y)).label.numel() == y.numel()
-        assert model.validation_step((x, y), 0)["target"].numel() == y.numel()
-    with pytest.raises(fb.FedBayesError, match="not of classes"):
-        fb.HybridBayesianClassifier(nn.Linear(2, 1), likelihood=fb.Gaussian(1.0))
-
-
-def test_the_page_has_the_outputs_that_are_tested():
-    page = (Path(__file__).parents[1] / "docs" / "outputs.md").read_text()
-    assert re.findall(r"^\| ([a-z, ]+?) \| \(B", page, re.MULTILINE) == [*OUTPUTS]

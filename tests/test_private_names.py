@@ -13,16 +13,12 @@ PACKAGE = Path(lightning_fedbayes.__file__).parent
 
 TORCH = "core/private_torch.py"
 PRIVATE = {
-    "trainer/": (
-        r"\b(?:from|import) lightning[\w.]*\._\w+",
-        r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
+    "trainer/": (r"\b(?:from|import) lightning[\w.]*\._\w+", r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
         r"\b_current_fx_name\b",
         r"\._(?:data_source|combined_loader|results|logger_connector|first_loop_iter|detect_anomaly)\b",
         r"\._(?:batches_that_stepped|skip_next_val|on_before_batch_transfer|launcher|configure_launcher)\b",
-        r"\b(?:callback|timer|checkpoint)\._[a-z]\w*",
-        r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
-        r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b",
-    ),
+        r"\b(?:callback|timer|checkpoint)\._[a-z]\w*", r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
+        r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b"),
     TORCH: (
         r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*",  # torch._C, torch.utils._pytree
         r"\bfrom torch[\w.]* import .*\b_[a-zA-Z]\w*",
@@ -31,7 +27,7 @@ PRIVATE = {
         r"\b_post_accumulate_grad_hooks\b",
         r"\._optimizer_step_(?:pre|post)_hooks\b",
     ),
-}
+}  # fmt: skip
 """File or folder → patterns of names that may stand nowhere else: Lightning's, with the loops inside its fit loop, and
 torch's. ``_parameters``, ``_buffers``, ``_modules`` and ``_apply`` of an ``nn.Module`` may stand anywhere: torch's own
 documentation builds on them."""
@@ -51,24 +47,3 @@ def test_private_names_stand_in_their_own_file(home):
         and (names := private_names(path.read_text(), PRIVATE[home]))
     }
     assert not found
-
-
-@pytest.mark.parametrize(
-    ("home", "text", "count"),
-    [
-        (TORCH, "from torch._C import _functorch", 2),
-        (TORCH, "from torch.utils._pytree import tree_map", 1),
-        (TORCH, "from torch.utils import _pytree", 1),
-        (TORCH, "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
-        (TORCH, "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
-        (TORCH, "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
-        ("trainer/", "from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
-        ("trainer/", "from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
-        ("trainer/", 'vars(module)["_current_fx_name"] = "training_step"', 1),
-        ("trainer/", "loop._data_source = source; trainer._results", 4),
-        ("trainer/", "trainer.fit_loop.epoch_loop.batch_idx", 2),
-        ("trainer/", "self._loop.replace_data(federate); trainer.strategy.root_device; trainer.current_epoch", 0),
-    ],
-)
-def test_the_patterns(home, text, count):
-    assert len(private_names(text, PRIVATE[home])) == count

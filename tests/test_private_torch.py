@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from lightning_fedbayes.core.private_torch import (
     PRIMITIVES,
-    has_vmap_primitives,
     outside_of_vmap,
     outside_vmap,
     stack_of,
@@ -57,27 +56,6 @@ def test_noise_differs_between_clients():
     assert dropped.corrcoef().fill_diagonal_(0).abs().max() < 0.15
 
 
-def test_saved_tensor_hooks_work_again_after_a_step():
-    hooks = torch.autograd.graph.save_on_cpu
-    with vmap_level(2), pytest.raises(RuntimeError, match="several clients at once"), hooks():
-        pass
-    with hooks():
-        pass
-    with torch.autograd.graph.disable_saved_tensors_hooks("for a reason of one's own"):
-        with vmap_level(2):
-            pass
-        with pytest.raises(RuntimeError, match="reason of one's own"), hooks():
-            pass
-
-
-def test_primitives_that_do_something_else_are_not_used(monkeypatch):
-    """A name that stays while its arguments change."""
-    assert has_vmap_primitives()
-    monkeypatch.setattr(torch._C._functorch, "_add_batch_dim", lambda stack, level: stack)
-    assert not has_vmap_primitives()
-    assert torch.func.vmap(torch.sin)(torch.zeros(3)).shape == (3,)
-
-
 WITHOUT = """
 import sys
 import torch
@@ -102,16 +80,13 @@ for engine in ("vectorized", "auto", "sequential"):
 assert all(torch.allclose(end, ends[-1], atol=1e-5) for end in ends)
 """
 
-PRIVATE = {
-    "primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wrapped_tensor"), "vectorized\nvectorized\n"),
-    "pytree": (
-        "torch.utils._pytree",
-        ("tree_map", "tree_leaves"),
-        "engine='vectorized' cannot be used: torch lacks a private name .*tree_.*\nsequential\n",
-    ),
-}
+PRIVATE = {"primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wrapped_tensor"),
+        "vectorized\nvectorized\n"),
+    "pytree": ("torch.utils._pytree", ("tree_map", "tree_leaves"),
+        "engine='vectorized' cannot be used: torch lacks a private name .*tree_.*\nsequential\n")}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PRIVATE)
 def test_a_process_whose_torch_lacks_private_names_trains_all_the_same(kind):
     """The names are gone before the package is imported."""

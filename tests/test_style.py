@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import lightning_fedbayes
 
 PACKAGE = Path(lightning_fedbayes.__file__).parent
@@ -29,17 +27,10 @@ def docstrings(source):
             yield node.lineno, node.value.value.strip()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_docstrings_open_with_an_imperative_or_a_noun(path):
-    wrong = [
-        (line, text.split("\n")[0]) for line, text in docstrings(path.read_text()) if text.split()[:1][0] in QUESTIONS
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_retired_words_are_gone(path):
-    text = path.read_text()
-    found = {match: instead for pattern, instead in RETIRED.items() for match in re.findall(pattern, text)}
-    found = {match: instead for match, instead in found.items() if "diagram" not in match or "also called" not in text}
-    assert not found
+def test_docstrings_open_with_an_imperative_or_a_noun_and_retired_words_are_gone():
+    for path in MODULES:
+        text = path.read_text()
+        wrong = [(line, doc.split("\n")[0]) for line, doc in docstrings(text) if doc.split()[0] in QUESTIONS]
+        assert not wrong, path
+        found = {match for pattern in RETIRED for match in re.findall(pattern, text)}
+        assert not {match for match in found if "diagram" not in match or "also called" not in text}, path

@@ -1,7 +1,5 @@
 """Federations without rounds in a Trainer: equal to rounds without delays, resumed bit by bit, guarded as ever."""
 
-import math
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,17 +10,13 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import FedAsync
 from tests.callbacks.test_resume import Everything, state
 from tests.callbacks.test_states_on_disk import everything
-from tests.federations import Plain, assert_equal, bayesian, federate, from_yaml, loader, network
+from tests.federations import Plain, assert_equal, bayesian, federate, loader, network
 
 SIZES = (30, 24, 16, 12, 8)
 DELAYS = fb.Delays(slow={0: 10.0}, away=((3, 2.0, 5.0),))
-SETTINGS = {
-    "sites": {"fusion": "sites", "local_epochs": 2},
-    "ivon": {"fusion": "sites"},
+SETTINGS = {"sites": {"fusion": "sites", "local_epochs": 2}, "ivon": {"fusion": "sites"},
     "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
-    "adam": {"fusion": "fedadam", "keep": ["optimizer"]},
-    "barycenter": {"fusion": "rklb"},
-}
+    "adam": {"fusion": "fedadam", "keep": ["optimizer"]}, "barycenter": {"fusion": "rklb"}}  # fmt: skip
 SAME = ("seconds", "schedule/")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
@@ -51,19 +45,12 @@ def untimed(fitted):
     return {name: value for name, value in state(*fitted).items() if "schedule/" not in name}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "engine"), list(zip(SETTINGS, ["sequential", "vectorized"] * 3)))
 def test_without_delays_a_buffer_of_all_is_the_federation_by_rounds(setting, engine):
     rounds = fit(setting, None, engine=engine)
     without = fit(setting, fb.Asynchronous(buffer=5, delays=fb.Delays(0.0)), engine=engine)
     assert_equal(untimed(rounds), untimed(without))
     assert figures(rounds[1]) == figures(without[1])
-
-
-def test_without_delays_a_part_of_the_clients_is_the_federation_by_rounds():
-    rounds = fit("sites", None, 6, fraction=0.6)
-    without = fit("sites", fb.Asynchronous(3, 3, fb.Delays(0.0)), 6)
-    assert_equal(untimed(rounds), untimed(without))
 
 
 SCHEDULES = {
@@ -102,6 +89,7 @@ def test_another_schedule_does_not_go_on(tmp_path):
         fit_in(tmp_path, "sites", "few", 3, ckpt_path="last")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [2.0, None])
 def test_every_site_counts_once(bound):
     schedule = fb.Asynchronous(buffer=2, delays=DELAYS)
@@ -117,6 +105,7 @@ def test_every_site_counts_once(bound):
     torch.testing.assert_close(server.posterior.flatten()[1][random], 1 / precision, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_only_what_is_under_way_is_remembered():
     _, federation, _ = fit("sites", fb.Asynchronous(buffer=1, delays=DELAYS, max_staleness=8), 20)
     server, waiting = federation.federation.server, federation.federation.in_flight.rounds
@@ -124,15 +113,6 @@ def test_only_what_is_under_way_is_remembered():
     refused = [row["failed_clients"] for row in federation.history]
     assert sum(refused) >= 1
     assert "versions of the global posterior late, more than max" in str(federation._report.records.last_failure)
-
-
-def test_the_history_has_times_and_staleness():
-    _, federation, _ = fit("barycenter", fb.Asynchronous(buffer=1, delays=DELAYS), 6)
-    names = ["time", "staleness", "largest_staleness", "under_way", "oldest_under_way"]
-    times = [row["schedule/time"] for row in federation.history]
-    assert times == sorted(times)
-    assert [name for name in federation.history[-1] if name.startswith("schedule/")] == [f"schedule/{n}" for n in names]
-    assert federation.history[-1]["schedule/oldest_under_way"] == 6.0
 
 
 def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives():
@@ -161,6 +141,7 @@ def test_privacy_counts_messages_that_have_arrived():
     assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(privacy.figures(most)["privacy/epsilon"])
 
 
+@pytest.mark.slow
 def test_attackers_are_bounded_as_they_are_in_rounds():
     """A liar that is three times as fast as the others, one of ten."""
     found = []
@@ -187,25 +168,3 @@ def test_what_cannot_be_without_rounds_is_refused_before_training(options, messa
     given = {"fusion": "sites", "schedule": fb.Asynchronous(), **options}
     with pytest.raises(FederationError, match=message):
         federate(Plain(), fb.FederatedBayes(fb.SizesPartition(SIZES), **given))
-
-
-def test_a_trial_run_trains_two_clients_at_once():
-    _, federation, _ = fit("barycenter", fb.Asynchronous(), 1)
-    module = module_of("barycenter")
-    trial = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="rklb", schedule=fb.Asynchronous())
-    federate(module, trial, 1, loader(), loader(shuffle=False), fast_dev_run=True)
-    assert trial.history[-1]["schedule/under_way"] == 1.0
-    assert federation.history[-1]["schedule/under_way"] == 3.0
-
-
-def test_a_schedule_is_described_and_comes_from_yaml():
-    made = from_yaml("""
-        federation:
-          partition: {class_path: lightning_fedbayes.IIDPartition, init_args: {clients: 4}}
-          schedule:
-            class_path: lightning_fedbayes.Asynchronous
-            init_args: {buffer: 2, delays: {class_path: lightning_fedbayes.Delays, init_args: {typical: 2.0}}}
-    """)
-    assert made.settings.schedule == fb.Asynchronous(buffer=2, delays=fb.Delays(2.0, away=[]))
-    assert "buffer=2" in str(made.described()["schedule"])
-    assert math.isinf(fb.Delays(away=((0, 1.0, math.inf),)).back(0, 2.0))

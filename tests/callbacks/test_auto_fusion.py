@@ -1,18 +1,15 @@
 """fusion="auto": the rule that predicts the held-out data best, in every round."""
 
-import csv
 import math
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import AutoFusion
-from lightning_fedbayes.fusion.auto import CANDIDATES
 from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, rule_state, trainer
 
 RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
@@ -48,33 +45,6 @@ def test_the_best_of_one_round_is_what_that_rule_alone_gives(engine):
         assert torch.equal(made.posterior.mean[name], alone.posterior.mean[name]) if name in alone.posterior.mean else 1
 
 
-def test_default_candidates_are_scored_in_every_round():
-    made, _, _ = choosing("auto", rounds=2)
-    assert [set(losses(figures)) for figures in made.history] == [set(CANDIDATES)] * 2
-    assert made.described()["fusion"].startswith("auto(weighted_average, ")
-
-
-def test_deterministic_networks_lose_the_same_under_all_averages():
-    torch.manual_seed(0)
-    made, _, _ = choosing(["weighted_average", "linear_pool"], module=fb.HybridBayesianClassifier(network()))
-    for figures in made.history:
-        first, second = losses(figures).values()
-        assert first == pytest.approx(second, rel=1e-5)
-
-
-def test_a_user_s_own_score():
-    seen = []
-
-    def score(module, batch):
-        seen.append((module.training, torch.is_grad_enabled(), len(batch[0])))
-        return -float(parameters(module)["net.0.bias"].sum())
-
-    made, model, _ = choosing(module=Plain(), score=score, rounds=1)
-    assert set(seen) == {(False, False, 25), (False, False, 10)}
-    assert model.training
-    assert len(losses(made.history[0])) == 3
-
-
 def test_a_rule_that_cannot_fuse_drops_out_of_the_round():
     """A trim of 2 of 4 clients leaves none."""
     made, _, _ = choosing([fb.fusion.TrimmedMean(2), "reverse_kl_barycenter"], rounds=2)
@@ -99,6 +69,7 @@ def test_states_of_all_candidates_are_kept():
     assert 1.0 < icov < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_resumed_run_chooses_the_same(tmp_path):
     whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)
@@ -113,16 +84,6 @@ def test_resumed_run_chooses_the_same(tmp_path):
     assert [losses(figures) for figures in resumed.history] == [losses(figures) for figures in whole.history]
 
 
-def test_table_of_choices(tmp_path):
-    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(RULES))
-    federate(bayesian(), made, rounds=2, val=validation(), logger=CSVLogger(tmp_path))
-    (file,) = tmp_path.rglob("federation_chosen_rules.csv")
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [row["round"] for row in rows] == ["1", "2"]
-    for row in rows:
-        assert row["chosen"] == min(RULES, key=lambda name, row=row: float(row[name]))
-
-
 def test_candidates_are_scored_by_the_predictions_they_would_make():
     """A module that predicts with draws from the global posterior: each candidate's own, not the last round's."""
     torch.manual_seed(0)
@@ -132,18 +93,6 @@ def test_candidates_are_scored_by_the_predictions_they_would_make():
     assert abs(spread - point) > 1e-3
     best = min(losses(made.history[0]).items(), key=lambda item: item[1])[0]
     assert bool(made.posterior.variance["network.0.weight"].any()) == (best == "gaussian_fit")
-
-
-def test_a_hook_of_the_user_is_called_once_in_a_round():
-    class Told(fb.HybridBayesianClassifier):
-        def on_round_end(self, posterior, clients):
-            super().on_round_end(posterior, clients)
-            self.told = [*getattr(self, "told", []), posterior]
-
-    module = Told(network(), bayesian_last=1)
-    made, _, _ = choosing(rounds=3, module=module)
-    assert len(module.told) == 3
-    assert module.told[-1] is made.posterior
 
 
 def test_score_is_the_nll_of_the_mean_prediction():

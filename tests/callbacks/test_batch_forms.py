@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.calibration import predictions_of
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, blobs, federate, network, trainer
 
@@ -111,14 +110,8 @@ def odd(examples):
     return {"x": x, "answer": y, "names": ["a"] * len(x)}
 
 
-FORMS = {
-    "dicts": (Dicts, dicts),
-    "keywords": (Keywords, dicts),
-    "objects": (Objects, objects),
-    "steps": (Steps, dicts),
-    "longer": (Longer, longer),
-    "odd": (Odd, odd),
-}
+FORMS = {"dicts": (Dicts, dicts), "keywords": (Keywords, dicts), "objects": (Objects, objects), "steps": (Steps, dicts),
+    "longer": (Longer, longer), "odd": (Odd, odd)}  # fmt: skip
 
 
 class Examples(Dataset):
@@ -166,6 +159,7 @@ def form(request):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predictive", ["draws", "linearised"])
 def test_predictions_and_scores_are_those_of_pairs(form, predictive):
     found = []
@@ -206,6 +200,7 @@ def test_laplace_is_that_of_pairs(form, curvature):
             torch.testing.assert_close(value, getattr(wanted, part)[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_federation_by_laplace_is_that_of_pairs(form, engine):
     found = []
@@ -222,50 +217,6 @@ def test_a_federation_by_laplace_is_that_of_pairs(form, engine):
         torch.testing.assert_close(other.variance[name], ours.variance[name], rtol=1e-4, atol=1e-6)
     for name in ("val/draws/retained_area_entropy", "val/draws/clients/nll"):
         torch.testing.assert_close(same[name], scores[name], rtol=1e-4, atol=1e-4)
-
-
-def test_scores_of_clients_in_a_pass_of_their_own(form):
-    module, collate = FORMS[form][0](), FORMS[form][1]
-    data, plain = clients().dataset, Pairs()
-    expected = fb.evaluate_clients(fb.PosteriorPredictive(plain, posterior(plain), 5), data, batch_size=8)
-    made = fb.PosteriorPredictive(module, posterior(module), 5)
-    found = fb.evaluate_clients(made, data, batch_size=8, collate_fn=collate)
-    for figure, values in expected.values.items():
-        torch.testing.assert_close(found.values[figure], values, **TOLERANCE)
-    report = fb.ClientReport()
-    trainer(1, [report]).validate(made, clients(collate), verbose=False)  # batches of two clients have no positions
-    assert report.scores["val"].num_examples == expected.num_examples
-
-
-class Rows(Dataset):
-    """Examples that are dicts, which torch's own function collates."""
-
-    def __init__(self, examples):
-        self.examples = examples
-
-    def __len__(self):
-        return len(self.examples)
-
-    def __getitem__(self, index):
-        x, y = self.examples[index]
-        return {"x": x, "labels": y}
-
-
-def test_calibration_from_data_sets_of_dicts():
-    data = {"north": blobs(20, 1), "south": blobs(12, 2)}
-    rows = {name: Rows(each) for name, each in data.items()}
-    ours, other = Pairs(trained()), Keywords(trained())
-    one, two = (fb.PosteriorPredictive(each, posterior(each), 5) for each in (ours, other))
-    for found, wanted in zip(predictions_of(two, rows).values(), predictions_of(one, data).values(), strict=True):
-        torch.testing.assert_close(found, wanted, **TOLERANCE)
-    assert fb.FederatedTemperature().fit_from(two, rows).temperature == pytest.approx(
-        fb.FederatedTemperature().fit_from(one, data).temperature, rel=1e-5
-    )
-    line = nn.Linear(6, 1)
-    regressor = fb.PosteriorPredictive(
-        line, posterior(line), likelihood=fb.Gaussian(1.0), unpack=lambda b: (b["x"], b["labels"].float())
-    )
-    assert fb.FederatedConformal(kind="interval").scores_of(regressor, rows)["north"].shape == (20,)
 
 
 def test_a_function_says_what_a_batch_holds():

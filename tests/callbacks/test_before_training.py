@@ -52,10 +52,8 @@ def yes_or_no(rows=9):
     ("module", "callback", "says"),
     [
         (Untrained, fb.UncertaintyReport, "yes or no, or numbers"),
-        (Untrained, fb.ClientReport, "yes or no, or numbers"),
         (Foreign, fb.ClientReport, "Foreign.predict_step returns"),
         (Untrained, fb.FederatedTemperature, "yes or no, or numbers"),
-        (Untrained, fb.FederatedConformal, "yes or no, or numbers"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
@@ -72,28 +70,7 @@ def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
         )
 
 
-@pytest.mark.parametrize("callback", [fb.FederatedTemperature, fb.FederatedConformal])
-def test_so_it_is_without_a_federation(callback):
-    data = yes_or_no()
-    with pytest.raises(fb.FedBayesError, match="yes or no, or numbers"):
-        trainer(1, [callback()], num_sanity_val_steps=0).fit(Untrained(), loader(data), DataLoader(data, 8))
-
-
-@STEPS
-def test_a_client_without_an_example_is_named(steps):
-    empty = fb.ClientDatasets({"all": clients(9).datasets[0], "none": TensorDataset(torch.zeros(0, 6), torch.zeros(0))})
-    with pytest.raises(fb.FedBayesError, match="client none has no held-out example"):
-        federate(
-            Plain(),
-            fb.FederatedBayes(),
-            1,
-            loader(clients(40, 30)),
-            DataLoader(empty, 8),
-            callbacks=[fb.FederatedConformal()],
-            num_sanity_val_steps=steps,
-        )
-
-
+@pytest.mark.slow
 @STEPS
 @pytest.mark.parametrize("callbacks", [(), (fb.UncertaintyReport(None),), (fb.ClientReport(),)])
 def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
@@ -150,6 +127,7 @@ class Watch(L.Callback):
         pytest.fail("the user has turned it off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("federated", [False, True])
 def test_the_check_leaves_no_trace(federated):
     ends = []
@@ -168,25 +146,3 @@ def test_the_check_leaves_no_trace(federated):
     assert calls == others_calls == [False] * 3
     assert at == now == [0, 0, 0.0, False, 0]
     assert steps == 0
-
-
-def test_what_the_module_s_own_validation_raises_comes_in_its_turn():
-    class Late(Plain):
-        def validation_step(self, batch, number):
-            if not self.is_trained:
-                raise RuntimeError("validated too early")
-
-        def on_train_epoch_end(self):
-            self.is_trained = True
-
-        def on_train_epoch_start(self):
-            self.begun = True
-
-        is_trained = begun = False
-
-    module = Late()
-    with pytest.raises(RuntimeError, match="validated too early"):
-        trainer(1, [fb.FederatedTemperature()], num_sanity_val_steps=0).fit(
-            module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8)
-        )
-    assert module.begun

@@ -13,15 +13,7 @@ from lightning_fedbayes.core.errors import FederationError
 from tests.clients.test_evaluation import clients
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 
-
-class Own(Plain):
-    """Predicts what is no prediction of this package, and returns none from its steps."""
-
-    def test_step(self, batch, batch_idx):
-        self.log("test/own", 0.0)
-
-    def predict_step(self, batch, batch_idx=0, dataloader_idx=0):
-        return batch[0]
+pytestmark = pytest.mark.slow
 
 
 def batches(*sizes: int) -> torch.utils.data.DataLoader:
@@ -44,11 +36,6 @@ def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
     assert tested[0]["test/clients/nll"] == pytest.approx(fb.evaluate_clients(module, clients(8, 8, 8)).mean("nll"))
 
 
-def test_a_federation_brings_the_report_along():
-    made = federate(bayesian(), fb.FederatedBayes(), 1, loader(clients(40, 30)), batches(9, 12))
-    assert "val/clients/nll_worst" in made.callback_metrics
-
-
 def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_given():
     module, callback = Plain(), fb.FederatedBayes(fusion="gaussian_fit")
     made = federate(module, callback, 1, loader(clients(40, 30)), batches(9, 12), callbacks=[fb.UncertaintyReport(5)])
@@ -59,20 +46,9 @@ def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_give
     assert not any("clients/" in name for name in plain.callback_metrics)
 
 
-def test_other_data_are_left_alone():
-    made = federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(3)), 1, loader(), loader(shuffle=False))
-    assert not any("clients/" in name for name in made.callback_metrics)
-
-
-def test_predictions_of_another_kind_are_named_and_cost_no_run():
-    with pytest.warns(UserWarning, match="no scores of each client: Own.predict_step returns"):
-        trainer(1, [fb.ClientReport()]).test(Own(), batches(9, 12), verbose=False)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"keep": ["posterior"]},
         {"fusion": "population"},
         {"fusion": "ditto"},
         {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},

@@ -12,7 +12,7 @@ from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import LinearFlipout, Reparameterized
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 
 pytest.importorskip("opacus")
 
@@ -120,12 +120,6 @@ def test_epsilon_counts_each_clients_steps():
     assert privacy.epsilons == pytest.approx({0: of_large, 1: of_small})
     assert of_small > of_large
     assert float(made.callback_metrics["privacy/example_epsilon"]) == pytest.approx(of_small)
-
-
-def test_the_engine_that_is_chosen_is_sequential():
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), federation, 1, callbacks=[ExamplePrivacy()])
-    assert federation.federation.engine.name == "sequential"
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -321,11 +315,3 @@ def test_buffers_that_clients_would_send_are_refused():
     with pytest.raises(FederationError, match=r"net\.0\.seen.*buffers='frozen'"):
         run(Plain(net), ExamplePrivacy())
     run(Plain(net), ExamplePrivacy(), rounds=1, buffers="frozen")
-
-
-def test_it_learns_with_little_noise():
-    x, y = blobs(300).tensors
-    module = Plain(lr=0.5)
-    federation = fb.FederatedBayes(fb.IIDPartition(2), engine="sequential")
-    federate(module, federation, 5, loader(blobs(300), 32), callbacks=[ExamplePrivacy(1.0, 0.5)])
-    assert float((module(x).argmax(1) == y).double().mean()) > 0.8

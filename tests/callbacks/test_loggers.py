@@ -6,95 +6,41 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.loggers import note
-from lightning_fedbayes.callbacks.report import described_network
-from lightning_fedbayes.core.posterior import zeros_like
-from lightning_fedbayes.core.run_file import FILE
 from lightning_fedbayes.modules import mlp
+from tests import federations
 
 from .wandb_file import read_run
 
+pytestmark = pytest.mark.slow
+
 ROUNDS, CLIENTS = 3, 3
-VALIDATION = {
-    "val/accuracy",
-    "val/nll",
-    "val/ece",
-    "val/brier",
-    "val/entropy",
-    "val/epistemic",
-    "val/kwon_aleatoric",
-    "val/kwon_epistemic",
-    "val/client_accuracy",
-    "val/worst_client_accuracy",
-    "val/retained_area_entropy",
-    "val/retained_area_kwon_aleatoric",
-    "val/retained_area_kwon_epistemic",
-    "val/retained_area_epistemic",
-}
+VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/epistemic", "val/kwon_aleatoric",
+    "val/kwon_epistemic", "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
+    "val/retained_area_kwon_aleatoric", "val/retained_area_kwon_epistemic", "val/retained_area_epistemic"}  # fmt: skip
 CONSTANT = {"federation/failed_clients", "federation/failed_rounds", "federation/excluded_clients"}
-FEDERATION = {
-    "federation/seconds",
-    "federation/megabytes_up",
-    "federation/megabytes_down",
-    "federation/posterior_variance",
-    "federation/disagreement",
-    "federation/effective_clients",
-    "federation/train_loss",
-}
+FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
+    "federation/posterior_variance", "federation/disagreement", "federation/effective_clients",
+    "federation/train_loss"}  # fmt: skip
 OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {
-    "federation/clients_by_class": 0,
-    "val/calibration": ROUNDS,
-    "val/accuracy_retained": ROUNDS,
-    "test/calibration": ROUNDS,
-    "test/accuracy_retained": ROUNDS,
-}
-CURVES = {
-    "val/calibration_curve": [1, 2, 3],
-    "val/retained_curve": [1, 2, 3],
-    "test/calibration_curve": [ROUNDS],
-    "test/retained_curve": [ROUNDS],
-}
-TEST = {f"test/{name.removeprefix('val/')}" for name in VALIDATION}
-SETTINGS = {
-    "clients": CLIENTS,
-    "fusion": fb.Sites().described,
-    "weighting": "train_size",
-    "seed": 7,
-    "local_epochs": 1,
-    "fraction": 1.0,
-    "engine": "vectorized",
-    "buffers": "average",
-    "keep": [],
-    "min_clients": 1,
-    "local_parameters": [],
-}
-COLUMNS = [
-    "client",
-    "examples",
-    "rounds",
-    "failures",
-    "weight",
-    "train_loss",
-    "accuracy",
-    "seconds",
-    "megabytes_up",
-    "last_failure",
-]
+IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS,
+    "test/calibration": ROUNDS, "test/accuracy_retained": ROUNDS}  # fmt: skip
+SETTINGS = {"clients": CLIENTS, "fusion": fb.Sites().described, "weighting": "train_size", "seed": 7, "local_epochs": 1,
+    "fraction": 1.0, "engine": "vectorized", "buffers": "average", "keep": [], "min_clients": 1,
+    "local_parameters": []}  # fmt: skip
+COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
+    "last_failure"]  # fmt: skip
 PNG = b"\x89PNG"
 
 
@@ -129,16 +75,7 @@ def federate(loggers):
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
     recorder = Recorder()
     model = Model(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
-    trainer = L.Trainer(
-        max_epochs=ROUNDS,
-        accelerator="cpu",
-        logger=loggers,
-        callbacks=[federation, recorder],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-    )
+    trainer = federations.trainer(ROUNDS, [federation, recorder], logger=loggers, log_every_n_steps=1)
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
     trainer.test(model, DataLoader(val, 64), verbose=False)
     rounds = [
@@ -225,109 +162,12 @@ def test_wandb_config_has_the_settings_of_federation_and_model(run):
     assert recorded.config["estimator"] == "local_reparameterization"
 
 
-def test_wandb_config_has_the_network_and_its_parameters(run):
-    """A (μ, ρ) counts once: 64-12-10, of which the last layer is Bayesian."""
-    hidden, last = 64 * 12 + 12, 12 * 10 + 10
-    assert run[1].config["federation"]["network"] == {
-        "module": "Model",
-        "name": "Sequential",
-        "parameters": hidden + last,
-        "trained": hidden + last,
-        "gaussian": last,
-    }
-
-
-def test_frozen_parameters_and_those_of_several_parts_are_counted():
-    module = fb.HybridBayesianClassifier(mlp(4, 2, (3,)), bayesian_last=1)
-    next(module.parameters()).requires_grad_(False)  # 4 × 3
-    module.another = torch.nn.Linear(2, 5)
-    means = {"a": torch.zeros(7), "b": torch.zeros(2)}
-    posterior = fb.GaussianPosterior(means, {"a": torch.ones(7), "b": zeros_like(means["b"])})
-    every = 4 * 3 + 3 + 3 * 2 + 2 + 2 * 5 + 5
-    assert described_network(module, posterior) == {
-        "module": "HybridBayesianClassifier",
-        "name": "HybridBayesianClassifier",
-        "parameters": every,
-        "trained": every - 12,
-        "gaussian": 7,
-    }
-
-
-@pytest.mark.parametrize("name", CURVES)
-def test_wandb_has_the_curves_of_every_round(run, name):
-    """Charts of lines, whose data are tables: (x, line, y)."""
-    folder, recorded = run
-    rows = [row for row in recorded.history if row.get(f"{name}_table/_type") == "table-file"]
-    assert [row["round"] for row in rows] == CURVES[name]
-    assert recorded.axes(name) == recorded.axes(f"{name}_table") == {"round"}
-    tables = [json.loads((folder / "files" / row[f"{name}_table/path"]).read_text())["data"] for row in rows]
-    lines = [sorted({line for _, line, _ in table}) for table in tables]
-    assert set(map(len, lines)) == {3 if "calibration" in name else 4}
-    if name == "val/calibration_curve":  # the ECE is the mean gap, by share of examples
-        of_rounds = [{line: [y for _, each, y in table if each == line] for line in lines[0]} for table in tables]
-        gaps = [
-            sum(
-                share * abs(y - x)
-                for x, y, share in zip(
-                    of_round["perfect calibration"], of_round["accuracy"], of_round["share of examples"], strict=True
-                )
-            )
-            for of_round in of_rounds
-        ]
-        assert gaps == pytest.approx([row["val/ece"] for row in entries(recorded.history, "val/ece")], abs=1e-5)
-
-
-@pytest.mark.parametrize("name", sorted(TEST))
-def test_wandb_has_the_figures_of_a_test_over_the_rounds(run, name):
-    assert [row["round"] for row in entries(run[1].history, name)] == [ROUNDS]
-    assert run[1].axes(name) == {"round"}
-
-
-def test_wandb_draws_pictures_and_tables_over_the_rounds(run):
-    assert all(run[1].axes(name) == {"round"} for name in (*IMAGES, "federation/clients"))
-
-
-def test_the_figures_of_the_clients_are_those_of_the_round(run, logged):
-    _, federation, rounds = logged
-    sizes = federation.clients.sizes
-    for figure, of_round in (("accuracy", "val/client_accuracy"), ("train_loss", "federation/train_loss")):
-        curves = [
-            [row[f"client_{figure}/{k}"] for row in entries(run[1].history, f"client_{figure}/{k}")]
-            for k in range(CLIENTS)
-        ]
-        means = [math.fsum(n * value for n, value in zip(sizes, values)) / sum(sizes) for values in zip(*curves)]
-        assert same(means, [figures[of_round] for figures in rounds])
-
-
-def test_wandb_has_no_charts_that_tell_nothing(run):
-    assert not any(name in row for row in run[1].history for name in CONSTANT)
-
-
-def test_wandb_draws_figures_of_steps_over_the_steps(run):
-    assert run[1].axes(STEP) == {"trainer/global_step"}
-    assert [row["trainer/global_step"] for row in entries(run[1].history, STEP)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("name", sorted(SCALARS | OF_CLIENTS))
-def test_wandb_history_has_every_figure_beside_its_round(run, logged, name):
-    rows = entries(run[1].history, name)
-    assert [row["round"] for row in rows] == [1, 2, 3]
-    if name not in TRAINING | OF_CLIENTS:
-        assert same([row[name] for row in rows], [figures[name] for figures in logged[2]])
-
-
-def test_wandb_draws_every_figure_over_the_rounds(run):
-    """W&B takes any pattern that matches: a name has the round as its axis if no pattern says otherwise."""
-    axes = {name: run[1].axes(name) for name in SCALARS | OF_CLIENTS}
-    assert axes == {name: {"round"} for name in SCALARS | OF_CLIENTS}
-
-
-def test_wandb_keys_are_either_numbers_or_media(run):
-    """A key that is both loses its chart."""
-    history = run[1].history
-    numbers = {name for row in history for name, value in row.items() if isinstance(value, int | float)}
-    media = {name.removesuffix("/_type") for row in history for name in row if name.endswith("/_type")}
-    assert numbers & media == set()
+def test_wandb_history_has_every_figure_beside_its_round(run, logged):
+    for name in sorted(SCALARS | OF_CLIENTS):
+        rows = entries(run[1].history, name)
+        assert [row["round"] for row in rows] == [1, 2, 3]
+        if name not in TRAINING | OF_CLIENTS:
+            assert same([row[name] for row in rows], [figures[name] for figures in logged[2]])
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -386,14 +226,14 @@ def read_csv(path):
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize("name", sorted(SCALARS | CONSTANT))
-def test_csv_has_every_figure_beside_its_round(csv_folder, logged, name):
-    head, *lines = read_csv(csv_folder / "metrics.csv")
-    rows = [dict(zip(head, line, strict=True)) for line in lines]
-    rows = [row for row in rows if row[name]]
-    assert [float(row["round"]) for row in rows] == [1, 2, 3]
-    if name not in TRAINING:
-        assert same([float(row[name]) for row in rows], [figures[name] for figures in logged[2]])
+def test_csv_has_every_figure_beside_its_round(csv_folder, logged):
+    for name in sorted(SCALARS | CONSTANT):
+        head, *lines = read_csv(csv_folder / "metrics.csv")
+        rows = [dict(zip(head, line, strict=True)) for line in lines]
+        rows = [row for row in rows if row[name]]
+        assert [float(row["round"]) for row in rows] == [1, 2, 3]
+        if name not in TRAINING:
+            assert same([float(row[name]) for row in rows], [figures[name] for figures in logged[2]])
 
 
 def test_csv_has_pictures_and_table_as_files_beside_it(csv_folder, logged):
@@ -425,13 +265,13 @@ def events(logged):
     return accumulator.Reload()
 
 
-@pytest.mark.parametrize("name", sorted(SCALARS))
-def test_tensorboard_has_every_figure_at_the_step_of_its_round(events, logged, name):
-    rounds = {event.step: event.value for event in events.Scalars("round")}
-    assert [rounds[event.step] for event in events.Scalars(name)] == [1, 2, 3]
-    values = [event.value for event in events.Scalars(name)]
-    if name not in TRAINING:
-        assert same(values, [figures[name] for figures in logged[2]])
+def test_tensorboard_has_every_figure_at_the_step_of_its_round(events, logged):
+    for name in sorted(SCALARS):
+        rounds = {event.step: event.value for event in events.Scalars("round")}
+        assert [rounds[event.step] for event in events.Scalars(name)] == [1, 2, 3]
+        values = [event.value for event in events.Scalars(name)]
+        if name not in TRAINING:
+            assert same(values, [figures[name] for figures in logged[2]])
 
 
 def test_tensorboard_shows_the_settings_of_the_federation(events):
@@ -448,81 +288,7 @@ def test_tensorboard_has_the_images(events, name):
     assert image.encoded_image_string.startswith(PNG)
 
 
-def test_tensorboard_has_the_table_of_clients(events, logged):
-    (event,) = events.Tensors("federation/clients/text_summary")
-    head, _, *rows = event.tensor_proto.string_val[0].decode().splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")] == COLUMNS
-    assert [row.split("|")[1].strip() for row in rows] == list(logged[1].clients.names)
-    assert [int(row.split("|")[2]) for row in rows] == list(logged[1].clients.sizes)
-
-
 # -- many clients, and clients that fail -------------------------------------------------------------------------------
-
-
-class Charts(Logger):
-    """Keeps the rows that it is given."""
-
-    name, version = "charts", 0
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append(metrics)
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-
-class Failing(fb.HybridBayesianClassifier):
-    """Fails at client 3 in the second round."""
-
-    def on_client_start(self, client):
-        super().on_client_start(client)
-        if (client.number, client.round) == (3, 1):
-            raise RuntimeError("no power")
-
-
-def charts_of(clients, model=fb.HybridBayesianClassifier, fusion=None):
-    """The rows of the rounds of a federation with ``clients``."""
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
-    charts, federation = Charts(), fb.FederatedBayes(fb.IIDPartition(clients), fusion=fusion)
-    trainer = L.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=charts,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        check_val_every_n_epoch=2,
-        callbacks=[federation],
-    )
-    trainer.fit(model(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 200))
-    return [row for row in charts.rows if "federation/seconds" in row]
-
-
-def test_many_clients_are_a_band_of_quantiles():
-    for row in charts_of(21):
-        losses = [row[f"client_train_loss/quantile_{level}"] for level in (10, 50, 90)]
-        assert losses == sorted(losses)
-        assert losses[0] < row["federation/train_loss"] < losses[2]
-        assert ("client_accuracy/quantile_50" in row) == (row["round"] == 2)  # of which alone is a validation
-        assert not any(name.endswith("/20") for name in row)
-    assert "client_train_loss/19" in charts_of(20)[0]
-
-
-def test_counts_of_failures_are_drawn_from_the_first_failure_on():
-    rows = charts_of(5, Failing, "reverse_kl_barycenter")  # whose clients send as much as they are sent
-    assert [row.get("federation/failed_clients") for row in rows] == [None, 1, 0]
-    assert [row.get("federation/failed_rounds") for row in rows] == [None, None, None]
-    assert [row.get("federation/megabytes_down", 0) > row["federation/megabytes_up"] for row in rows] == [
-        False,
-        True,
-        False,
-    ]
-    assert ["client_train_loss/3" in row for row in rows] == [True, False, True]
 
 
 # -- no logger, no account ---------------------------------------------------------------------------------------------
@@ -533,17 +299,6 @@ def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
     _, rounds = federate(loggers=False)
     assert len(rounds) == ROUNDS
     assert list(tmp_path.rglob("*")) == []
-
-
-def test_a_disabled_run_and_other_processes_write_no_file_of_the_run(tmp_path):
-    disabled = WandbLogger(mode="disabled", save_dir=str(tmp_path))
-    csv_logger = CSVLogger(str(tmp_path), name="csv")
-    note(SimpleNamespace(is_global_zero=True, loggers=[disabled]), {"round": 0})
-    note(SimpleNamespace(is_global_zero=False, loggers=[csv_logger]), {"round": 0})
-    assert not Path(disabled.experiment.dir, FILE).exists()
-    assert not Path(csv_logger.log_dir, FILE).exists()
-    note(SimpleNamespace(is_global_zero=True, loggers=[csv_logger, Charts()]), {"round": 0})
-    assert Path(csv_logger.log_dir, FILE).read_text() == '{"round": 0}\n'
 
 
 SCRIPT = """

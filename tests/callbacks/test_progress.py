@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 import lightning_fedbayes as fb
 from tests.federations import Plain, federate, loader
 
+pytestmark = pytest.mark.slow
+
 
 def descriptions(bar: L.Callback, read, engine="sequential", **settings) -> list[str]:
     class Spy(L.Callback):
@@ -63,12 +65,3 @@ def test_rich():
         return bar.progress.tasks[bar.train_progress_bar_id].description
 
     assert descriptions(RichProgressBar(), read) == EXPECTED
-
-
-@pytest.mark.parametrize(("engine", "who"), [("vectorized", ["all 2 clients at once"]), (1, EXPECTED)])
-def test_several_clients_at_once(engine, who):
-    def read(bar):
-        return bar.train_progress_bar.desc.removesuffix(": ")
-
-    expected = who if engine == 1 else [f"Round {round}/2, {who[0]}" for round in (1, 2)]
-    assert descriptions(TQDMProgressBar(), read, engine) == expected

@@ -21,7 +21,7 @@ from lightning_fedbayes.clients.vectorized import engine
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import Reliability
 from lightning_fedbayes.methods import Averaging
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network
 
 ROUNDS = 4
 
@@ -58,17 +58,10 @@ class OnPlateau(Everything):
 
 SETTINGS = {
     "plain": {},
-    "everything kept": {
-        "keep": ["optimizer"],
-        "buffers": "local",
-        "local_parameters": ["network.6.*"],
-        "local_epochs": 2,
-    },
+    "everything kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["network.6.*"],
+        "local_epochs": 2},
     "global prior": {"fusion": Averaging("wb", "global"), "weighting": "distance"},
-    "state of reliability": {
-        "fusion": Reliability("ivar_vb", then="rklb"),
-        "adversaries": GaussianVector(clients=[1]),
-    },
+    "state of reliability": {"fusion": Reliability("ivar_vb", then="rklb"), "adversaries": GaussianVector(clients=[1])},
     "state of covariance": {"fusion": "icov_vb", "adversaries": RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
     "population": {"fusion": "population"},
@@ -76,7 +69,7 @@ SETTINGS = {
     "ivon": {"fusion": "sites", "keep": ["posterior"]},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
-}
+}  # fmt: skip
 MODULES = {
     "ivon": lambda: Plain(network(batch_norm=True), optimizer=fb.IVON),
     "laplace": lambda: Plain(network(batch_norm=True)),
@@ -185,8 +178,8 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
     return {**module.state_dict(), **figures, **variances}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.whole
+@pytest.mark.parametrize(("setting", "engine"), list(zip(SETTINGS, ENGINES * len(SETTINGS))))
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     whole = state(*run(tmp_path / "whole", setting, engine=engine))
     with pytest.raises(Crash):
@@ -216,6 +209,7 @@ def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
         torch.testing.assert_close(second, value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
@@ -226,26 +220,8 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     assert_equal(state(*whole), state(*resumed))
 
 
-def test_a_checkpoint_by_a_callback_before_ours_at_the_last_batch_resumes(tmp_path):
-    class Early(L.Callback):
-        sees_stacks = True
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 2 and batch_idx + 1 == trainer.num_training_batches:
-                trainer.save_checkpoint(tmp_path / "early.ckpt")
-
-    module, fed = Everything(), federation("plain")
-    made = trainer(ROUNDS, [Early(), fed])
-    made.fit(module, loader(), loader(shuffle=False))
-    assert torch.load(tmp_path / "early.ckpt", weights_only=True)["epoch"] == 2
-    again, fed_again = Everything(), federation("plain")
-    made_again = trainer(ROUNDS, [fed_again])
-    made_again.fit(again, loader(), loader(shuffle=False), ckpt_path=tmp_path / "early.ckpt")
-    assert_equal(state(module, fed, made), state(again, fed_again, made_again))
-
-
-@pytest.mark.parametrize("setting", ["plain", "everything kept"])
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "every"), [("plain", 4), ("everything kept", 1)])
 def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, every):
     whole = state(*run(tmp_path / "whole", setting))
     with pytest.raises(Crash):
@@ -254,7 +230,8 @@ def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, settin
     assert_equal(whole, resumed)
 
 
-@pytest.mark.parametrize("setting", ["plain", "everything kept"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["everything kept"])
 def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(tmp_path, setting):
     whole = state(*run(tmp_path / "whole", setting, save_on_exception=True))
     with pytest.raises(Crash):
@@ -265,6 +242,7 @@ def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(t
     assert_equal(whole, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_weights_only": False}])
 def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
     starts = []
@@ -291,6 +269,7 @@ def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
     assert_equal(checkpoint["state_dict"], dict(module.state_dict()))
 
 
+@pytest.mark.slow
 def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     def module():
         torch.manual_seed(0)
@@ -317,36 +296,11 @@ def parts(tmp_path_factory):
     return killed("tests.callbacks.test_resume", calls, tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", KILLED)
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
     resumed = state(*run(parts / setting, setting, ckpt_path="last"))
     assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_results_do_not_depend_on_workers(workers):
-    """The reference is the in-memory path; a data set that is no TensorDataset goes through a DataLoader."""
-    from tests.federations import blobs
-
-    class Opaque(torch.utils.data.Dataset):
-        def __init__(self):
-            self.inner = blobs()
-            self.targets = self.inner.tensors[1]
-
-        def __len__(self):
-            return len(self.inner)
-
-        def __getitem__(self, index):
-            torch.rand(1)  # consumes global randomness, as a transform does
-            return self.inner[index]
-
-    modules = []
-    for data in (blobs(), Opaque()):
-        module = Everything()
-        options = {"num_workers": workers} if isinstance(data, Opaque) else {}
-        federate(module, federation("plain"), 2, loader(data, **options))
-        modules.append(module)
-    assert_equal(*(dict(module.state_dict()) for module in modules))
 
 
 @pytest.mark.parametrize(("options", "message"), [({"seed": 4}, r"seed=4 \(was 3\)"), ({}, "client_sizes")])
@@ -369,6 +323,7 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -10,24 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate, UpdateAttack
-from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.fusion import AutoFusion, MultiKrum, Reliability, TrimmedMean
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, network, parameters, rule_state
+from lightning_fedbayes.fusion import AutoFusion, MultiKrum, TrimmedMean
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, parameters
 
-ROBUST = (
-    "ivar_vb",
-    "ivar_mle",
-    "icov_vb",
-    "icov_mle",
-    "geometric_median",
-    "coordinate_median",
-    "krum",
-    "multi_krum",
-    "trimmed_mean",
-    "nearest_neighbour_mixing",
-    "norm_clipping",
-)
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -45,8 +32,7 @@ class OnlyOnce(UpdateAttack):
         return mean * 0 + self.value if OnlyOnce.rounds == 2 else mean
 
 
-@pytest.mark.parametrize("clients", [2, 5, 20])
-@pytest.mark.parametrize("rule", ["linear_pool", "weighted_average", "sites"])
+@pytest.mark.parametrize(("rule", "clients"), [("linear_pool", 2), ("weighted_average", 5), ("sites", 20)])
 def test_a_client_that_no_training_explains_is_left_out_by_name(rule, clients, caplog):
     OnlyOnce.rounds = 0
     made = fb.FederatedBayes(fb.IIDPartition(clients), fusion=rule, adversaries=OnlyOnce([0], 1e30))
@@ -82,7 +68,7 @@ def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
         federate(Plain(), made, rounds=5)
 
 
-@pytest.mark.parametrize("rule", [*ROBUST, "weighted_average", "reverse_kl_barycenter"])
+@pytest.mark.parametrize("rule", ["icov_vb", "krum", "weighted_average"])
 def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
     made = fb.FederatedBayes(
         fb.IIDPartition(5), fusion=rule, adversaries=NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2)
@@ -95,7 +81,7 @@ def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("rule", ["ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median"])
+@pytest.mark.parametrize("rule", ["ivar_vb", "icov_mle", "geometric_median"])
 def test_a_client_beyond_all_bounds_leaves_a_finite_model(rule):
     made = fb.FederatedBayes(
         fb.IIDPartition(5), fusion=rule, adversaries=ScaledUpdate([2], factor=1e24), weighting="equal"
@@ -107,7 +93,7 @@ def test_a_client_beyond_all_bounds_leaves_a_finite_model(rule):
     assert made.federation.result.weights[2] < 1e-6
 
 
-@pytest.mark.parametrize("rule", ["ivar_vb", "multi_krum", "icov_vb"])
+@pytest.mark.parametrize("rule", ["ivar_vb", "multi_krum"])
 def test_bootstrap_leaves_out_the_clients_that_the_rule_leaves_out(rule):
     torch.manual_seed(0)
     x = torch.randn(60, 3)
@@ -118,22 +104,6 @@ def test_bootstrap_leaves_out_the_clients_that_the_rule_leaves_out(rule):
     assert 0 in made.federation.result.excluded
     assert len(model.global_round.clients) == 5 - len(made.federation.result.excluded)
     assert float(model.eval().predict_step(x).samples.abs().max()) < 50
-
-
-def test_state_of_another_rule_is_not_read():
-    first = fb.FederatedBayes(fb.IIDPartition(4), fusion="ivar_vb")
-    federate(Plain(), first, rounds=1)
-    second = fb.FederatedBayes(fb.IIDPartition(4), fusion=Reliability("ivar_vb", then="linear_pool"))
-    federate(Plain(), second, rounds=1)
-    second.federation.load_state_dict(first.federation.state_dict())
-    assert rule_state(first) != {}
-    assert set(rule_state(second)) == {"by", "then"}
-
-
-def test_distance_weights_after_a_rule_that_gives_spread_to_deterministic_layers():
-    made = fb.FederatedBayes(fb.IIDPartition(4), fusion="linear_pool", weighting="distance")
-    federate(bayesian(), made, rounds=3)
-    assert made.history[-1]["failed_rounds"] == 0
 
 
 def test_interrupted_choice_leaves_the_last_good_posterior():
@@ -157,46 +127,3 @@ def test_interrupted_choice_leaves_the_last_good_posterior():
         federate(module, made, rounds=3, val=DataLoader(blobs(20), 10), callbacks=[Keep()])
     assert len(before) == 2
     assert_equal(parameters(module), before[1])
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-def test_candidates_are_scored_in_the_trainer_s_precision(precision):
-    dtypes = set()
-
-    def score(module, batch):
-        dtypes.add(module.network(batch[0]).dtype)
-        return predictive_nll(module, batch)
-
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=AutoFusion(["rklb", "linear_pool"], score=score))
-    federate(bayesian(), made, rounds=1, val=DataLoader(blobs(20), 10), precision=precision)
-    assert made.history[0]["failed_rounds"] == 0
-    assert dtypes == {torch.float64 if precision == "64-true" else torch.bfloat16}
-
-
-def test_candidates_are_scored_on_batches_that_the_module_has_changed():
-    class Scaled(fb.HybridBayesianClassifier):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return [batch[0] * 0, batch[1]]
-
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=AutoFusion(["fedavg", "linear_pool"]), engine="sequential")
-    module = Scaled(network(), bayesian_last=0)
-    federate(module, made, rounds=1, val=DataLoader(blobs(20), 10))
-    scores = [value for name, value in made.history[0].items() if "held_out" in name]
-    with torch.no_grad():
-        logits = module.network(torch.zeros(20, 6))
-        expected = torch.nn.functional.cross_entropy(logits, blobs(20).tensors[1])
-    assert scores[0] == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_closed_form_with_a_parameter_that_stays_at_the_clients():
-    torch.manual_seed(0)
-    x = torch.randn(60, 3)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
-    model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="none", predictive="closed_form", scaler=False)
-    made = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_parameters="network.bias")
-    federate(model, made, rounds=1, train=data)
-    prediction = model.eval().predict_step(x)
-    with torch.no_grad():
-        torch.testing.assert_close(prediction.mean, model.network(x))
-    assert bool((made.posterior.variance["network.weight"] > 0).any())
-    assert "network.bias" not in made.posterior.names

@@ -12,18 +12,11 @@ from tests.callbacks.test_resume import Everything, kill, killed, state
 from tests.federations import Plain, assert_equal, federate, loader
 
 ROUNDS = 4
-SETTINGS = {
-    "sites": {"fusion": "sites", "local_epochs": 2},
-    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
-    "ditto": {"fusion": "ditto"},
-    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])},
-    "ivon": {"fusion": "sites"},
-    "late": {
-        "fusion": "sites",
-        "fraction": 1.0,
-        "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}), max_staleness=4),
-    },
-}
+SETTINGS = {"sites": {"fusion": "sites", "local_epochs": 2}, "everything": {"buffers": "local",
+    "local_parameters": ["network.6.*"], "fusion": "fedavg"}, "ditto": {"fusion": "ditto"},
+    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])}, "ivon": {"fusion": "sites"},
+    "late": {"fusion": "sites", "fraction": 1.0, "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}),
+    max_staleness=4)}}  # fmt: skip
 WHAT = ["optimizer", "posterior"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
@@ -65,8 +58,10 @@ def everything(module, federation, made):
     return found
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("setting", ["sites", "everything", "ditto", "refused"])
+@pytest.mark.parametrize(
+    ("setting", "engine"),
+    [("sites", "vectorized"), ("everything", "sequential"), ("ditto", "vectorized"), ("refused", "sequential")],
+)
 def test_clients_on_disk_are_clients_in_memory(tmp_path, setting, engine):
     memory = fit(tmp_path / "memory", setting, engine, disk=False)
     fit(tmp_path / "disk", setting, engine, rounds=2)
@@ -79,6 +74,7 @@ def test_clients_on_disk_are_clients_in_memory(tmp_path, setting, engine):
     assert small["callbacks"][key]["clients"].keys() == {"folder", "run", "rounds"}
 
 
+@pytest.mark.slow
 def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_path):
     whole = fit(tmp_path / "whole", "sites", "sequential", disk=False)
     fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=2)
@@ -100,6 +96,7 @@ def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
         assert_equal(dict(found.variance), dict(wanted.variance))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatch):
     put = Store.put
 
@@ -129,12 +126,8 @@ def kill_at(calls: int, name: str):
     setattr(Store, name, counted)
 
 
-KILLED = {
-    "everything": ("sequential", 8, "put"),
-    "sites": ("vectorized", 3, "mark"),
-    "ivon": ("vectorized", 3, "finish"),
-    "late": ("sequential", 8, "put"),
-}
+KILLED = {"everything": ("sequential", 8, "put"), "sites": ("vectorized", 3, "mark"), "ivon": ("vectorized", 3,
+    "finish"), "late": ("sequential", 8, "put")}  # fmt: skip
 """Setting → engine, and the call at which the process is killed."""
 
 
@@ -148,6 +141,7 @@ def parts(tmp_path_factory):
     return killed("tests.callbacks.test_states_on_disk", calls, tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", KILLED)
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
     engine = KILLED[setting][0]

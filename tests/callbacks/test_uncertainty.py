@@ -3,12 +3,10 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.evaluator import Evaluator, evaluator_of, returned
-from lightning_fedbayes.callbacks.uncertainty import relative_information
+from lightning_fedbayes.callbacks.evaluator import Evaluator, evaluator_of
 from lightning_fedbayes.metrics.functional import (
     accuracy_retained_area,
     kwon_aleatoric,
@@ -19,13 +17,8 @@ from lightning_fedbayes.metrics.functional import (
 from tests.federations import Plain, bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
-AREAS = {
-    "entropy": predictive_entropy,
-    "epistemic": mutual_information,
-    "kwon_aleatoric": kwon_aleatoric,
-    "kwon_epistemic": kwon_epistemic,
-}
-PICTURES = {"calibration", "accuracy_retained"}
+AREAS = {"entropy": predictive_entropy, "epistemic": mutual_information, "kwon_aleatoric": kwon_aleatoric,
+    "kwon_epistemic": kwon_epistemic}  # fmt: skip
 
 
 class Own(L.LightningModule):
@@ -111,47 +104,6 @@ def test_areas_are_those_of_all_predictions(samples, stage):
         assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(float(correct_of(probs, target).mean()))
 
 
-def test_draws_that_disagree_by_more_than_a_nat_are_reported():
-    """As in the first rounds of wide posteriors: ten draws, each sure of another of ten classes."""
-    report = fb.UncertaintyReport()
-    report.update(torch.eye(10).unsqueeze(1).expand(10, 4, 10), torch.zeros(4, dtype=torch.long))
-    assert relative_information(torch.eye(10).unsqueeze(1)) == pytest.approx(1.0)
-
-
-def test_every_evaluation_starts_anew():
-    probs, target = table()
-    report = fb.UncertaintyReport()
-    run = trainer(report)
-    run.validate(Own(probs), loaders(target, range(40)), verbose=False)
-    run.validate(Own(probs), loaders(target), verbose=False)
-    expected = float(accuracy_retained_area(correct_of(probs, target), predictive_entropy(probs.unsqueeze(0))))
-    assert logged(run)["val/retained_area_entropy"] == pytest.approx(expected, abs=2e-3)
-
-
-def test_in_training_every_validation_is_logged_but_not_the_sanity_check():
-    class Calls(Own):
-        def log_dict(self, figures, **options):
-            area = figures["val/retained_area_entropy"]
-            calls.append((self.trainer.sanity_checking, self.trainer.current_epoch, area))
-            super().log_dict(figures, **options)
-
-    probs, target = table()
-    calls = []
-    run = trainer(fb.UncertaintyReport(), max_epochs=2, num_sanity_val_steps=2)
-    run.fit(Calls(probs), loaders(target)[0], loaders(target))
-    expected = float(accuracy_retained_area(correct_of(probs, target), predictive_entropy(probs.unsqueeze(0))))
-    assert calls == [(False, epoch, pytest.approx(expected, abs=2e-3)) for epoch in (0, 1)]
-    assert logged(run)["val/retained_area_entropy"] == pytest.approx(expected, abs=2e-3)
-
-
-def test_modules_that_return_nothing_are_left_alone(tmp_path):
-    probs, target = table()
-    run = trainer(fb.UncertaintyReport(), max_epochs=1, logger=CSVLogger(str(tmp_path), name="run"))
-    run.fit(Own(probs, returns=False), loaders(target)[0], loaders(target))
-    assert set(logged(run)) == {"val/own"}
-    assert list(tmp_path.rglob("*.png")) == []
-
-
 # -- accuracy per client -----------------------------------------------------------------------------------------------
 
 SIZES = (30, 10, 60)
@@ -200,14 +152,6 @@ def test_with_as_many_loaders_as_clients_each_has_its_own_accuracy(counts):
     assert not any("client_accuracy" in name for name in logged(run))  # the truth is ClientReport's to log
 
 
-def test_several_loaders_that_are_not_the_clients_are_taken_together():
-    probs, target = table()
-    together, apart = report_of(), report_of()
-    trainer(together).validate(Own(probs), loaders(target), verbose=False)
-    trainer(apart).validate(Own(probs), loaders(target, range(50), range(50, EXAMPLES)), verbose=False)
-    assert apart.client_accuracy.tolist() == pytest.approx(together.client_accuracy.tolist())
-
-
 def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
     probs, target = table()
     known = [number for number in range(EXAMPLES) if target[number] != 2]
@@ -223,79 +167,11 @@ def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
     assert logged(run)["val/worst_client_accuracy"] == pytest.approx(min(first, last))
 
 
-@pytest.mark.parametrize("classes", [(1, 2, 3), (-1, 0, 1)])
-def test_labels_that_are_no_class_indices_give_no_accuracy(classes):
-    probs, target = table()
-    report = report_of(classes=classes)
-    run = trainer(report)
-    run.validate(Own(probs), loaders(target), verbose=False)
-    assert report.client_accuracy is None
-    assert "val/client_accuracy" not in logged(run)
-
-
-def test_without_clients_there_are_no_client_accuracies():
-    probs, target = table()
-    report = fb.UncertaintyReport()
-    run = trainer(report)
-    run.validate(Own(probs), loaders(target), verbose=False)
-    assert report.client_accuracy is None
-    assert set(logged(run)) == {f"val/retained_area_{name}" for name in AREAS}
-
-
-def test_a_federation_of_the_users_own_module_reports_its_clients():
-    probs, target = table()
-    data = TensorDataset(torch.arange(EXAMPLES), target)
-    sizes = (70, 50)
-    clients = fb.ClientDatasets(
-        {"a": torch.utils.data.Subset(data, range(70)), "b": torch.utils.data.Subset(data, range(70, EXAMPLES))}
-    )
-    run = trainer(fb.FederatedBayes(), max_epochs=1)
-    run.fit(Own(probs), DataLoader(clients, 16), loaders(target, range(70), range(70, EXAMPLES)))
-    accuracies = [float(part.mean()) for part in correct_of(probs, target).split(sizes)]
-    assert logged(run)["val/clients/accuracy"] == pytest.approx(float(correct_of(probs, target).mean()))
-    assert logged(run)["val/clients/accuracy_worst"] == pytest.approx(min(accuracies))
-
-
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
 def drawn(folder):
     return {path.stem for path in folder.rglob("*.png")}
-
-
-@pytest.mark.parametrize("stage", ["val", "test"])
-def test_pictures_come_at_the_end(stage, tmp_path):
-    probs, target = table()
-    run = trainer(fb.UncertaintyReport(), max_epochs=2, logger=CSVLogger(str(tmp_path), name="run"))
-    if stage == "val":
-        run.fit(Own(probs), loaders(target)[0], loaders(target))
-    else:
-        run.test(Own(probs), loaders(target), verbose=False)
-    assert drawn(tmp_path) == {f"{stage}_{name}" for name in PICTURES}
-
-
-def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_fedbayes.core.plots.calibration_diagram", None)  # whoever draws fails
-    probs, target = table()
-    run = trainer(fb.UncertaintyReport(), max_epochs=1)
-    run.fit(Own(probs), loaders(target)[0], loaders(target))
-    run.test(Own(probs), loaders(target), verbose=False)
-    assert list(tmp_path.rglob("*")) == []
-
-
-@pytest.mark.parametrize(
-    ("probs", "target"),
-    [
-        (torch.rand(4, 3, 5, 5), torch.zeros(4, 5, dtype=torch.int64)),
-        (torch.rand(4), torch.zeros(3, dtype=torch.int64)),
-        (torch.rand(4, 3), torch.rand(4, 3)),
-        (torch.rand(4, 3), torch.rand(4)),
-        ([0.1, 0.9], None),
-    ],
-)
-def test_predictions_of_another_shape_are_left_alone(probs, target):
-    assert returned({"probs": probs, "target": target}, Own(torch.zeros(1))) is None
 
 
 def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
@@ -308,6 +184,7 @@ def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
     assert total == pytest.approx(float(probs.log()[:, torch.arange(EXAMPLES), target].mean(0).sum()), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", "reverse_kl_barycenter"])
 def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     class Watch(L.Callback):
@@ -338,6 +215,7 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     assert f"the pooled ELBO is about {elbo:.4g} nats per example" in caplog.text
 
 
+@pytest.mark.slow
 def test_rounds_of_laplace_are_scored_by_the_linearised_network():
     class Watch(L.Callback):
         def on_validation_end(self, trainer, pl_module):

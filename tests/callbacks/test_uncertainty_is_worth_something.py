@@ -7,6 +7,8 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
 from tests.federations import trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter", "wasserstein_barycenter"])
 def test_accuracy_rises_as_the_most_uncertain_are_discarded(rule):

@@ -11,6 +11,8 @@ from lightning_fedbayes.core.errors import FusionError
 from tests.callbacks.wandb_file import read_run
 from tests.cli.commands import DIGITS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def trained(monkeypatch):
@@ -81,18 +83,6 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
     assert "did you mean here/runs/weighted_average/seed_0?" in capsys.readouterr().err
 
 
-def test_what_is_done_is_skipped_and_what_is_new_is_added(trained, elsewhere):
-    command = ["compare", DIGITS, "--output=here", "--seeds=2"]
-    assert main([*command, "--fusion=fedavg"]) == 0
-    assert trained == [("weighted_average", 0), ("weighted_average", 1)]
-    assert main([*command, "--fusion=eaa,rklb"]) == 0  # eaa is fedavg by another name
-    assert trained[2:] == [("reverse_kl_barycenter", 0), ("reverse_kl_barycenter", 1)]
-    before = (elsewhere / "here" / "results.json").read_text()
-    assert main([*command, "--fusion=llp,nwa,rklb"]) == 0
-    assert len(trained) == 4
-    assert (elsewhere / "here" / "results.json").read_text() == before
-
-
 def test_an_interrupted_comparison_goes_on_where_it_was(trained, monkeypatch):
     train = module._train
 
@@ -110,15 +100,6 @@ def test_an_interrupted_comparison_goes_on_where_it_was(trained, monkeypatch):
     assert trained == [("weighted_average", 0), ("conflation", 0)]
 
 
-def test_another_configuration_needs_another_folder(trained, capsys):
-    command = ["compare", DIGITS, "--fusion=fedavg", "--output=here"]
-    assert main(command) == 0
-    assert main([*command, "--trainer.max_epochs=3"]) == 2
-    assert "another configuration" in capsys.readouterr().err
-    assert main([*command, "--federation.fusion=conflation"]) == 0  # it is compared, so it is no part of it
-    assert len(trained) == 1
-
-
 def test_a_rule_that_fails_is_said_and_the_others_go_on(trained, capsys):
     assert main(["compare", DIGITS, "--fusion=dwc,auto", "--output=here"]) == 1
     shown = capsys.readouterr()
@@ -126,15 +107,6 @@ def test_a_rule_that_fails_is_said_and_the_others_go_on(trained, capsys):
     assert "| auto | 1 |" in shown.out
     main(["compare", DIGITS, "--fusion=dwc", "--output=here"])
     assert trained.count(("distributed_weight_consolidation", 0)) == 2  # not taken for done
-
-
-def test_the_picture_is_of_the_metric_that_is_asked_for(trained, elsewhere, capsys):
-    command = ["compare", DIGITS, "--fusion=fedavg", "--output=here"]
-    assert main([*command, "--metric=val/nlll"]) == 2
-    assert "--metric val/nlll: no run has it; did you mean 'val/nll'?" in capsys.readouterr().err
-    assert main([*command, "--metric=val/nll"]) == 0
-    assert (elsewhere / "here" / "val_nll_by_round.png").is_file()
-    assert len(trained) == 1
 
 
 @pytest.mark.parametrize(

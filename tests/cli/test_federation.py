@@ -18,6 +18,7 @@ from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
 pytestmark = lightnings_warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewhere, capsys):
     assert main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *QUICK]) == 0
@@ -29,6 +30,7 @@ def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewh
     assert not (elsewhere / "config.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_what_print_config_prints_describes_the_same_federation(name, elsewhere, capsys):
     def printed(file):
@@ -71,6 +73,7 @@ def test_a_file_can_say_where_the_labels_are(given, labels):
     assert federation.settings.partition.labels == labels
 
 
+@pytest.mark.slow
 def test_one_seed_decides_everything():
     def made(seed):
         command = ["--config", DIGITS, "--trainer.logger=false", f"--seed_everything={seed}"]
@@ -84,13 +87,7 @@ def test_one_seed_decides_everything():
     assert not torch.equal(first, different)
 
 
-def test_options_win_over_the_file_and_a_name_replaces_a_rule_object():
-    config = str(CONFIGS / "untrusted.yaml")
-    made = FederationCLI(["--config", config, "--federation.fusion=rklb", "--trainer.logger=false"], run=False)
-    federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
-    assert federation.described()["fusion"] == "reverse_kl_barycenter"
-
-
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
     config = ["--config", str(CONFIGS / "diabetes.yaml"), *QUICK]
     assert main(["fit", *config]) == 0
@@ -111,6 +108,7 @@ def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
         torch.testing.assert_close(batch["aleatoric"] + batch["epistemic"], batch["variance"])
 
 
+@pytest.mark.slow
 def test_calibration_from_a_file_is_scored_and_used_with_the_checkpoint(elsewhere, capsys):
     config = ["--config", str(CONFIGS / "calibrated.yaml"), *QUICK]
     assert main(["fit", *config]) == 0
@@ -131,25 +129,6 @@ def figures_of(printed):
     """Name → value in the table that Lightning prints for a stage."""
     rows = [line.split() for line in printed.replace("│", " ").replace("|", " ").splitlines()]
     return {row[0]: float(row[1]) for row in rows if len(row) == 2 and "/" in row[0]}
-
-
-def test_a_fit_ends_with_its_scores_and_a_checkpoint_has_the_same_with_the_clients(elsewhere, capsys):
-    """The draws of a validation are others than those in the fit: so no layer is Bayesian."""
-    config = ["--config", DIGITS, *QUICK, "--model.bayesian_last=0"]
-    assert main(["fit", *config]) == 0
-    shown = capsys.readouterr().out
-    head, lines = shown[shown.index("Scores after round 1:") :].split("Results:")[0].strip().split("\n", 1)
-    assert head == "Scores after round 1:"
-    scores = {name: float(value) for name, value in map(str.split, lines.splitlines())}
-    assert {"val/accuracy", "val/nll", "val/client_accuracy", "val/worst_client_accuracy"} <= set(scores)
-    checkpoint = elsewhere / "outputs" / "fedbayes" / "version_0" / "checkpoints" / "last.ckpt"
-    for stage, short in (("validate", "val"), ("test", "test")):
-        assert main([stage, *config, "--ckpt_path", str(checkpoint)]) == 0
-        found = figures_of(capsys.readouterr().out)
-        for name in ("accuracy", "client_accuracy", "worst_client_accuracy"):
-            assert f"{short}/{name}" in found
-            if short == "val":
-                assert found[f"val/{name}"] == pytest.approx(scores[f"val/{name}"], rel=1e-3)
 
 
 def test_a_run_without_a_folder_of_its_own_leaves_the_users_files_alone(elsewhere):

@@ -11,18 +11,10 @@ from lightning_fedbayes.cli.federation import FederationCLI
 from tests.cli.commands import DIGITS, lightnings_warnings
 from tests.fuzz import EXAMPLES, many, only_own_errors
 
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 3),
-    st.floats(),
-    st.text(max_size=5),
-    st.just(10**30),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2),
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 3), st.floats(), st.text(max_size=5), st.just(10**30),
+    st.lists(st.integers(0, 3), max_size=3), st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2),
     st.just({"class_path": "IIDPartition", "init_args": {"clients": 3}}),
-    st.just({"class_path": "os.system"}),
-)
+    st.just({"class_path": "os.system"}))  # fmt: skip
 ran = 0
 
 
@@ -56,6 +48,7 @@ def any_file(folder, place, value, key):
         FederationCLI(["--config", str(path)], run=False)
 
 
+@pytest.mark.slow
 @lightnings_warnings
 @pytest.mark.filterwarnings("ignore")
 def test_files_with_a_mistake_are_refused_with_errors_of_the_package(tmp_path):

@@ -1,11 +1,8 @@
 """Help on one page, one line for every mistake, docstrings as plain text."""
 
-from pathlib import Path
-
 import pytest
 
 from lightning_fedbayes.cli import main
-from lightning_fedbayes.cli.messages import plain
 from tests.cli.commands import DIGITS, lightnings_warnings, refusal
 
 pytestmark = lightnings_warnings
@@ -23,13 +20,7 @@ def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(
     assert "``" not in shown
 
 
-def test_the_help_of_a_class_lists_its_arguments(capsys):
-    assert main(["fit", "--federation.partition.help", "DirichletPartition"]) == 0
-    shown = capsys.readouterr().out
-    assert "arguments of lightning_fedbayes.DirichletPartition:" in shown
-    assert "--federation.partition.alpha " in shown
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -74,31 +65,3 @@ def test_the_help_of_a_class_lists_its_arguments(capsys):
 )
 def test_a_mistake_in_an_option_gets_one_line_with_the_nearest(arguments, expected, capsys):
     assert expected in refusal(capsys, "fit", "--config", DIGITS, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        (("federation:", "federaton:"), "unknown option 'federaton': did you mean 'federation'?"),
-        (("local_epochs", "local_epoch"), "did you mean 'federation.local_epochs'?"),
-        (("bayesian_last", "bayesian_lst"), "has no argument 'bayesian_lst': did you mean 'bayesian_last'?"),
-        (("federation:", "federation: ["), "config"),
-    ],
-)
-@pytest.mark.parametrize("command", [["fit", "--config"], ["compare", "--fusion=rklb"]], ids=["fit", "compare"])
-def test_a_mistake_in_the_file_does_too(command, wrong, expected, elsewhere, capsys):
-    file = elsewhere / "wrong.yaml"
-    file.write_text(Path(DIGITS).read_text().replace(*wrong))
-    assert expected in refusal(capsys, *command, str(file))
-
-
-@pytest.mark.parametrize(
-    ("marked", "expected"),
-    [
-        (r":math:`\sigma^2 = \exp \sum_k \omega_k \log \sigma_k^2`", "σ² = exp Σ ωₖ log σₖ²"),
-        (":class:`~lightning_fedbayes.fusion.Krum` and :func:`get_rule`, ``code``", "Krum and get_rule, code"),
-        ("two\n   lines", "two lines"),
-    ],
-)
-def test_markup_becomes_plain_text(marked, expected):
-    assert plain(marked) == expected

@@ -7,9 +7,8 @@ import statistics
 
 import pytest
 
-from lightning_fedbayes.cli import main, results
+from lightning_fedbayes.cli import results
 from lightning_fedbayes.cli.results import Run, metrics_of, read_curves
-from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.tables import markdown_table
 
 NAN = math.nan
@@ -39,14 +38,6 @@ def test_the_table_has_moments_over_seeds_of_the_last_round():
     assert markdown_table(columns, rows).count("\n") == 3
 
 
-def test_curves_are_means_over_seeds():
-    runs = [Run("a", 0, {"x": [1.0, NAN]}), Run("b", 0, {"x": [7.0]}), Run("a", 1, {"x": [2.0, 4.0]})]
-    curves = results.mean_curves(runs, "x")
-    assert curves["a"][0] == 1.5
-    assert math.isnan(curves["a"][1])
-    assert curves["b"] == [7.0]
-
-
 def test_results_come_back_from_their_file_with_nan(elsewhere):
     runs = [Run("a", 3, {"x": [0.1, NAN, 1e-12], "y": []})]
     results.save(elsewhere, {"trainer": {"max_time": None}}, runs)
@@ -55,14 +46,6 @@ def test_results_come_back_from_their_file_with_nan(elsewhere):
     assert configuration == {"trainer": {"max_time": None}}
     assert repr(again) == repr(runs)
     assert [each.name for each in elsewhere.iterdir()] == [results.FILE]
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"configuration": 1, "runs": [{}]}'])
-def test_another_file_of_that_name_is_refused(content, elsewhere, capsys):
-    (elsewhere / results.FILE).write_text(content)
-    with pytest.raises(FedBayesError, match="not written by 'fedbayes compare'"):
-        results.load(elsewhere)
-    assert main(["plot", str(elsewhere)]) == 2
 
 
 def write(file, *rows):
@@ -88,16 +71,3 @@ def test_the_last_value_of_an_epoch_is_its_rounds(elsewhere):
     assert repr(curves["val/nll"]) == "[1.5, nan, 0.5]"
     assert repr(curves["train/nll"]) == "[9.0, nan, nan]"
     assert metrics_of([Run("conflation", 0, curves)]) == ["val/nll"]
-
-
-@pytest.mark.parametrize("rows", [(), ({"epoch": 0, "train/nll": 1.0},)])
-def test_a_run_without_validation_has_nothing_to_draw(rows, elsewhere, capsys):
-    write(elsewhere / "metrics.csv", *rows)
-    assert main(["plot", str(elsewhere)]) == 2
-    assert "no validation metrics" in capsys.readouterr().err
-
-
-def test_anything_else_cannot_be_drawn(elsewhere, capsys):
-    for place in (elsewhere, elsewhere / "nowhere"):
-        assert main(["plot", str(place)]) == 2
-        assert f"neither metrics.csv nor results.json in {place}" in capsys.readouterr().err

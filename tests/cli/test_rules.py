@@ -26,24 +26,6 @@ def test_needs_are_those_of_the_rule_and_every_rule_has_a_family(name):
     assert family(rule) != OTHER
 
 
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("rklb", "streaming"),
-        ("fedag", "streaming"),
-        ("krum", "robust"),
-        ("rfa", "robust"),
-        ("trimmed_mean", "robust"),
-        ("ivar_vb", "inferred"),
-        ("icov_mle", "inferred"),
-        ("nnm", "before a robust"),
-        ("alpha_barycenter", "interp"),
-    ],
-)
-def test_families(name, title):
-    assert family(get_rule(name)).startswith(title)
-
-
 def test_a_users_own_rule_is_listed_with_its_first_line():
     @register_fusion("mine", aliases=("my_own",))
     def mine(posteriors, weights, previous):

@@ -66,6 +66,7 @@ def test_a_frozen_and_b_with_a_posterior_by_sites(engine, sent):
     assert all(float(posterior.variance[name].sum()) == 0 for name in before["lora_A"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("optimizer", "fusion"), [(torch.optim.SGD, "weighted_average"), (fb.IVON, "sites")])
 def test_a_shared_and_b_personal(engine, optimizer, fusion, sent):

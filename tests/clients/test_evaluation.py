@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 
@@ -16,7 +15,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from tests.federations import FEATURES, Plain, bayesian, blobs, federate, network
+from tests.federations import FEATURES, Plain, bayesian, blobs, network
 
 
 def point(module: nn.Module) -> GaussianPosterior:
@@ -70,15 +69,6 @@ def test_scores_do_not_depend_on_the_state_of_the_generators_and_leave_it_alone(
     assert values[0] == values[1]
 
 
-def test_every_part_of_the_module_stays_in_its_mode():
-    module = bayesian()
-    module.train()
-    module.network[1].eval()
-    fb.evaluate_clients(module, clients(9, 12))
-    assert module.training
-    assert [part.training for part in module.network] == [True, False, True]
-
-
 def test_the_worst_are_the_lowest_accuracies_and_the_highest_of_the_rest():
     values = torch.linspace(0, 1, 21)
     scores = ClientScores(tuple(map(str, range(21))), (1,) * 21, {"accuracy": values, "nll": values})
@@ -94,21 +84,6 @@ def test_a_client_without_a_value_counts_nowhere():
     assert scores.mean("val/accuracy") == 0.875
     assert (scores.worst("val/accuracy"), scores.spread("val/accuracy")) == (0.5, 0.25)
     assert scores.mean("nll", "clients") == 2
-
-
-def test_tables_say_the_same(tmp_path):
-    scores = ClientScores(("a", "b"), (3, 1), {"accuracy": torch.tensor([1.0, 0.5])})
-    assert "| a | 3 | 1 |" in scores.markdown()
-    assert "| worst 10 % |  | 0.5 |" in scores.markdown()
-    assert "<td>0.875</td>" in scores._repr_html_()
-    scores.to_csv(tmp_path / "clients.csv")
-    with (tmp_path / "clients.csv").open() as file:
-        assert [(row["client"], float(row["accuracy"])) for row in csv.DictReader(file)] == [("a", 1.0), ("b", 0.5)]
-    assert scores.summary() == {
-        "clients/accuracy": 0.875,
-        "clients/accuracy_worst": 0.5,
-        "clients/accuracy_spread": 0.25,
-    }
 
 
 def test_what_is_held_out_and_the_rest_are_all_of_a_client_and_do_not_depend_on_the_others():
@@ -134,24 +109,6 @@ def test_the_weight_is_the_one_of_the_lowest_held_out_nll_and_a_tie_goes_to_the_
     assert weight == 0.5
     assert scores[0.25] < scores[0.0] == pytest.approx(scores[1.0])
     assert fb.choose_personal_weight(posterior_of, layer, TensorDataset(0 * x, x), (1.0, 0.0), **options)[0] == 0.0
-
-
-def test_personal_posteriors_serve_clients_that_contradict_each_other():
-    """Two clients with opposite labels: the global model can serve one at most, the personal ones both."""
-    x, y = blobs(240).tensors
-    both = fb.ClientDatasets({"a": TensorDataset(x[:120], y[:120]), "b": TensorDataset(x[120:], (y[120:] + 1) % 3)})
-    train, held = fb.hold_out(both, 0.4)
-    validation, test = fb.hold_out(held, 0.5, seed=1)
-    module, made = Plain(), fb.FederatedBayes(keep=["posterior"], local_epochs=10, fusion="weighted_average")
-    federate(module, made, 3, torch.utils.data.DataLoader(train, 16, shuffle=True))
-    personal = {}
-    for name, data in zip(validation.names, validation.datasets):
-        weight, _ = fb.choose_personal_weight(lambda w, name=name: made.posterior_of(name, w), module, data)
-        personal[name] = fb.PosteriorPredictive(module, made.posterior_of(name, weight))
-    shared = fb.evaluate_clients(fb.PosteriorPredictive(module, made.posterior), test)
-    own = fb.evaluate_clients(personal, test)
-    assert own.mean("nll") < shared.mean("nll") - 0.1
-    assert own.worst("accuracy") > shared.worst("accuracy") + 0.1
 
 
 LINE = nn.Linear(1, 1)

@@ -60,6 +60,7 @@ def em(rounds, prior_std=1.0):
     return population_mean, population_variance, mean, variance
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rounds", [1, 2, 15])
 def test_rounds_are_the_steps_of_em(rounds):
     made = train(rounds)
@@ -111,6 +112,7 @@ def test_a_client_goes_on_where_it_was(engine, make, optimizer):
             assert not torch.equal(first.mean[name], made.posterior.mean[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
 @pytest.mark.parametrize(("before", "after"), [("population", "linear_pool"), ("linear_pool", "population")])
 def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, after, tmp_path):

@@ -1,11 +1,7 @@
 """The round's batches: the user's data in the plan's order, whatever loads them."""
 
 import os
-import pickle
 import random
-import subprocess
-import sys
-import weakref
 from collections import Counter
 
 import numpy as np
@@ -25,13 +21,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fedbayes import IIDPartition
-from lightning_fedbayes.clients.loader import FederatedLoader, batching_of, client_after_client
+from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
 from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.private_torch import tree_leaves
-from lightning_fedbayes.data import Clients, clients_of
+from lightning_fedbayes.data import Clients
 from lightning_fedbayes.data.clients import tensors_of
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
 
@@ -181,6 +176,7 @@ class TestOrder:
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))
 
 
+@pytest.mark.slow
 class TestWaysOfLoading:
     @pytest.mark.parametrize("drop_last", [False, True])
     @pytest.mark.parametrize("workers", [0, 2])
@@ -189,17 +185,6 @@ class TestWaysOfLoading:
         fast = batches_of(clients_of_sizes(sizes), batching)
         slow = batches_of(clients_of_sizes(sizes, Tensors), batching, num_workers=workers)
         assert_same_batches(fast, slow)
-
-    def test_in_memory_goes_through_nested_subsets(self):
-        whole = TensorDataset(*data(40))
-        outer = Subset(whole, list(range(39, 9, -1)))
-        parts = (Subset(outer, [0, 5, 7, 9, 11]), Subset(outer, [1, 2, 3]), Subset(whole, [5, 6, 7, 8]))
-        clients = Clients(("a", "b", "c"), parts)
-        batching = Batching(2, local_epochs=2)
-        batches = batches_of(clients, batching)
-        assert federated(clients, batching)[0]._loader is None
-        slow = Clients(clients.names, tuple(Tensors(*map(torch.stack, zip(*part))) for part in parts))
-        assert_same_batches(batches, batches_of(slow, batching))
 
     @pytest.mark.parametrize(("workers", "start"), [(2, "fork"), (1, "spawn")])
     def test_random_transforms_do_not_depend_on_the_workers(self, workers, start):
@@ -210,11 +195,6 @@ class TestWaysOfLoading:
         assert_same_batches(alone, many)
         draws = torch.cat([batch[2].flatten() for batch in alone])
         assert len(draws.unique()) == len(draws), "local epochs and clients must draw afresh"
-
-    def test_random_transforms_differ_from_round_to_round(self):
-        clients, batching = clients_of_sizes([6], Noisy), Batching(6, shuffle=False)
-        first, second = (batches_of(clients, batching, round=round)[0] for round in (0, 1))
-        assert all(not torch.equal(a, b) for a, b in zip(first[2:], second[2:]))
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_random_collate_does_not_depend_on_the_workers(self, workers):
@@ -244,14 +224,6 @@ class TestWaysOfLoading:
             batches = batches_of(clients_of_sizes([5], kind), Batching(5, shuffle=False), collate_fn=collate)
             assert batches[0]["numbers"].tolist() == list(range(5))
 
-    def test_persistent_workers_serve_every_round(self):
-        clients, batching, now = clients_of_sizes([7, 5], Noisy), Batching(4), [0]
-        user = DataLoader(clients.datasets[0], batch_size=4, num_workers=2, persistent_workers=True)
-        loader = FederatedLoader(user, clients, batching, lambda: plan_round(now[0], clients.sizes, batching))
-        for round in (0, 1, 2):
-            now[0] = round
-            assert_same_batches(list(loader), batches_of(clients, batching, round=round))
-
     @pytest.mark.parametrize("arranged", [False, True])
     def test_workers_of_any_engine_stay_over_rounds(self, arranged):
         clients, batching, now = Clients(("a", "b"), (Workers(), Workers())), Batching(4), [0]
@@ -273,28 +245,6 @@ class TestWaysOfLoading:
             }
         assert len(found) == 2
         assert os.getpid() not in found
-
-    def test_a_spawned_worker_imports_torch_alone(self, tmp_path):
-        """Lightning takes it three times as long."""
-        clients = clients_of(TensorDataset(torch.zeros(8, 2), torch.arange(8) % 2), IIDPartition(2), seed=0)
-        loader, _ = federated(clients, Batching(4))
-        made = loader.dataloader(client_after_client)
-        (tmp_path / "worker").write_bytes(pickle.dumps((made.dataset, made.collate_fn, next(iter(made.batch_sampler)))))
-        script = f"""
-import pickle, sys
-dataset, collate, batch = pickle.load(open({str(tmp_path / "worker")!r}, "rb"))
-assert len(collate(dataset.__getitems__(batch))[0]) == 4
-print(*{{name.split(".")[0] for name in sys.modules}} & {{"lightning", "torchmetrics", "bayesian_torch"}})
-"""
-        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert ran.stdout.strip() == ""
-
-    def test_loader_is_freed_without_the_garbage_collector(self):
-        """Persistent workers that only the collector frees are waited for, five seconds each."""
-        loader, _ = federated(clients_of_sizes([5], Tensors), Batching(4))
-        freed = weakref.ref(loader)
-        del loader
-        assert freed() is None
 
 
 class Workers(Dataset):

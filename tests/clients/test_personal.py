@@ -112,8 +112,7 @@ def test_clients_that_keep_nothing_have_no_posterior_of_their_own():
         made.posterior_of(0)
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("on_disk", "engine"), [(False, "vectorized"), (True, "sequential")])
 def test_a_checkpoint_of_a_complete_federation_holds_them(engine, on_disk, tmp_path):
     keep = fb.Kept(("posterior",), tmp_path / "clients") if on_disk else ["posterior"]
 

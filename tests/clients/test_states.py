@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.states import ClientState, States, after_absence, with_counts
-from lightning_fedbayes.server.plan import STRIDE
 from tests.federations import Plain, federate
 
 
@@ -24,14 +23,6 @@ def test_a_client_that_keeps_nothing_takes_no_memory_and_one_that_ceases_to_is_f
         states.end_round(success=True)
         assert states.of(0).local.keys() == kept.keys()
         assert 1 not in states.memory
-
-
-def test_a_client_keeps_something_if_one_of_its_problems_does():
-    states = States()
-    states.keep(3, ClientState())
-    states.keep(3 + STRIDE, ClientState(kept={"own": torch.ones(1)}))
-    states.end_round(success=True)
-    assert states.clients() == {3}
 
 
 META = torch.device("meta")

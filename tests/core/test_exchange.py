@@ -11,6 +11,8 @@ from lightning_fedbayes.core.exchange import ALONE
 
 from .fusions import SPREADS, WEIGHTINGS, everything, rules
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("fusions.py")
 CASES = [(name, i) for name, rule in rules() for i in range(len(WEIGHTINGS) if rule.uses_weights else 1)]
 

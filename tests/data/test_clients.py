@@ -13,9 +13,8 @@ from lightning_fedbayes import (
     ClientDatasets,
     DirichletPartition,
     IIDPartition,
-    SizesPartition,
 )
-from lightning_fedbayes.core.errors import FederationError, PartitionError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import clients_of, labels_of
 
 FOUR_LABELS = [3, 1, 2, 1]
@@ -59,14 +58,6 @@ def test_anything_but_one_integer_per_example_is_unknown(values):
     assert labels_of(Untouchable(targets=values)) is None
 
 
-def test_an_attribute_that_is_no_label_does_not_hide_one_that_is():
-    assert labels_of(Untouchable(targets=None, y=FOUR_LABELS)).tolist() == FOUR_LABELS
-
-
-def test_no_attribute_is_unknown():
-    assert labels_of(Untouchable()) is None
-
-
 def test_last_tensor_if_it_holds_integers():
     inputs = torch.randn(4, 2)
     assert labels_of(TensorDataset(inputs, torch.tensor(FOUR_LABELS))).tolist() == FOUR_LABELS
@@ -82,11 +73,6 @@ def test_wrappers_of_any_depth():
     assert labels_of(Subset(data, [])).tolist() == []
     parts = random_split(data, [3, 1])
     assert sorted(labels_of(ConcatDataset(parts)).tolist()) == sorted(FOUR_LABELS)
-
-
-def test_one_unknown_part_makes_the_whole_unknown():
-    assert labels_of(ConcatDataset([Untouchable(targets=FOUR_LABELS), Untouchable()])) is None
-    assert labels_of(Subset(Untouchable(), [0])) is None
 
 
 def labelled(labels):
@@ -110,28 +96,6 @@ def test_partition_deals_out_every_example_once():
     assert sorted(number for part in clients.datasets for number in numbers(part)) == list(range(12))
 
 
-@pytest.mark.parametrize("partition", [IIDPartition(4), DirichletPartition(clients=2, alpha=1.0, min_examples=1)])
-def test_counts_are_those_of_the_clients_labels(partition):
-    clients = clients_of(labelled(LABELS), partition, seed=3)
-    assert list(clients.classes) == [0, 1, 2]
-    for part, row in zip(clients.datasets, clients.counts, strict=True):
-        assert torch.bincount(torch.tensor([int(y) for _, y in part]), minlength=3).tolist() == row.tolist()
-
-
-def test_same_seed_same_clients():
-    first, second, other = (clients_of(labelled(LABELS * 4), IIDPartition(3), seed) for seed in (1, 1, 2))
-    assert [numbers(p) for p in first.datasets] == [numbers(p) for p in second.datasets]
-    assert [numbers(p) for p in first.datasets] != [numbers(p) for p in other.datasets]
-
-
-def test_partition_without_labels():
-    clients = clients_of(TensorDataset(torch.arange(10).float()), SizesPartition((6, 4)), seed=0)
-    assert clients.sizes == (6, 4)
-    assert clients.counts is None
-    with pytest.raises(PartitionError, match="label"):
-        clients_of(TensorDataset(torch.arange(10).float()), DirichletPartition(2, alpha=1.0), seed=0)
-
-
 def test_real_clients_keep_their_names_and_data():
     north, south = labelled([5, 5, 9]), labelled([9, 7])
     clients = clients_of(ClientDatasets({"north": north, "south": south}), None, seed=0)
@@ -140,20 +104,6 @@ def test_real_clients_keep_their_names_and_data():
     assert clients.sizes == (3, 2)
     assert list(clients.classes) == [5, 7, 9]
     assert clients.counts.tolist() == [[2, 0, 1], [0, 1, 1]]
-
-
-def test_plain_concatenation_is_numbered():
-    clients = clients_of(ConcatDataset([labelled([1, 1]), labelled([0])]), None, seed=0)
-    assert clients.names == ("0", "1")
-    assert clients.counts.tolist() == [[0, 2], [1, 0]]
-
-
-def test_clients_without_integer_labels_have_no_counts():
-    regression = TensorDataset(torch.zeros(2), torch.tensor([0.5, 1.5]))
-    for parts in ([regression, labelled([0])], [regression, regression]):
-        clients = clients_of(ConcatDataset(parts), None, seed=0)
-        assert clients.counts is None
-        assert clients.classes == ()
 
 
 def test_parts_are_a_data_set_of_their_own():
@@ -167,11 +117,6 @@ def test_parts_are_a_data_set_of_their_own():
     assert [int(whole[i][1]) for i in range(3)] == [0, 1, 2]
 
 
-def test_one_data_set_and_no_partition():
-    with pytest.raises(FederationError, match=r"one TensorDataset: who are the clients\?.*partition=.*ClientDatasets"):
-        clients_of(labelled(LABELS), None, seed=0)
-
-
 def test_partition_of_parts_is_refused():
     parts = ClientDatasets({"a": labelled([0, 1]), "b": labelled([2])})
     with pytest.raises(FederationError, match="partition"):
@@ -183,17 +128,6 @@ def test_clients_without_examples_are_named():
     empty, full = random_split(whole, [0, 3])
     with pytest.raises(FederationError, match="clients without an example: left, right; leave them out"):
         clients_of(ClientDatasets({"left": empty, "middle": full, "right": empty}), None, seed=0)
-
-
-def test_whole_numbers_are_names_as_they_are_written():
-    keyed = ClientDatasets({7: labelled([0]), np.int64(3): labelled([1]), "north": labelled([0, 1])})
-    assert keyed.names == ("7", "3", "north")
-    assert clients_of(keyed, None, seed=0).names == keyed.names
-    with pytest.raises(FederationError, match=r"two clients have the name '3', as a string and as a number"):
-        ClientDatasets({3: labelled([0]), "3": labelled([1])})
-    for key in (True, 1.5, None, ("a", 1)):
-        with pytest.raises(FederationError, match=r"is no name of a client: give a string, or a whole number"):
-            ClientDatasets({key: labelled([0])})
 
 
 def test_clients_without_examples_may_be_left_out(caplog):
@@ -211,13 +145,6 @@ def test_clients_without_examples_may_be_left_out(caplog):
         ClientDatasets({"left": empty, "right": empty}, skip_empty=True)
     with pytest.raises(FederationError, match=r"skip_empty='yes': give True or False"):
         ClientDatasets({"full": full}, skip_empty="yes")
-
-
-def test_class_that_nobody_has():
-    with pytest.raises(FederationError, match="no client has an example of class 3, and a network"):
-        clients_of(labelled([3] + [0, 1, 2] * 20), SizesPartition((15, 15)), seed=1)
-    with pytest.warns(UserWarning, match="no client has an example of class 1: if"):
-        clients_of(ClientDatasets({"a": labelled([0, 2]), "b": labelled([2])}), None, seed=0)
 
 
 def test_no_example_is_loaded():
@@ -276,24 +203,3 @@ def test_columns_are_found_in_parts_and_subsets_and_in_a_column_of_hugging_face(
         {"column_names": ["label"], "__len__": lambda self: 2, "__getitem__": lambda self, key: {"label": [1, 0]}[key]},
     )()
     assert labels_of(table, "label").tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("labels", "says"),
-    [
-        ("diagnosys", "did you mean 'diagnosis'"),
-        ([0, 1], r"shape \(2,\), and there are 60 examples"),
-        (lambda dataset: "x", "cannot be read as numbers"),
-    ],
-)
-def test_labels_that_cannot_be_are_named(labels, says):
-    with pytest.raises(PartitionError, match=says):
-        clients_of(PATIENTS, DirichletPartition(3, 0.5, labels=labels), seed=0)
-
-
-def test_partitions_with_labels_are_values():
-    first, second = (DirichletPartition(3, 0.5, labels=CLASSES) for _ in range(2))
-    assert first == second
-    assert hash(first) == hash(second)
-    assert repr(first) == repr(DirichletPartition(3, 0.5)), "sixty thousand labels are no part of a log"
-    assert first.split(None, seed=0).sizes == DirichletPartition(3, 0.5).split(CLASSES, seed=0).sizes

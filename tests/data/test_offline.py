@@ -3,12 +3,11 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_diabetes, load_digits
 from torch.nn import functional as nnf
 
-from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import DiabetesDataModule, DigitsDataModule, labels_of
+from tests import federations
 
 MODULES = [DigitsDataModule, DiabetesDataModule]
 
@@ -28,15 +27,6 @@ def test_split_is_a_partition_that_depends_on_the_seed_only(build):
     assert not torch.equal(first.train.tensors[1], other.train.tensors[1])
     for loader in (first.test_dataloader(), first.predict_dataloader()):
         assert torch.equal(torch.cat([y for _, y in loader]), first.validation.tensors[1])
-
-
-@pytest.mark.parametrize("build", MODULES)
-def test_training_is_shuffled_and_the_rest_is_not(build):
-    module = ready(build(batch_size=7))
-    first, again = (torch.cat([x for x, _ in module.train_dataloader()]) for _ in range(2))
-    assert not torch.equal(first, again)
-    assert torch.equal(torch.cat([x for x, _ in module.val_dataloader()]), module.validation.tensors[0])
-    assert len(next(iter(module.train_dataloader()))[0]) == 7
 
 
 def test_digits_are_the_digits():
@@ -92,43 +82,6 @@ class Linear(L.LightningModule):
 )
 def test_a_trainer_learns(module, inputs, outputs, good, tmp_path):
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        max_epochs=5,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = federations.trainer(5, default_root_dir=tmp_path)
     trainer.fit(Linear(inputs, outputs), datamodule=module)
     assert trainer.callback_metrics["val_loss"] < good
-
-
-class LinearOfAnotherBatchSize(Linear):
-    def __init__(self, batch_size):
-        super().__init__(64, 10)
-        self.save_hyperparameters()
-
-
-def test_hyperparameters_are_stored_but_do_not_clash_with_a_models(tmp_path):
-    """Lightning refuses a model and a data module that log different values under one name."""
-    module = DigitsDataModule(batch_size=5)
-    assert module.hparams.batch_size == 5
-    trainer = L.Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(LinearOfAnotherBatchSize(99), datamodule=module)
-    assert trainer.logger.experiment.hparams["batch_size"] == 99
-
-
-@pytest.mark.parametrize("fraction", [0, 1, -0.1, 20])
-def test_fraction_must_leave_both_parts_something(fraction):
-    with pytest.raises(FederationError, match="in \\(0, 1\\)"):
-        DigitsDataModule(validation_fraction=fraction)

@@ -10,10 +10,12 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app
 from lightning_fedbayes.flower.wire import from_arrays
-from tests.federations import Plain, bayesian, loader, network, trainer
-from tests.flower.clients import client_apps, run
+from tests.federations import Plain, loader, network, trainer
+from tests.flower.clients import run
 from tests.flower.grid import NODE, LocalGrid
 from tests.transport.federation import BlobData
+
+pytestmark = pytest.mark.slow
 
 ENDS = ((0, 40), (40, 70), (70, 90))
 DATA = [Subset(BlobData().dataset, range(*ends)) for ends in ENDS]
@@ -70,13 +72,6 @@ def test_clients_see_no_posterior_of_another_unless_it_is_asked_for(evaluate):
             assert not torch.equal(told.mean["net.0.weight"], own.mean["net.0.weight"])
 
 
-def test_the_result_and_the_history_do_not_depend_on_it():
-    alone, with_it = (FusionStrategy(wait_for=3, across=across) for across in (False, True))
-    results = [run(LocalGrid(apps()), each, rounds=2, make=plain) for each in (alone, with_it)]
-    assert results[0].arrays == results[1].arrays
-    assert alone.server.history[-1]["valid_clients"] == with_it.server.history[-1]["valid_clients"]
-
-
 def test_a_client_that_fails_in_the_last_round_is_scored_by_what_was_admitted_before():
     def lost(reply):
         return reply if int(reply.metadata.group_id) < 2 else None
@@ -88,23 +83,6 @@ def test_a_client_that_fails_in_the_last_round_is_scored_by_what_was_admitted_be
     assert all(torch.equal(each.mean["net.0.weight"], grid.sent[1].mean["net.0.weight"]) for each in own)
     assert strategy.cross_scores is not None
     assert strategy.cross_scores.names == ("0", "1", "2")
-
-
-def test_posteriors_with_variances_and_buffers_and_kept_ones():
-    def make():
-        return bayesian()
-
-    strategy = FusionStrategy("rklb", wait_for=4, across=True)
-    run(LocalGrid(client_apps(make=make)), strategy, rounds=1, make=make)
-    nll = strategy.cross_scores.values["val/nll"]  # all have the same validation data: the columns are equal
-    torch.testing.assert_close(nll, nll[:, :1].expand(4, 4), atol=0.2, rtol=0)
-    assert len({round(float(each), 6) for each in nll[:, 0]}) == 4
-
-
-def test_kept_posteriors_have_their_turn_once(tmp_path):
-    strategy = FusionStrategy("weighted_average", wait_for=3, across=True)
-    run(LocalGrid(apps(keep=["posterior"], state_folder=tmp_path)), strategy, rounds=1, make=plain)
-    assert not any(name.startswith("personal/") for name in strategy.cross_scores.values)
 
 
 def test_under_privacy_nobody_scores(tmp_path, caplog):

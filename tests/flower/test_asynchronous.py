@@ -7,11 +7,10 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
-from lightning_fedbayes.server.schedule import Timeline, read_arrivals
-from tests.federations import Plain, network
+from lightning_fedbayes.server.schedule import read_arrivals
 from tests.flower.clients import client_apps
 from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled, assert_same
@@ -94,6 +93,7 @@ class Killed(Exception):
     """SIGKILL of the server."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", HELD], ids=str)
 @pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
 def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fusion, tmp_path, monkeypatch):
@@ -146,6 +146,7 @@ class Once(dict):
     get = dict.pop
 
 
+@pytest.mark.slow
 def test_a_client_that_is_too_stale_is_refused_and_keeps_what_it_had(tmp_path, caplog):
     caplog.set_level("INFO")
     strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=2, max_staleness=1))
@@ -164,6 +165,7 @@ def from_elsewhere(reply):
     return reply
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_answer_in_time_is_given_up_and_asked_again(tmp_path, caplog):
     caplog.set_level("INFO")
     strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=3))
@@ -184,38 +186,6 @@ def test_a_client_that_sends_rubbish_does_not_fill_the_buffer(tmp_path):
     assert 1 not in strategy.server.accepted
     assert sum(row["failed_clients"] for row in strategy.server.history) > 2
     assert_same(strategy, in_process(5, fusion="linear_pool", schedule=again(tmp_path), seed=3))
-
-
-def test_nodes_come_and_go(tmp_path):
-    """The share of a client is one of those that are connected; the log knows it."""
-    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"))
-    grid.away = {3}
-    strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=1), wait_for=3)
-    look, seen = strategy._roster.look, []
-
-    def watch(*arguments):
-        done = strategy.server.rounds
-        grid.away = {3} if done < 4 else {0} if done < 8 else set()
-        seen.append((done, tuple(strategy._roster.nodes)))
-        return look(*arguments)
-
-    strategy._roster.look = watch
-    run(grid, strategy, 20)
-    told = [line["clients"] for line in lines(tmp_path)]
-    assert told[0] == 3
-    assert told[-1] == 4
-    arrived = [client for line in lines(tmp_path) for client, _ in line["arrived"]]
-    assert set(arrived) == {0, 1, 2, 3}
-    assert 0 in arrived[9:]
-    assert 3 not in arrived[:4]
-    assert_same(strategy, in_process(20, fusion="sites", schedule=again(tmp_path), seed=3))
-
-
-def test_rounds_that_come_to_nothing_end_the_run(tmp_path):
-    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=2), safeguards=fb.Safeguards(min_clients=2))
-    with pytest.raises(FederationError, match="3 rounds in a row had fewer than min_clients=2 valid updates"):
-        run(SlowGrid(client_apps(), {1: nan, 2: nan, 3: nan}), strategy, 9)
-    assert [line["arrived"] for line in lines(tmp_path)] == [[[0, 0]], [[0, 1]], [[0, 2]]]
 
 
 class AtOnce(SlowGrid):
@@ -244,55 +214,6 @@ def scored(monkeypatch, values):
     monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
 
 
-@pytest.mark.parametrize("schedule", [None, fb.Asynchronous(buffer=4)], ids=["rounds", "schedule"])
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_best_round_is_kept_and_the_run_stops(schedule, mode, tmp_path, monkeypatch):
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]
-    scored(monkeypatch, values if mode == "min" else [-value for value in values])
-    options = {"schedule": schedule, "evaluate": True, "monitor": "val/nll", "mode": mode}
-    apps = client_apps(state_folder=tmp_path, fusion="sites")
-    strategy = federation(tmp_path, **options, patience=2)
-    result = run(SlowGrid(apps), strategy, 5)
-    assert strategy.server.rounds == 4  # the second is the best, two more are no better
-    state = load_checkpoint(module := hybrid(), tmp_path / "server.pt", best=True)
-    assert (state.best["round"], state.rounds) == (2, 4)
-    for name, mean in fb.read_posterior(module).mean.items():
-        assert torch.equal(torch.from_numpy(result.arrays[f"mean/{name}"].numpy().copy()), mean)
-    for name, value in module.named_buffers():
-        assert torch.equal(value, state.best["buffers"][name])
-    load_checkpoint(last := hybrid(), tmp_path / "server.pt")
-    assert any(not torch.equal(a, b) for a, b in zip(module.buffers(), last.buffers()))
-    assert any(not torch.equal(a, b) for a, b in zip(module.state_dict().values(), last.state_dict().values()))
-    run(grid := SlowGrid(apps), federation(tmp_path, **options, patience=2), 5)
-    assert not grid.asked  # it has stopped for good
-    run(SlowGrid(apps), longer := federation(tmp_path, **options, patience=3), 5)
-    assert (longer.server.rounds, longer.best["round"]) == (5, 5)
-
-
-def test_a_round_that_was_not_scored_when_the_server_died_is_scored(tmp_path, monkeypatch):
-    scored(monkeypatch, [3.0, 1.0, 2.0])
-    apps = client_apps(state_folder=tmp_path, fusion="sites")
-    with monkeypatch.context() as patch:
-        patch.setattr(FusionStrategy, "_score", lambda *args: None)
-        run(SlowGrid(apps), federation(tmp_path, schedule=None), 2)
-    options = {"schedule": None, "evaluate": True, "monitor": "val/nll", "checkpoint": tmp_path / "server.pt"}
-    run(SlowGrid(apps), strategy := FusionStrategy("sites", wait_for=4, seed=3, **options), 3)
-    assert (strategy.best["round"], strategy.best["score"]) == (2, 1.0)
-
-
-def test_what_the_busy_have_scored_last_counts(tmp_path, monkeypatch):
-    def evaluate(self, trainer, module, datamodule, task):
-        return {"val/nll": float(task.round), "who": float(task.client)}, 10
-
-    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
-    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=1), evaluate=True)
-    result = run(SlowGrid(client_apps(make=lambda: Plain(network()))), strategy, 6, make=lambda: Plain(network()))
-    heard = [{line["arrived"][0][0]: line["fusion"] - 1} for line in lines(tmp_path)]
-    latest = {client: version for each in heard for client, version in each.items()}
-    assert result.evaluate_metrics_clientapp[6]["val/nll"] == sum(latest.values()) / len(latest)
-    assert len(strategy.client_scores.names) == len(latest) > 1
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,43 +234,11 @@ def test_arguments_that_do_not_go_together_are_refused(options, says, tmp_path):
         federation(tmp_path, **options)
 
 
-def test_a_replay_is_given_alone_and_writes_elsewhere(tmp_path):
-    (tmp_path / "server.jsonl").write_text("")
-    with pytest.raises(FederationError, match="give late= alone beside it"):
-        again(tmp_path, buffer=2)
-    with pytest.raises(FederationError, match="would be overwritten"):
-        run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool", again(tmp_path)), 1)
-    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
-        in_process(1, fusion="linear_pool", schedule=again(tmp_path))
-    strategy = FusionStrategy("linear_pool", wait_for=4, schedule=again(tmp_path))
-    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
-        run(SlowGrid(client_apps()), strategy, 1)
-
-
-def test_a_replay_that_cannot_be_repeated_says_why(tmp_path):
-    run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool"), 2)
-    (tmp_path / "again").mkdir()
-    grid = SlowGrid(client_apps(), dict.fromkeys(range(4), nan))
-    with pytest.raises(FederationError, match=r"the replay cannot go on: client \d: .* not finite"):
-        run(grid, federation(tmp_path / "again", "linear_pool", again(tmp_path)), 1)
-    grid = SlowGrid(client_apps()[:2])
-    with pytest.raises(FederationError, match=r"the replay cannot go on: clients .* are silent for 0\.05 s"):
-        run(grid, FusionStrategy("linear_pool", schedule=again(tmp_path)), 2, timeout=0.05)
-    with pytest.raises(FederationError, match=r"has a client \d, but there are 2 clients"):
-        Timeline(again(tmp_path), (5, 5), seed=0)
-
-
 GOOD = {"fusion": 1, "clients": 2, "began": [0], "arrived": [[0, 0]], "refused": []}
 SECOND = {**GOOD, "fusion": 2}
-BROKEN = {
-    "another number": [SECOND],
-    "of the future": [{**GOOD, "arrived": [[0, 1]]}],
-    "a text": [{**GOOD, "clients": "2"}],
-    "no order": [{"fusion": 1}],
-    "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
-    "begun too early": [GOOD, SECOND],
-    "no line": ["x"],
-}
+BROKEN = {"another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD,
+    "clients": "2"}], "no order": [{"fusion": 1}], "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
+    "begun too early": [GOOD, SECOND], "no line": ["x"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)
@@ -357,11 +246,3 @@ def test_files_that_are_no_log_are_refused(lines, tmp_path):
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(FederationError, match="is no log of arrivals"):
         read_arrivals(tmp_path / "log")
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    good = json.dumps(GOOD) + "\n"
-    (tmp_path / "log").write_text(good + json.dumps({**GOOD, "fusion": 2})[:20])
-    assert len(read_arrivals(tmp_path / "log")) == 1
-    with pytest.raises(FederationError, match="is no log of arrivals"):
-        read_arrivals(tmp_path / "nowhere")

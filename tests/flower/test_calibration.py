@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 
 import numpy as np
@@ -13,12 +12,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.calibration import TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
-from lightning_fedbayes.transport.calibration import find_temperature
-from tests.federations import Plain, blobs, federate, loader
+from tests.federations import Plain, blobs, federate
 from tests.flower.clients import run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData, hybrid
@@ -143,6 +139,7 @@ CANNOT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "callbacks", "error"), CANNOT.values(), ids=CANNOT)
 def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, callbacks, error, tmp_path):
     settings = dict(options)
@@ -158,6 +155,7 @@ def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, 
     assert "train" not in {kind for kind, _ in grid.asked}
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     """What they are tried with is spent of no account, and changes nothing."""
     caplog.set_level("INFO")
@@ -191,32 +189,13 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     )
 
 
-def test_a_complete_checkpoint_is_calibrated_without_training(tmp_path):
-    def strategy():
-        return FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt")
-
-    first, later = both(), both()
-    calibrated(first, strategy=strategy())
-    _, grid = calibrated(later, strategy=strategy())
-    assert {kind for kind, _ in grid.asked} == {"query", "query.calibrate"}
-    assert later[0].temperature == first[0].temperature
-    assert later[1].thresholds == first[1].thresholds
+BAD = {"death": (lambda reply: None, "answer"), "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})),
+    "no finite gradient"), "not finite": (with_records(metrics=MetricRecord({"gradient": float("nan"), "curvature": 1.0,
+    "num-examples": 3})), "no finite gradient"), "no examples": (with_records(metrics=MetricRecord({"gradient": 1.0,
+    "curvature": 1.0, "num-examples": 0})), "num-examples=0")}  # fmt: skip
 
 
-BAD = {
-    "death": (lambda reply: None, "answer"),
-    "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
-    "not finite": (
-        with_records(metrics=MetricRecord({"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})),
-        "no finite gradient",
-    ),
-    "no examples": (
-        with_records(metrics=MetricRecord({"gradient": 1.0, "curvature": 1.0, "num-examples": 0})),
-        "num-examples=0",
-    ),
-}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, after):
@@ -226,21 +205,9 @@ def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, a
     assert scaling.temperature == pytest.approx(without.temperature, abs=1e-6)
 
 
-COUNTS = {
-    "other cells": np.ones(7, np.int64),
-    "negative": np.full(1024, -1),
-    "floats": np.ones(1024),
-    "too many": np.full(1024, 2**62),
-    "none": np.zeros(1024, np.int64),
-    "a table": np.ones((2, 512), np.int64),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_client_without_usable_counts_is_left_out_of_the_thresholds(name):
-    conformal = fb.FederatedConformal(0.8, per_client=True)
-    calibrated([conformal], Spoilt(with_records(arrays=ArrayRecord({"counts": Array(COUNTS[name])}))))
-    assert list(conformal.thresholds) == ["0", "2"]
+COUNTS = {"other cells": np.ones(7, np.int64), "negative": np.full(1024, -1), "floats": np.ones(1024),
+    "too many": np.full(1024, 2**62), "none": np.zeros(1024, np.int64), "a table": np.ones((2, 512),
+    np.int64)}  # fmt: skip
 
 
 class Lying(LocalGrid):
@@ -286,6 +253,7 @@ def counts_in(cell):
     return change
 
 
+@pytest.mark.slow
 def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
     found, grid, strategy = {}, Lying(), FusionStrategy(wait_for=10, seed=3)
     result = run(grid, strategy, rounds=1, make=make)
@@ -307,43 +275,6 @@ def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
     temperature, threshold = found["honest"]
     assert all(each == pytest.approx(temperature, rel=0.1) for each, _ in found.values())
     assert all(found[name][1] == pytest.approx(threshold, abs=0.05) for name in ("bottom", "top"))
-
-
-def test_clients_that_fail_one_after_the_other_do_not_make_the_search_longer():
-    asked = []
-
-    def ask(request, clients, kind):
-        asked.append(request["temperature"])
-        sums = TemperatureMessage(math.log(request["temperature"]) - 5, 3.0, 9)  # Newton's steps are too short
-        return dict.fromkeys(range(len(asked) - 1, 30), ClientMessage.of("temperature", 0, 1, sums))
-
-    scaling = fb.FederatedTemperature()
-    with pytest.warns(UserWarning, match="has not converged in 10 exchanges"):
-        find_temperature(scaling, ask)
-    assert len(asked) == scaling.exchanges == 10
-
-
-def test_no_usable_answer_at_all_is_an_error():
-    class Silent(Spoilt):
-        def _answer(self, message):
-            return None if message.metadata.message_type == "query.calibrate" else LocalGrid._answer(self, message)
-
-    with pytest.raises(FederationError, match="none has come in time"):
-        calibrated([fb.FederatedTemperature()], Silent(None))
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "text"),
-    [
-        (lambda: [fb.FederatedConformal(), fb.FederatedTemperature()], "put FederatedTemperature first"),
-        (lambda: [fb.ClientReport()], "give a list of FederatedTemperature"),
-    ],
-)
-def test_what_cannot_be_calibrated_is_refused(callbacks, text):
-    with pytest.raises(FederationError, match=text):
-        calibrated(callbacks())
-    with pytest.raises(FederationError, match="call start first"):
-        FusionStrategy().calibrate(LocalGrid([]), ArrayRecord(), [fb.FederatedTemperature()])
 
 
 # -- privacy -----------------------------------------------------------------------------------------------------------
@@ -398,18 +329,3 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
 def test_noise_needs_a_folder_for_its_account():
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(make(), OwnData(), conformal_epsilon=1.0)
-
-
-def test_a_clients_own_data_need_no_parts():
-    class Common(OwnData):
-        def val_dataloader(self):
-            return loader(blobs(50), shuffle=False)
-
-    module, scaling, alone = make(), fb.FederatedTemperature(), fb.FederatedTemperature()
-    grid = LocalGrid([client_app(make(), Common(), trainer={"accelerator": "cpu"})])
-    strategy = FusionStrategy(wait_for=1)
-    result = run(grid, strategy, rounds=1, make=make)
-    strategy.calibrate(grid, result.arrays, [scaling], timeout=1)
-    federate(module, fb.FederatedBayes(fb.IIDPartition(1)), 1, loader(own().datasets[0], drop_last=True))
-    alone.fit_from(module, {"all": blobs(50)}, batch_size=8)
-    assert scaling.temperature == pytest.approx(alone.temperature, rel=1e-6)

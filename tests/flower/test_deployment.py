@@ -11,6 +11,8 @@ from lightning_fedbayes.flower import load_checkpoint
 from tests.federations import trainer
 from tests.flower.deployment import deployed
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 
 

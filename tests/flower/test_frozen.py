@@ -16,7 +16,11 @@ from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import in_process
 
+pytestmark = pytest.mark.slow
+
 FROZEN = ("net.0.weight", "net.0.bias")
+
+
 HEAD = ("net.2.weight", "net.2.bias")
 
 
@@ -68,14 +72,6 @@ def test_a_client_whose_module_is_not_the_server_s_is_left_out_with_the_reason(c
     with caplog.at_level("INFO"), pytest.raises(FederationError):
         run(LocalGrid(client_apps(make=client)), strategy, make=frozen)
     assert any(says in line for line in caplog.messages)
-
-
-def test_what_the_server_federates_is_sent_by_a_client_that_has_it_frozen():
-    """As under Lightning's fine-tuning, which freezes at the client first."""
-    strategy = FusionStrategy(wait_for=4)
-    run(LocalGrid(client_apps(make=frozen)), strategy, make=partial(frozen, layers=()))
-    assert set(strategy.server.posterior.names) == {*FROZEN, *HEAD}
-    torch.testing.assert_close(strategy.server.posterior.mean["net.0.weight"], frozen().net[0].weight.detach())
 
 
 def test_frozen_weights_do_not_move_by_a_bit_under_noise(tmp_path):

@@ -16,6 +16,8 @@ from tests.federations import Plain, federate
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 SCHOOLS = 5
 
 

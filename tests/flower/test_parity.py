@@ -8,9 +8,9 @@ from flwr.app import Error, Message
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, personal_posterior
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
 from lightning_fedbayes.methods import Averaging, FedProx
-from tests.federations import Plain, blobs, federate, loader, network, trainer
+from tests.federations import Plain, blobs, federate, loader, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
@@ -59,52 +59,35 @@ def assert_same(strategy, federation):
 
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
-    "dwc": (
-        hybrid,
-        {"fusion": Averaging("dwc", "global")},
-        {"fusion": Averaging("dwc", "global")},
-    ),
+    "dwc": (hybrid, {"fusion": Averaging("dwc", "global")}, {"fusion": Averaging("dwc", "global")}),
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
     "sites": (hybrid, {"fusion": "sites", "weighting": "equal"}, {"fusion": "sites"}),
-    "sites of cohorts": (
-        hybrid,
-        {"fusion": "sites", "weighting": "equal", "fraction": 0.5},
-        {"fusion": "sites", "local_epochs": 2},
-    ),
+    "sites of cohorts": (hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites",
+        "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
-    "IVON with the global prior": (
-        Learned,
-        {"fusion": "linear_pool"},
-        {"fusion": Averaging("linear_pool", "global")},
-    ),
+    "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": FedProx(0.3)}),
-    "Laplace with sites": (
-        Scheduled,
-        {"fusion": "sites", "fraction": 0.5},
-        {"fusion": "sites", "posterior": fb.Laplace()},
-    ),
+    "Laplace with sites": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites",
+        "posterior": fb.Laplace()}),
     "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
     "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
     "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
-    "the method of docs/methods.md": (
-        hybrid,
-        {"fusion": OWN(0.1), "fraction": 0.5},
-        {"fusion": OWN(0.1), "local_epochs": 2},
-    ),
+    "the method of docs/methods.md": (hybrid, {"fusion": OWN(0.1), "fraction": 0.5}, {"fusion": OWN(0.1),
+        "local_epochs": 2}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "server", "client"), CASES.values(), ids=CASES)
@@ -196,21 +179,7 @@ def test_a_head_begins_anew_without_a_client_that_fails_on_the_way():
     assert_same_head(found, Asked().head.fit_clients(rest))
 
 
-def test_a_head_is_of_one_backbone_and_one_module():
-    class Other(Asked):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.nn.init.zeros_(self.network.weight)
-
-    apps = client_apps(make=Asked, one_shot=Asked().head)[:3] + client_apps(make=Other, one_shot=Asked().head)[:1]
-    found = one_shot(apps, Asked)
-    assert_same_head(found, Asked().head.fit_clients(features_of_clients(Asked())[:3]))
-    with pytest.raises(FederationError, match="pass initial_arrays"):
-        FusionStrategy(wait_for=4).one_shot(LocalGrid(apps), initial_arrays(hybrid()), Asked().head, timeout=1)
-    with pytest.raises(FederationError, match="no client's answer can be used"):
-        one_shot(client_apps(make=hybrid, one_shot=Asked().head), Asked)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])
 def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(make, tmp_path):
     """Also where the server is another one from the fourth round on, which has to tell clients of the third."""
@@ -237,27 +206,6 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
     assert torch.equal(*(each.flatten()[0] for each in left))
 
 
-def test_a_checkpoint_of_a_method_with_tensors_of_its_own_is_loaded(tmp_path):
-    path, model = tmp_path / "server.pt", Plain(network())
-    strategy = FusionStrategy("scaffold", wait_for=4, checkpoint=path)
-    apps = client_apps(make=lambda: Plain(network()), fusion="scaffold", state_folder=tmp_path)
-    run(LocalGrid(apps), strategy, 1, make=lambda: Plain(network()))
-    load_checkpoint(model, path)
-    for name, value in strategy.server.posterior.mean.items():
-        assert torch.equal(dict(model.named_parameters())[name], value)
-
-
-def test_clients_with_data_of_their_own():
-    parts = {str(k): BlobData().dataset for k in range(2)}
-    parts["1"] = torch.utils.data.Subset(parts["1"], range(40))
-    apps = [client_app(hybrid(), BlobData(part), trainer={"accelerator": "cpu"}) for part in parts.values()]
-    strategy = FusionStrategy()
-    run(LocalGrid(apps), strategy)
-    federation = fb.FederatedBayes(engine="sequential", fusion="rklb")
-    federate(hybrid(), federation, 3, loader(fb.ClientDatasets(parts), drop_last=True))
-    assert_same(strategy, federation)
-
-
 def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
     strategy = FusionStrategy(wait_for=4)
     run(LocalGrid(client_apps()), strategy)
@@ -270,25 +218,7 @@ def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
         assert torch.equal(value, theirs[name]), name
 
 
-def test_evaluation_is_the_mean_over_the_clients():
-    """Weighted by their numbers of validation examples."""
-    data = [torch.utils.data.Subset(BlobData().dataset, range(*ends)) for ends in ((0, 60), (60, 90))]
-    apps = [client_app(Plain(network()), BlobData(part), trainer={"accelerator": "cpu"}) for part in data]
-    strategy = FusionStrategy(evaluate=True)
-    result = run(LocalGrid(apps), strategy, rounds=2, make=lambda: Plain(network()))
-    assert set(result.evaluate_metrics_clientapp) == {1, 2}
-    model = Plain(network())
-    model.load_state_dict(strategy.server.posterior.mean)
-    losses = [trainer().validate(model, loader(part, shuffle=False), verbose=False)[0]["val/nll"] for part in data]
-    assert abs(losses[0] - losses[1]) > 0.01
-    expected = (60 * losses[0] + 30 * losses[1]) / 90
-    assert result.evaluate_metrics_clientapp[2]["val/nll"] == pytest.approx(expected, rel=1e-5)
-    scores = strategy.client_scores
-    assert (scores.names, scores.num_examples) == (("0", "1"), (60, 30))
-    assert scores.values["val/nll"].tolist() == pytest.approx(losses, rel=1e-5)
-    assert scores.worst("val/nll") == pytest.approx(max(losses), rel=1e-5)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -320,11 +250,3 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
     assert not torch.equal(scores.values["val/nll"], scores.values["personal/val/nll"])
     with pytest.raises(FederationError, match=r"client-9\.pt is not there: give the folder"):
         personal_posterior(hybrid(), tmp_path, 9, strategy.server.posterior)
-
-
-def test_a_client_that_keeps_none_says_so(tmp_path):
-    run(LocalGrid(client_apps(state_folder=tmp_path, buffers="local")), strategy := FusionStrategy(wait_for=4))
-    with pytest.raises(FederationError, match=r"train with keep=\['posterior'\]"):
-        personal_posterior(hybrid(), tmp_path, 0, strategy.server.posterior)
-    with pytest.raises(FederationError, match="pass state_folder"):
-        client_app(hybrid(), BlobData(), keep=["posterior"])

@@ -145,6 +145,7 @@ def seen(tmp_path_factory):
     return torch.load(folder / "seen.pt"), log, torch.load(folder / "again.pt")
 
 
+@pytest.mark.slow
 def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
     replies, table = seen[0], listed()
     kinds = [reply["config"]["kind"] for reply in replies]
@@ -222,6 +223,7 @@ class Careless(Plain):
         self.log("val/loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_without_privacy_too_no_field_leaves_a_client_that_the_page_does_not_list(shared, tmp_path):
     """Every kind of message: rounds with kept posteriors, evaluation, calibration, one shot, and a failure."""

@@ -13,6 +13,8 @@ from tests.flower.clients import run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 PARTITION = fb.IIDPartition(4)
 
 

@@ -5,16 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint, server_app
-from lightning_fedbayes.flower.roster import Roster
-from lightning_fedbayes.fusion import available_fusions, rule_name
+from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, assert_equal, network
 from tests.flower.clients import client_apps, run
-from tests.flower.grid import NODE, LocalGrid
+from tests.flower.grid import LocalGrid
 from tests.transport.federation import hybrid, in_process
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
@@ -51,21 +49,15 @@ BAD = {
     "wrong shape": (with_mean(np.zeros((2, 2), "f4")), "has shape"),
     "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
     "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
-    "an archive": (
-        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
-        "be read",
-    ),
+    "an archive": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
+        "be read"),
     "unreadable": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"x")}), "read"),
     "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
-    "certain of a deterministic parameter": (
-        lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5, 6), 1e-9, "f4"))}),
-        "must send the variances",
-    ),
+    "certain of a deterministic parameter": (lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5,
+        6), 1e-9, "f4"))}), "must send the variances"),
     "negative variance": (lambda r: resend(r, arrays={VARIANCE: Array(np.full((3, 5), -1, "f4"))}), "is negative"),
-    "buffer of another dtype": (
-        lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}),
-        "dtypes",
-    ),
+    "buffer of another dtype": (lambda r: resend(r,
+        arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}), "dtypes"),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
     "no figures": (lambda r: resend(r, drop=["metrics"]), "num-examples=0"),
     "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
@@ -74,7 +66,7 @@ BAD = {
     "negative size": (lambda r: resend(r, metrics={"num-examples": -5}), "num-examples=-5"),
     "no number": (lambda r: resend(r, metrics={"num-examples": float("nan")}), "num-examples=nan"),
     "death": (lambda r: None, "no reply within 1 s"),
-}
+}  # fmt: skip
 
 
 def in_rounds(change, first, last=99):
@@ -138,25 +130,6 @@ def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, cap
     assert of_client[0].exc_info is not None
 
 
-def test_sizes_that_are_all_0_leave_the_posterior(caplog):
-    caplog.set_level("INFO")
-    nothing = dict.fromkeys(range(4), lambda reply: resend(reply, metrics={"num-examples": 0}))
-    strategy = FusionStrategy(wait_for=4)
-    result = run(LocalGrid(client_apps(), nothing), strategy, rounds=2)
-    assert result.arrays == initial_arrays(hybrid())
-    assert strategy.server.failed_rounds == 2
-    assert "num-examples=0: give at least 1" in caplog.text
-
-
-def test_a_round_in_which_all_fail_ends_well():
-    once = dict.fromkeys(range(4), in_rounds(lost, 2, 2))
-    strategy = FusionStrategy(wait_for=4)
-    result = run(LocalGrid(client_apps(), once), strategy, rounds=3)
-    assert [figures["valid_clients"] for figures in strategy.server.history] == [4, 0, 4]
-    assert [figures["failed_rounds"] for figures in strategy.server.history] == [0, 1, 0]
-    assert result.arrays.keys() == initial_arrays(hybrid()).keys()
-
-
 def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
     bad = dict.fromkeys(range(4), in_rounds(nan, 2))
     twice = fb.Safeguards(max_failed_rounds=2)
@@ -168,12 +141,6 @@ def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
     kept = load_checkpoint(hybrid(), tmp_path / "server.pt")
     assert kept.rounds == 3
     assert torch.equal(kept.posterior.mean["network.0.weight"], one.server.posterior.mean["network.0.weight"])
-
-
-def test_fewer_than_min_clients_leave_the_posterior():
-    strategy = FusionStrategy(wait_for=4, safeguards=fb.Safeguards(min_clients=4))
-    result = run(LocalGrid(client_apps(), {3: nan}), strategy, rounds=2)
-    assert result.arrays == initial_arrays(hybrid())
 
 
 class Crash(Exception):
@@ -203,25 +170,6 @@ def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fus
         assert torch.equal(resumed.server.posterior.variance[name], whole.server.posterior.variance[name]), name
 
 
-def test_the_server_in_one_line():
-    strategies = [FusionStrategy("conflation", wait_for=4), FusionStrategy("conflation", wait_for=4)]
-    app = server_app(hybrid(), strategies[0], rounds=2, timeout=1, buffers="frozen")
-    app(LocalGrid(client_apps(buffers="frozen")), Context(0, 0, {}, RecordDict(), {}))
-    assert type(strategies[0].server) is fb.Server
-    run(LocalGrid(client_apps(buffers="frozen")), strategies[1], rounds=2, buffers="frozen")
-    first, second = (strategy.server.posterior.mean for strategy in strategies)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_complete_federation_is_not_trained_on(tmp_path):
-    path = tmp_path / "server.pt"
-    result = run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
-    grid = LocalGrid(client_apps())
-    again = run(grid, FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
-    assert again.arrays == result.arrays
-    assert grid.asked == []
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -235,24 +183,6 @@ def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
     make = change.pop("make", hybrid)
     with pytest.raises(FederationError, match=says):
         run(LocalGrid(client_apps(make=make)), FusionStrategy(wait_for=4, checkpoint=path, **change), make=make)
-
-
-def test_a_file_that_is_no_checkpoint_is_left_alone(tmp_path):
-    path = tmp_path / "server.pt"
-    path.write_text("my diary")
-    with pytest.raises(FederationError, match="is no checkpoint"):
-        run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path))
-    assert path.read_text() == "my diary"
-
-
-def test_another_rule_goes_on_without_the_state_of_the_first(tmp_path):
-    path = tmp_path / "server.pt"
-    run(LocalGrid(client_apps()), FusionStrategy("ivar_vb", wait_for=4, checkpoint=path), rounds=1)
-    other = FusionStrategy("conflation", wait_for=4, checkpoint=path)
-    run(LocalGrid(client_apps()), other, rounds=2)
-    assert set(other.server.state_dict()["rule_states"]) == {"conflation"}
-    assert other.server.state_dict()["rule_states"]["conflation"] == {}
-    assert other.server.rounds == 2
 
 
 def test_the_checkpoint_loads_into_the_network(tmp_path):
@@ -277,20 +207,6 @@ def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     assert "partition-id is None" in caplog.text
 
 
-def test_a_number_goes_to_the_next_node_when_the_first_has_gone():
-    grid, roster = LocalGrid(client_apps(), numbers=[0, 1, 1, 2]), Roster()
-    assert roster.update(grid, 1) == {0: NODE, 1: NODE - 2, 2: NODE - 3}
-    del grid.apps[2]
-    assert roster.update(grid, 1) == {0: NODE, 1: NODE - 1, 2: NODE - 3}
-    assert len(grid.asked) == 1
-
-
-def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monkeypatch):
-    monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.01)
-    with pytest.raises(FederationError, match=r"4 of 5 clients are connected after 0\.1 s"):
-        FusionStrategy(wait_for=5).start(LocalGrid(client_apps()), initial_arrays(hybrid()), 1, timeout=0.1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -308,16 +224,3 @@ def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monk
 def test_bad_arguments_are_refused_at_once(arguments, error, says):
     with pytest.raises(error, match=says):
         FusionStrategy(**arguments)
-
-
-def test_weightings_by_divergence_are_refused_for_deterministic_networks():
-    with pytest.raises(FusionError, match="use 'distance_l2'"):
-        FusionStrategy(weighting="distance", wait_for=4).start(LocalGrid(client_apps()), initial_arrays(Plain()), 1)
-
-
-def test_any_registered_rule_will_do(tmp_path):
-    for name in available_fusions():
-        strategy = FusionStrategy(name, wait_for=4)
-        run(LocalGrid(client_apps(fusion=name, state_folder=tmp_path / name)), strategy, rounds=1)
-        assert [rule_name(rule) for rule in strategy.server.rules.values()] == [name]
-        assert strategy.server.history[0]["failed_rounds"] == 0, name

@@ -51,21 +51,6 @@ def test_a_posterior_of_laplace_stays_one(linearised):
     assert list(buffers) == ["b"]
 
 
-def test_double_precision_travels_as_it_is():
-    values = torch.tensor([0.1, -3.0, 1e-4], dtype=torch.float64)
-    posterior, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": values}), {"b": values}), "x")
-    assert torch.equal(posterior.mean["w"], values)
-    assert torch.equal(buffers["b"], values)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_precisions_travel_as_float32(dtype):
-    values = torch.tensor([0.1, -3.0, 1e-4], dtype=dtype)
-    posterior, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": values}), {"b": values}), "x")
-    assert posterior.mean["w"].dtype == buffers["b"].dtype == torch.float32
-    assert torch.equal(posterior.mean["w"], values.to(torch.float32))
-
-
 @pytest.mark.parametrize("value", [torch.tensor(7), torch.tensor([True]), torch.tensor([1, 2], dtype=torch.uint8)])
 def test_buffers_that_are_no_floats_keep_their_dtype(value):
     _, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(1)}), {"b": value}), "client 0")
@@ -209,16 +194,11 @@ def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
         FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(Softmax()), Softmax().head)
 
 
-SENT = [
-    ("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
+SENT = [("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
     ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
     ("statistics", fb.modules.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
-    (
-        "curvature",
-        KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9),
-        {},
-    ),
-]
+    ("curvature", KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)},
+        9), {})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "value", "known"), SENT, ids=[kind for kind, *_ in SENT])

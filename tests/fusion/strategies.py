@@ -13,6 +13,8 @@ RULES = [name for name in available_fusions() if name != "first_client"]
 WEIGHTED = [name for name in RULES if get_rule(name).uses_weights]
 UNWEIGHTED = [name for name in RULES if not get_rule(name).uses_weights]
 STEPS = [name for name in RULES if isinstance(get_rule(name), ServerOptimizer)]
+KINDS = ["linear_pool", "distributed_weight_consolidation", "coordinate_median", "krum", "icov_mle", "fedadam"]
+"""One rule of each kind: sum, with the previous posterior, by columns, by distances, inferred, with steps."""
 CLOSED_FORMS = [name for name in RULES if isinstance(get_rule(name), SumRule) and name not in STEPS]
 UP_TO_FIVE = st.integers(1, 5)
 ATOMS = ("none", "tensors", "entries", "everything")

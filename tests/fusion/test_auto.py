@@ -4,11 +4,6 @@ import pytest
 
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import AlphaBarycenter, AutoFusion, Krum, NormClipping, Reliability
-from lightning_fedbayes.fusion.auto import CANDIDATES
-
-
-def test_default_candidates_have_their_registered_names():
-    assert AutoFusion().names == CANDIDATES
 
 
 def test_names_have_the_arguments():

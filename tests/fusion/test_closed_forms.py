@@ -9,20 +9,13 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import available_fusions, get_rule, rule_name
 
-from .strategies import ATOMS, CLOSED_FORMS, RULES, assert_same, cohorts
+from .strategies import ATOMS, CLOSED_FORMS, KINDS, RULES, assert_same, cohorts
 
-ALIASES = {
-    "weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"],
-    "weighted_sum": ["ws", "gaa"],
-    "linear_pool": ["lp", "kl_barycenter"],
-    "conflation": ["inverse_variance"],
-    "weighted_conflation": ["wc"],
-    "reverse_kl_barycenter": ["rklb", "log_linear_pool", "llp"],
-    "wasserstein_barycenter": ["wb"],
-    "log_variance_average": ["aalv"],
-    "distributed_weight_consolidation": ["dwc"],
-    "gaussian_fit": ["fedag"],
-}
+ALIASES = {"weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"], "weighted_sum": ["ws", "gaa"],
+    "linear_pool": ["lp", "kl_barycenter"], "conflation": ["inverse_variance"], "weighted_conflation": ["wc"],
+    "reverse_kl_barycenter": ["rklb", "log_linear_pool", "llp"], "wasserstein_barycenter": ["wb"],
+    "log_variance_average": ["aalv"], "distributed_weight_consolidation": ["dwc"],
+    "gaussian_fit": ["fedag"]}  # fmt: skip
 
 
 def expected(rule, m, v, w, mo, vo):
@@ -97,16 +90,13 @@ def test_table_is_complete():
     assert named == {name for rule, aliases in ALIASES.items() for name in (rule, *aliases)}
 
 
-@pytest.mark.parametrize(("rule", "alias"), [(rule, alias) for rule, aliases in ALIASES.items() for alias in aliases])
-@given(cohort=cohorts(clients=st.integers(2, 3), atoms=ATOMS))
-@settings(deadline=None, max_examples=5)
-def test_alias_is_the_same_rule(rule, alias, cohort):
-    assert type(get_rule(alias)) is type(get_rule(rule))
-    assert_same(cohort.fuse(alias), cohort.fuse(rule), rtol=0)
+def test_aliases_are_the_same_rules():
+    for rule, aliases in ALIASES.items():
+        assert {type(get_rule(alias)) for alias in aliases} == {type(get_rule(rule))}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("rule", KINDS)
 def test_dtype_and_shape_are_kept(rule, dtype):
     shapes = {"scalar": (), "vector": (3,), "empty": (0,), "flat": (2, 0), "image": (1, 2, 2)}
     clients = [
@@ -126,6 +116,7 @@ def test_dtype_and_shape_are_kept(rule, dtype):
     assert fused.names == clients[0].names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_summed_in_double(rule):
     """A thousand clients whose sum of means would leave float16 far behind."""
@@ -136,12 +127,13 @@ def test_half_precision_is_summed_in_double(rule):
     assert fused.mean["w"].item() == 100
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", KINDS)
 def test_no_parameters_at_all(rule):
     nothing = GaussianPosterior({}, {})
     assert fuse(rule, [nothing, nothing], previous=nothing).names == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @given(cohort=cohorts(clients=st.integers(2, 3), dtype=torch.float32))
 @settings(deadline=None, max_examples=10)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort
-from lightning_fedbayes.fusion.gram import columns, combine, sample, squared_distances_to, weighted_median, weighted_sum
+from lightning_fedbayes.fusion.gram import combine, squared_distances_to
 from lightning_fedbayes.fusion.gram import gram_of as gram_of_cohort
 
 from .strategies import posterior
@@ -116,27 +116,6 @@ def test_squares_beyond_double_precision_name_the_client(bad):
     words = rf"client {numbers[bad]}: its squared distance to client \d+ is beyond double precision; leave out"
     with pytest.raises(FusionError, match=words):
         gram_of(clients, None, numbers)
-
-
-def test_client_of_coefficient_zero_is_not_read():
-    clients = [posterior([1.0], 0.5), posterior([1e308], 1e308), posterior([3.0], 1.5)]
-    shares = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
-    assert combine(clients, shares, None).item() == 2
-    assert weighted_median([client.variance for client in clients], shares).item() == 1
-
-
-def test_columns_are_the_rows_side_by_side_in_blocks(monkeypatch):
-    monkeypatch.setattr("lightning_fedbayes.fusion.gram.ENTRIES", 12)
-    rows = torch.randn(3, 26)
-    maps = [{"a": row[:11].view(1, 11), "b": row[11:11], "c": row[11], "d": row[12:].view(2, 7)} for row in rows]
-    blocks = list(columns(maps))
-    assert max(block.shape[1] for block in blocks) == 4
-    assert torch.equal(torch.cat(blocks, 1), rows.double())
-    torch.testing.assert_close(
-        weighted_sum(maps, torch.tensor([1.0, -2.0, 0.0]).double()), rows[0].double() - 2 * rows[1].double()
-    )
-    for most, stride in ((100, 1), (26, 1), (25, 2), (7, 4), (1, 26)):
-        assert torch.equal(sample(maps, most), rows[:, ::stride].double())
 
 
 def test_products_do_not_depend_on_the_blocks(monkeypatch):

@@ -13,7 +13,6 @@ from .strategies import (
     CLOSED_FORMS,
     RULES,
     STEPS,
-    UNWEIGHTED,
     WEIGHTED,
     Cohort,
     assert_at_most,
@@ -43,10 +42,6 @@ def rounding(rule):
     return 1e-5 if rule in BY_QUADRATURE else 1e-7
 
 
-def with_variance(posterior, factor):
-    return GaussianPosterior(posterior.mean, {name: factor * v for name, v in posterior.variance.items()})
-
-
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("gaussian_fit", *STEPS)])
 @given(cohort=cohorts(clients=st.just(1), atoms=("none", "tensors", "entries", "everything")))
 @FEW
@@ -63,20 +58,6 @@ def test_one_client_is_returned(rule, cohort):
 def test_identical_clients_are_returned(rule, cohort):
     identical = cohort.clients[:1] * len(cohort.weights)
     assert_same(cohort.fuse(rule, identical), cohort.clients[0])
-
-
-@pytest.mark.parametrize("rule", NARROWING)
-@given(cohort=cohorts(clients=st.just(1), atoms=("none", "entries")), count=MANY)
-@FEW
-def test_identical_clients_of_equal_weight_divide_the_variance(rule, cohort, count):
-    fused = fuse(rule, cohort.clients * count)
-    assert_same(fused, with_variance(cohort.clients[0], 1 / count))
-
-
-@given(cohort=cohorts(clients=st.just(1)), count=st.integers(1, 5))
-@FEW
-def test_identical_clients_have_no_spread(cohort, count):
-    assert_same(fuse("gaussian_fit", cohort.clients * count), GaussianPosterior.point_mass(cohort.clients[0].mean))
 
 
 @given(cohort=cohorts(clients=st.just(1)), count=MANY)
@@ -121,17 +102,8 @@ def test_client_of_weight_zero_changes_nothing(rule, cohort, place):
     assert_same(cohort.fuse(rule, weights=weights), without, rtol=0)
 
 
-@pytest.mark.parametrize("rule", UNWEIGHTED)
-@given(cohort=cohorts(clients=MANY))
-@FEW
-def test_rules_without_weights_ignore_them(rule, cohort):
-    equal = fuse(rule, cohort.clients, previous=cohort.previous)
-    assert_same(cohort.fuse(rule), equal, rtol=0)
-    assert_same(cohort.fuse(rule, weights=[0.0, *cohort.weights[1:]]), equal, rtol=0)
-
-
 @pytest.mark.parametrize("rule", WEIGHTED)
-@pytest.mark.parametrize("factor", [1e-200, 1e-30, 7.0, 1e30, 1e200])
+@pytest.mark.parametrize("factor", [1e-200, 7.0, 1e200])
 @given(cohort=cohorts(clients=MANY, atoms=("none", "entries")))
 @settings(deadline=None, max_examples=5)
 def test_only_ratios_of_weights_matter(rule, factor, cohort):
@@ -152,28 +124,6 @@ def test_variances_are_ordered_as_power_means(cohort):
     for smaller, larger in itertools.pairwise(fused):
         assert_at_most(smaller, larger)
     assert_at_most(cohort.fuse("weighted_sum"), cohort.fuse("weighted_average"))
-
-
-@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
-@FEW
-def test_weighted_conflation_is_at_least_as_sure_as_the_client_of_largest_weight(cohort):
-    largest = max(range(len(cohort.weights)), key=cohort.weights.__getitem__)
-    assert_at_most(cohort.fuse("weighted_conflation"), cohort.clients[largest])
-
-
-@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
-@FEW
-def test_products_of_equal_weights_differ_in_their_scale_only(cohort):
-    log_linear, product = fuse("reverse_kl_barycenter", cohort.clients), fuse("conflation", cohort.clients)
-    assert_same(log_linear, with_variance(product, len(cohort.clients)))
-    assert_same(fuse("weighted_conflation", cohort.clients), product)
-
-
-@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
-@FEW
-def test_log_linear_pool_and_weighted_conflation_share_their_mean(cohort):
-    largest = max(cohort.weights) / sum(cohort.weights)
-    assert_same(cohort.fuse("weighted_conflation"), with_variance(cohort.fuse("reverse_kl_barycenter"), largest))
 
 
 @given(cohort=cohorts(clients=MANY))

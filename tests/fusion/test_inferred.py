@@ -1,7 +1,5 @@
 """State of the inferred rules, and their answer to clients that cannot be told apart or are far off."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -60,6 +58,7 @@ def test_with_memory_zero_every_round_is_the_first(name):
     assert outcome.reliability == rule.apply(cohort_of(second, range(4)), {}).reliability
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_clients_may_miss_rounds_and_come_in_any_order(name):
     """A client is recognised by its number, not by its place."""
@@ -76,15 +75,6 @@ def test_clients_may_miss_rounds_and_come_in_any_order(name):
     mixed = rule.apply(cohort_of(updates.flip(0), (0, 1, 2, 3, 4)), state).reliability
     straight = rule.apply(cohort_of(updates, (4, 3, 2, 1, 0)), state).reliability
     assert mixed == pytest.approx(straight, abs=1e-3)
-
-
-def test_the_average_over_equal_rounds_is_that_round():
-    _, updates = independent([0.2, 0.4, 1.0], 50)
-    now, state = distances_of(updates), {}
-    for _ in range(3):
-        average, state = average_rounds(state, (2, 5, 7), now, 0.5)
-    torch.testing.assert_close(average, now)
-    assert float(state["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
 
 
 def test_rounds_count_by_their_weight():
@@ -125,7 +115,7 @@ def test_products_that_no_points_have_are_mended_and_true_ones_kept():
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("far", [3.0, 30.0, 1e9])
+@pytest.mark.parametrize("far", [3.0, 1e9])
 def test_a_client_that_misses_a_round_is_not_blamed_for_another_ones_outlier(name, far):
     """Only the last client is bad, and only in the first round; client 1 is away in the second."""
     rule, state = get_rule(name), get_rule(name).init()
@@ -141,6 +131,7 @@ def test_a_client_that_misses_a_round_is_not_blamed_for_another_ones_outlier(nam
     assert float((fused.posterior.mean["w"] - truth).square().mean()) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
     """Rounds with ever smaller updates and noise, three of five clients in each."""
@@ -154,22 +145,16 @@ def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
         assert error < 0.1
 
 
-SENT = {
-    "one client": normal(1, 30),
-    "identical clients": normal(1, 30).expand(5, 30),
-    "identical but one": torch.cat([normal(1, 30).expand(4, 30), normal(1, 30, seed=2)]),
-    "two clients": normal(2, 30),
-    "more clients than parameters": normal(8, 2),
-    "a client equal to the consensus": torch.cat([normal(6, 30), normal(6, 30).mean(0, keepdim=True)]),
-    "updates of 1e30": torch.cat([normal(5, 30), 1e30 * normal(2, 30, seed=1)]),
-    "an update of 1e18": torch.cat([normal(6, 30), 1e18 * normal(1, 30, seed=1)]),
-    "updates of 1e-30": 1e-30 * normal(5, 30),
-    "no update at all": torch.zeros(5, 30, dtype=torch.float64),
-    "one free rider": torch.cat([normal(4, 30), torch.zeros(1, 30, dtype=torch.float64)]),
-    "one parameter": normal(4, 1),
-}
+SENT = {"one client": normal(1, 30), "identical clients": normal(1, 30).expand(5, 30),
+    "identical but one": torch.cat([normal(1, 30).expand(4, 30), normal(1, 30, seed=2)]), "two clients": normal(2, 30),
+    "more clients than parameters": normal(8, 2), "a client equal to the consensus": torch.cat([normal(6, 30), normal(6,
+    30).mean(0, keepdim=True)]), "updates of 1e30": torch.cat([normal(5, 30), 1e30 * normal(2, 30, seed=1)]),
+    "an update of 1e18": torch.cat([normal(6, 30), 1e18 * normal(1, 30, seed=1)]), "updates of 1e-30": 1e-30 * normal(5,
+    30), "no update at all": torch.zeros(5, 30, dtype=torch.float64), "one free rider": torch.cat([normal(4, 30),
+    torch.zeros(1, 30, dtype=torch.float64)]), "one parameter": normal(4, 1)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -183,8 +168,7 @@ SENT = {
         "norm_clipping",
     ],
 )
-@pytest.mark.parametrize("kind", SENT)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(SENT, [torch.float32, torch.float64] * len(SENT))))
 def test_bad_input_has_a_defined_answer(name, kind, dtype):
     sent = SENT[kind].to(dtype)
     previous = GaussianPosterior.point_mass({"w": torch.zeros(sent.shape[1], dtype=dtype)})
@@ -217,8 +201,7 @@ def test_the_variance_is_the_median_weighted_by_reliability(name):
     torch.testing.assert_close(fused.posterior.variance["w"], torch.full_like(updates[0], expected))
 
 
-@pytest.mark.parametrize("by", [*RULES, "geometric_median", "multi_krum"])
-@pytest.mark.parametrize("then", ["reverse_kl_barycenter", "wasserstein_barycenter", "linear_pool", "weighted_average"])
+@pytest.mark.parametrize(("by", "then"), [("ivar_vb", "linear_pool"), ("icov_mle", "wb"), ("multi_krum", "rklb")])
 def test_reliability_drives_another_rule(by, then):
     """As if the inferred shares were the clients' weights."""
     _, updates = independent([0.1, 0.2, 0.1, 5.0], 200)
@@ -236,22 +219,6 @@ def test_reliability_drives_another_rule(by, then):
     torch.testing.assert_close(again.mean["w"], expected.mean["w"])
 
 
-@pytest.mark.parametrize("then", ["nwa", "weighted_conflation", "weighted_sum"])
-def test_a_rule_under_reliabilities_keeps_its_ways_with_the_prior(then):
-    rule, inside = Reliability("ivar_vb", then=then), get_rule(then)
-    for flag in ("resists", "narrows", "keeps_prior"):
-        assert getattr(rule, flag) == getattr(inside, flag), flag
-    assert rule.narrows == (then != "nwa")
-
-
-def test_reliability_keeps_the_state_of_the_rule_inside():
-    rule = Reliability("ivar_vb", then="weighted_average")
-    _, first = independent([0.1, 0.1, 0.1, 3.0], 2000)
-    _, second = independent([0.1] * 4, 2000, seed=5)
-    state = rule.apply(cohort_of(first, range(4)), rule.init()).state
-    assert rule.apply(cohort_of(second, range(4)), state).reliability[3] < 0.01
-
-
 def test_reliability_of_rules_that_cannot():
     with pytest.raises(FusionError, match="infers no reliability of clients"):
         Reliability("fedavg")
@@ -259,15 +226,6 @@ def test_reliability_of_rules_that_cannot():
         Reliability("ivar_vb", then="conflation")
     with pytest.raises(FusionError, match="ivar_vb"):
         Reliability("ivar_bv")
-
-
-def test_rules_agree_where_clients_are_equally_good():
-    """Independent errors of one size: all but ``icov_mle``, which the source finds unreliable, are near the average."""
-    _, updates = independent([0.5] * 6, 20_000)
-    rules = ("fedavg", "ivar_mle", "ivar_vb", "icov_vb")
-    fused = [fuse(name, point_masses(updates), previous=origin(20_000)).mean["w"] for name in rules]
-    for first, second in itertools.combinations(fused, 2):
-        assert float((first - second).square().mean()) < 0.02 * 0.25
 
 
 @pytest.mark.parametrize("name", ["ivar_vb", "ivar_mle", "icov_vb"])

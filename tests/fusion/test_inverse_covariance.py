@@ -8,7 +8,7 @@ import torch
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
-from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
+from lightning_fedbayes.fusion.inferred import centred_products
 from lightning_fedbayes.fusion.inverse_covariance import (
     Latent,
     as_far_as_certain,
@@ -27,12 +27,8 @@ from lightning_fedbayes.fusion.inverse_covariance import (
 from .untrusted import distances_of, error, independent, normal, origin, overlapping, point_masses
 
 FOUR_SHARE = [{*range(20), 100 + client} for client in range(4)] + [set(range(40, 60)), set(range(60, 80))]
-TWO_GROUPS = [
-    *({*range(20), 100 + client} for client in range(4)),
-    *({*range(20, 40), 110 + client} for client in range(2)),
-    set(range(40, 60)),
-    set(range(60, 80)),
-]
+TWO_GROUPS = [*({*range(20), 100 + client} for client in range(4)), *({*range(20, 40),
+    110 + client} for client in range(2)), set(range(40, 60)), set(range(60, 80))]  # fmt: skip
 
 
 def some_latent(clients=5, count=2):
@@ -81,14 +77,6 @@ def test_free_energy_without_features_is_the_log_density():
     latent, x = some_latent(count=0), normal(5, 7, seed=4)
     expected = log_normal(x.T, torch.zeros(5, dtype=torch.float64), latent.signal + torch.diag(latent.noise)).mean()
     torch.testing.assert_close(free_energy(latent, x @ x.T / 7, 7), expected)
-
-
-def test_free_energy_with_known_features_is_the_log_density():
-    """Of many parameters, the features' own terms vanish and the bound is tight."""
-    latent, x = some_latent(), normal(5, 7, seed=4)
-    known = Latent(latent.features, 1e-12 * latent.spread, latent.feature_variance, latent.noise, latent.signal)
-    expected = log_normal(x.T, torch.zeros(5, dtype=torch.float64), latent.signal + known.covariance()).mean()
-    torch.testing.assert_close(free_energy(known, x @ x.T / 7, 10**12), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -173,6 +161,7 @@ def regression(rule, shared, seed, rounds=8):
     return float((at - truth).square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shared", "rounds"), [(1, 8), (2, 8), (5, 8), (10, 8), (20, 8), (40, 8), (20, 80), (40, 80)])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
     """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""
@@ -183,6 +172,7 @@ def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds
     assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [5, 10])
 @pytest.mark.parametrize(
     "attack",
@@ -202,25 +192,6 @@ def test_a_few_liars_cost_next_to_nothing(clients, attack):
     honest = float((updates[liars:].mean(0) - truth).square().mean())
     updates[:liars] = attack(updates[:liars])
     assert error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth) < 1.1 * honest
-
-
-@pytest.mark.parametrize("size", [4, 50])
-@pytest.mark.parametrize("factor", [30.0, 1e3])
-def test_a_long_update_costs_little_however_few_parameters_there_are(size, factor):
-    reached, honest = 0.0, 0.0
-    for seed in range(4):
-        truth, updates = independent([0.5] * 5, size, seed)
-        honest += float((updates[1:].mean(0) - truth).square().mean())
-        updates[0] *= factor
-        reached += error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
-    assert reached < 2 * honest
-
-
-def test_average_with_bounds():
-    """Squared lengths 1, 1, 1, 4 and 16: four times the quartile counts whole, sixteen times a sixteenth."""
-    along = torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0], dtype=torch.float64)
-    expected = torch.tensor([1.0, 1.0, 1.0, 1.0, 1 / 16], dtype=torch.float64)
-    torch.testing.assert_close(bounded_average(along[:, None] * along, 100), expected / expected.sum())
 
 
 @pytest.mark.parametrize(("size", "counts"), [(700, True), (1000, False)])
@@ -275,20 +246,6 @@ def test_only_those_who_hold_all_of_y_are_plausible(case, products):
     assert plausible(RIGHT, products, 10**6) == case.startswith("share")
 
 
-def test_what_is_not_certain_is_plausible_and_one_client_alone_is_not():
-    """Nor are a few who hold a half of y and one error, whose products are half of y's length within and without."""
-    fewer = products_of([1.0] * 4 + [0.7] * 4, 0.3)
-    assert plausible(RIGHT, fewer, 50)
-    assert not plausible(RIGHT, fewer, 3000)
-    assert not plausible(RIGHT, products_of([1.0] * 4 + [0.1] * 4, 3.0), 50)
-    for count in (3, 5):
-        last = (torch.arange(10) >= 10 - count).to(torch.float64)
-        halves = products_of([1.0] * (10 - count) + [0.5] * count, 0.3) + 0.25 * torch.outer(last, last)
-        assert plausible(last / count, halves, 10**6) == (count == 5)
-    alone = torch.tensor([0.0] * 7 + [1.0], dtype=torch.float64)
-    assert not plausible(alone, products_of([1.0] * 8, 0.3), 10**6)
-
-
 @pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])
 def test_a_shared_error_and_a_shorter_update_have_the_same_products(clients, group):
     """The group is wrong with one error, or right beside others who hold a part of y, and share an error if several."""
@@ -298,26 +255,6 @@ def test_a_shared_error_and_a_shorter_update_have_the_same_products(clients, gro
     right = products_of([1.0] * group + [part] * (clients - group), noise)
     right += part * (1 - part) * torch.outer(others.double(), others.double())
     torch.testing.assert_close(wrong, right)
-
-
-def test_a_client_of_fewer_steps_gets_no_more_than_by_differences():
-    """Half of the steps on half of the noise: the shortest combination of sum 1 is nearly it alone."""
-    truth, updates = independent([2.0] * 8, 8000)
-    updates[7] *= 0.5
-    reached = fuse("icov_vb", point_masses(updates), previous=origin(8000))
-    assert error(reached, truth) < 2 * error(fuse("ivar_vb", point_masses(updates), previous=origin(8000)), truth)
-
-
-def test_part_of_the_way_from_the_average():
-    """Of many parameters, the shortest point between; of few, a standard error less, and never past the ends."""
-    updates = normal(4, 3, seed=3) + torch.tensor([3.0, 0, 0], dtype=torch.float64)
-    products, equal = updates @ updates.T / 3, torch.full((4,), 0.25, dtype=torch.float64)
-    towards = torch.tensor([1.2, 0.4, -0.3, -0.3], dtype=torch.float64)
-    parts = torch.linspace(0, 1, 10_001, dtype=torch.float64)
-    way = parts[:, None] * towards + (1 - parts[:, None]) / 4
-    shortest = way[((way @ products) * way).sum(1).argmin()]
-    torch.testing.assert_close(as_far_as_certain(equal, towards, products, 10**14), shortest, rtol=0, atol=2e-4)
-    torch.testing.assert_close(as_far_as_certain(equal, towards, products, 1), equal)
 
 
 @pytest.mark.parametrize("size", [100, 400])
@@ -385,24 +322,8 @@ def test_maximum_likelihood_never_falls_and_its_gradients_vanish():
     torch.testing.assert_close(gradient.diagonal(), torch.zeros_like(noise), rtol=0, atol=1e-6)
 
 
-def test_products_follow_from_distances():
-    _, updates = independent([1.0, 2.0, 0.5], 50)
-    torch.testing.assert_close(gram_about_last(distances_of(updates)), updates @ updates.T / 50)
-    shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    centred = updates - shares @ updates
-    torch.testing.assert_close(centred_products(distances_of(updates)[:-1, :-1], shares), centred @ centred.T / 50)
-
-
 @pytest.mark.parametrize("kind", [InverseCovarianceVB, InverseCovarianceMLE])
 @pytest.mark.parametrize("wrong", [{"latent": -1}, {"floor": 0.0}, {"memory": 1.5}])
 def test_arguments_are_checked(kind, wrong):
     with pytest.raises(FusionError, match=next(iter(wrong))):
         kind(**wrong)
-
-
-@pytest.mark.parametrize("rule", ["icov_vb", "icov_mle"])
-def test_clients_that_all_send_nearly_the_same_are_averaged(rule):
-    origin, *clients = (
-        GaussianPosterior({"w": torch.tensor([value])}, {"w": torch.tensor([1.0])}) for value in (-1.9, -0.6401, -0.63)
-    )
-    assert fuse(rule, clients, previous=origin).mean["w"].item() == pytest.approx(-0.63505, abs=1e-5)

@@ -1,25 +1,20 @@
 """Rules are found by name, and no name is given twice."""
 
-import re
-
 import pytest
 import torch
 
 from lightning_fedbayes import fuse, register_fusion
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import (
-    FusionRule,
     LinearPool,
     SumRule,
-    WeightedAverage,
     available_fusions,
     get_rule,
     rule_name,
     unregister_fusion,
 )
-from lightning_fedbayes.methods import available_methods
 
-from .strategies import RULES, posterior
+from .strategies import posterior
 
 
 @pytest.fixture
@@ -46,17 +41,6 @@ def test_function_becomes_a_rule(temporary, clients):
     assert "temporary_alias" in available_fusions(aliases=True)
     for name in (temporary, "temporary_alias", rule):
         assert torch.equal(fuse(name, clients, [0.2, 0.8]).mean["w"], clients[1].mean["w"])
-
-
-def test_class_becomes_a_rule(temporary, clients):
-    @register_fusion(temporary)
-    class Doubled(WeightedAverage):
-        def compute(self, statistics, like, previous):
-            mean, variance = super().compute(statistics, like, previous)
-            return mean, 2 * variance
-
-    assert isinstance(get_rule(temporary), Doubled)
-    assert torch.equal(fuse(temporary, clients).variance["w"], 2 * fuse("nwa", clients).variance["w"])
 
 
 def test_sum_type_rule_from_scratch(temporary, clients):
@@ -91,12 +75,6 @@ def test_taken_names_are_refused_and_nothing_is_registered(temporary, taken):
     assert rule_name("wc") == "weighted_conflation"
 
 
-def test_alias_equal_to_its_own_name_is_refused(temporary):
-    with pytest.raises(FusionError, match=temporary):
-        register_fusion(temporary, (temporary,))(lambda posteriors, weights, previous: posteriors[0])
-    assert temporary not in available_fusions()
-
-
 @pytest.mark.parametrize("thing", [int, 3, LinearPool(), "conflation"], ids=["class", "number", "object", "name"])
 def test_only_rule_classes_and_functions_are_registered(temporary, thing):
     with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
@@ -122,38 +100,3 @@ def test_unknown_name_gets_the_nearest(wrong, right, clients):
 def test_what_is_no_rule_is_refused(thing, clients):
     with pytest.raises(FusionError, match="no fusion rule: give a name"):
         fuse(thing, clients)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_rule_object_has_its_name(rule):
-    assert rule_name(get_rule(rule)) == rule
-    assert rule_name(rule) == rule
-
-
-def test_rule_object_of_a_function_has_its_name(temporary):
-    register_fusion(temporary)(lambda posteriors, weights, previous: posteriors[0])
-    assert rule_name(get_rule(temporary)) == temporary
-
-
-def test_rule_object_of_an_unregistered_class_has_the_name_of_the_class():
-    class Mine(LinearPool):
-        pass
-
-    assert rule_name(Mine()) == "Mine"
-
-
-def test_names_are_sorted_and_every_rule_is_an_object():
-    assert available_fusions() == sorted(available_fusions())
-    for name in RULES:
-        rule = get_rule(name)
-        assert isinstance(rule, FusionRule)
-        assert get_rule(rule) is rule
-
-
-@pytest.mark.parametrize("name", ["fedopt", "moon", "feddyn", "FedBN"])
-def test_algorithms_that_are_no_rules_get_the_sentence_that_helps(name):
-    with pytest.raises(FusionError, match=f"unknown fusion rule '{name}': ") as caught:
-        fuse(name, [])
-    assert "did you mean" not in str(caught.value)
-    advised = set(re.findall(r"'(\w+)'", str(caught.value)))
-    assert advised & set(available_methods()), "the sentence names a rule or method that exists"

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import trim_mean
 
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.core.errors import FusionError
@@ -22,18 +21,13 @@ from lightning_fedbayes.fusion import (
 
 from .strategies import assert_same, posterior
 
-ROBUST = {
-    "geometric_median": "geometric_median",
-    "coordinate_median": "coordinate_median",
-    "trimmed_mean": TrimmedMean(trim=0.49),
-    "krum": "krum",
-    "multi_krum": "multi_krum",
+ROBUST = {"geometric_median": "geometric_median", "coordinate_median": "coordinate_median",
+    "trimmed_mean": TrimmedMean(trim=0.49), "krum": "krum", "multi_krum": "multi_krum",
     "nnm, geometric_median": NearestNeighbourMixing(),
     "nnm, coordinate_median": NearestNeighbourMixing("coordinate_median"),
     "nnm, trimmed_mean": NearestNeighbourMixing(TrimmedMean(trim=0.49)),
     "norm_clipping, geometric_median": NormClipping("geometric_median"),
-    "norm_clipping, coordinate_median": NormClipping("coordinate_median"),
-}
+    "norm_clipping, coordinate_median": NormClipping("coordinate_median")}  # fmt: skip
 robust = pytest.mark.parametrize("rule", ROBUST.values(), ids=ROBUST)
 ATTACKS = ("scaled", "sign", "noise", "colluding", "zero")
 COUNTS, SEEDS = st.integers(1, 12), st.integers(0, 2**32 - 1)
@@ -67,10 +61,9 @@ def attack(kind, honest, count, random):
 
 
 @robust
-@pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize("kind", ATTACKS)
-@pytest.mark.parametrize(("good", "size"), [(4, 2), (9, 40), (9, 5)])
-def test_just_under_half_cannot_leave_the_neighbourhood_of_the_others(rule, kind, offset, good, size):
+@pytest.mark.parametrize(("good", "size", "offset"), [(4, 2, 0.0), (9, 40, 1e6)])
+def test_just_under_half_cannot_leave_the_neighbourhood_of_the_others(rule, kind, good, size, offset):
     """2f + 2 < K for krum's sake, so f = good − 3."""
     random = np.random.default_rng(good)
     honest = random.normal(offset + 1, 1, (good, size))
@@ -78,17 +71,6 @@ def test_just_under_half_cannot_leave_the_neighbourhood_of_the_others(rule, kind
     fused = fuse(rule, points(rows), previous=posterior(np.full(size, float(offset)), 0.0)).mean["w"].numpy()
     spread = np.linalg.norm(honest - honest.mean(0), axis=1).max()
     assert np.linalg.norm(fused - honest.mean(0)) < (12 if kind == "sign" or kind == "zero" else 6) * spread
-
-
-def test_the_average_does_leave_it():
-    """The bound above would be no test if the plain average kept it."""
-    random = np.random.default_rng(0)
-    honest = random.normal(1, 1, (9, 40))
-    for kind in ("scaled", "sign", "noise", "colluding"):
-        rows = np.concatenate([attack(kind, honest, 6, random), honest])
-        fused = fuse("nwa", points(rows)).mean["w"].numpy()
-        spread = np.linalg.norm(honest - honest.mean(0), axis=1).max()
-        assert np.linalg.norm(fused - honest.mean(0)) > (1 if kind == "noise" else 2) * spread
 
 
 @robust
@@ -99,7 +81,7 @@ def test_identical_clients_are_that_client(rule):
 
 
 @robust
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_dtype_is_kept_and_more_clients_than_parameters_do_no_harm(rule, dtype):
     rows = torch.randn(11, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     fused = fuse(rule, points(rows.double()), previous=posterior([0.0, 0.0], 0.0))
@@ -151,18 +133,12 @@ def weighted_medians(values, shares):
 # MultiKrum(f=2), TrMean(f=1), TrMean(f=2), Median(), NNM(f=2) before GeometricMedian and before Average,
 # Clipping(c=2.5) before Average. Its Krum sums over K − f − 1 other clients, one more than the paper does.
 DATA = np.array([[1, 2, -1], [0, 3, 1], [2, 1, 0], [1, 1, 1], [-1, 2, 2], [30, -20, 10], [25, 40, -30]], dtype=float)
-BYZFL = [
-    (GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]),
-    (Krum(byzantine=1), [1, 1, 1]),
-    (MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]),
-    (MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
-    (TrimmedMean(trim=1), [5.8, 1.8, 0.6]),
-    (TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
-    (get_rule("coordinate_median"), [1, 2, 1]),
-    (NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
-    (NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]),
-    (NormClipping("nwa", radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999]),
-]
+BYZFL = [(GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]), (Krum(byzantine=1), [1, 1,
+    1]), (MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]), (MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
+    (TrimmedMean(trim=1), [5.8, 1.8, 0.6]), (TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
+    (get_rule("coordinate_median"), [1, 2, 1]), (NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
+    (NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]), (NormClipping("nwa",
+    radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999])]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "expected"), BYZFL, ids=[type(rule).__name__ for rule, _ in BYZFL])
@@ -238,35 +214,11 @@ def test_the_average_of_the_least_scores(count, size, seed, data):
     assert_same(fuse(MultiKrum(byzantine=byzantine, keep=keep), clients), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("count", "most"), [(3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (8, 2), (20, 8)])
-def test_the_default_is_the_most_that_is_allowed(count, most):
-    _, clients = drawn_clients(count, 5, count)
-    assert 2 * most + 2 < count <= 2 * (most + 1) + 2
-    assert_same(fuse("multi_krum", clients), fuse(MultiKrum(byzantine=most, keep=count - most), clients), rtol=0)
-    assert_same(fuse("krum", clients), fuse(Krum(byzantine=most), clients), rtol=0)
-
-
 @pytest.mark.parametrize("rule", ["krum", "multi_krum", Krum(byzantine=3)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_to_score_are_averaged(rule, count):
     _, clients = drawn_clients(count, 3, 0)
     assert_same(fuse(rule, clients), fuse("nwa", clients), rtol=1e-15)
-
-
-def test_the_nearest_two_of_three_are_told_apart_by_the_third():
-    """With one neighbour each they score the same."""
-    a, b, c = (posterior([value], value) for value in (0.0, 1.0, 5.0))
-    for order in ((a, b, c), (b, a, c), (c, a, b), (c, b, a)):
-        assert_same(fuse("krum", order), b, rtol=0)
-
-
-def test_the_reason_has_the_figures():
-    clients = tuple(posterior([value, 0.0], 0.0) for value in (0.0, 1.0, 3.0, 100.0, 101.5))
-    weights = torch.full((5,), 0.2, dtype=torch.float64)
-    outcome = Krum().apply(Cohort(clients, weights, None, (7, 3, 8, 1, 2)), {})
-    assert outcome.reliability == {7: 0.0, 3: 1.0, 8: 0.0, 1: 0.0, 2: 0.0}
-    assert outcome.excluded[1] == ("squared distances to its 2 nearest clients sum to 9411; those kept have at most 5")
-    assert set(outcome.excluded) == {7, 8, 1, 2}
 
 
 # -- order statistics, coordinate by coordinate --
@@ -286,15 +238,6 @@ def test_median_of_means_and_of_variances(count, seed):
     means, variances = drawn_moments(count, seed)
     expected = posterior(np.median(means, 0), np.median(variances, 0))
     assert_same(fuse("coordinate_median", clients_of(means, variances)), expected, rtol=1e-14)
-
-
-@given(count=COUNTS, seed=SEEDS, trim=st.integers(0, 5))
-@FEW
-def test_trimmed_by_a_number_of_clients(count, seed, trim):
-    trim = min(trim, (count - 1) // 2)
-    means, variances = drawn_moments(count, seed)
-    both = (trim_mean(each, (trim + 1e-6) / count, axis=0) for each in (means, variances))
-    assert_same(fuse(TrimmedMean(trim=trim), clients_of(means, variances)), posterior(*both), rtol=1e-12)
 
 
 @given(count=COUNTS, seed=SEEDS)
@@ -335,17 +278,3 @@ def test_a_minority_leaves_every_value_between_honest_ones(good, seed, bad):
     for value, honest in ((fused.mean["w"], means), (fused.variance["w"], variances)):
         assert (value.numpy() >= honest.min(0)).all()
         assert (value.numpy() <= honest.max(0)).all()
-
-
-def test_blocks_do_not_show(monkeypatch):
-    clients = clients_of(*drawn_moments(5, 0))
-    whole = fuse("coordinate_median", clients)
-    monkeypatch.setattr("lightning_fedbayes.fusion.gram.ENTRIES", 10)
-    assert_same(fuse("coordinate_median", clients), whole, rtol=0)
-
-
-def test_a_variance_that_half_of_the_clients_have():
-    clients = [posterior([0.0], [0.0]), posterior([1.0], [4.0]), posterior([2.0], [0.0]), posterior([3.0], [8.0])]
-    assert fuse("coordinate_median", clients).variance["w"].item() == 2
-    assert fuse("coordinate_median", clients[:3]).variance["w"].item() == 0
-    assert torch.equal(fuse("trimmed_mean", clients[:1]).mean["w"], clients[0].mean["w"])

@@ -124,13 +124,6 @@ def test_last_does_not_count_a_frozen_original_beside_its_active_copy(original_l
         bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=3)
 
 
-def test_last_counts_the_layers_of_a_network_that_is_frozen_as_a_whole():
-    """It may thaw later."""
-    bayesian = bayesianize(LeNet().requires_grad_(False), last=1)
-    assert type(bayesian.head[2]) is LinearLocalReparameterization
-    assert not any(p.requires_grad for p in bayesian.parameters())
-
-
 def test_names_and_types():
     bayesian = bayesianize(LeNet(), names=["conv"], estimator="local_reparameterization")
     assert type(bayesian.conv) is Conv2dLocalReparameterization
@@ -163,19 +156,6 @@ def test_other_modules_become_reparameterized():
     assert type(bayesianize(network, types=[nn.LSTM])["lstm"]) is Reparameterized
     # attention reads its projection without calling it, so types do not reach inside
     assert type(bayesianize(network, types=[nn.Linear])["attention"].out_proj) is not LinearLocalReparameterization
-
-
-def test_a_subclass_with_its_own_forward_keeps_it():
-    class Doubled(nn.Linear):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    network = nn.Sequential(Doubled(2, 2), nn.Linear(2, 2))
-    bayesian = bayesianize(network, types=[nn.Linear], init="pretrained")
-    assert type(bayesian[0]) is Reparameterized
-    x = torch.randn(3, 2)
-    with mean_only(bayesian):
-        assert torch.equal(bayesian(x), network(x))
 
 
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():
@@ -250,29 +230,3 @@ class Block(Wall):
 def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
     with pytest.raises(ConversionError, match=message):
         bayesianize(network, **arguments)
-
-
-def test_parts_of_an_encoder_layer_are_refused_by_name():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    with pytest.raises(ConversionError, match=r"'linear2' .*inside a TransformerEncoderLayer.*whole layer"):
-        bayesianize(layer, last=1)
-    assert Reparameterized(layer).eval()(torch.zeros(2, 3, 4)).shape == (2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ({"last": 1.5}, r"last=1.5: give a whole number"),
-        ({"last": True}, r"last=True: give a whole number"),
-        ({"names": "0"}, r"names='0': give a list"),
-        ({"names": []}, r"names=\[\]: give a list of one or more"),
-        ({"types": 3}, r"must be classes of modules"),
-    ],
-)
-def test_choices_of_another_type_are_refused(choice, message):
-    with pytest.raises(ConversionError, match=message):
-        bayesianize(nn.Sequential(nn.Linear(2, 2)), **choice)
-
-
-def test_one_type_may_stand_alone():
-    assert type(bayesianize(nn.Sequential(nn.Linear(2, 2)), types=nn.Linear)[0]) is LinearLocalReparameterization

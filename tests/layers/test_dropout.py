@@ -1,8 +1,5 @@
 """Monte Carlo dropout as a conversion: moments in closed form, the same names, no mask on the outputs."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -62,33 +59,6 @@ def test_all_layers_but_the_last_are_masked_and_all_names_are_kept(network, shap
     assert not torch.equal(dropped(x), dropped(x))  # in evaluation mode
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(2, 3, 2), nn.ConvTranspose2d(2, 3, 2), nn.Conv3d(2, 3, 1)])
-def test_the_output_of_a_layer_is_zero_or_scaled(layer):
-    dropped = with_mc_dropout(nn.Sequential(layer, nn.Linear(4, 4)), 0.25)[0]
-    x = torch.randn(5, 2, *[4] * (layer.weight.ndim - 2))
-    y, z = layer(x), dropped(x)
-    kept = z != 0
-    assert 0.5 < kept.float().mean() < 0.95
-    torch.testing.assert_close(z[kept], (y / 0.75)[kept])
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_drop_by_themselves(again):
-    dropped = with_mc_dropout(nn.Sequential(nn.Linear(4, 50), nn.Linear(50, 1)), 0.5)
-    copied = again(dropped)
-    copied[0].mc_dropout.p = 0.0
-    x = torch.randn(1, 4)
-    assert torch.equal(copied(x), copied(x))
-    assert not torch.equal(dropped(x), dropped(x))
-
-
-def test_a_layer_used_twice_is_masked_once_a_call_and_attention_is_left_alone():
-    layer = nn.Linear(3, 3)
-    assert masked(with_mc_dropout(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(3, 1)))) == ["0"]
-    network = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.Linear(4, 4), "c": nn.Linear(4, 1)})
-    assert masked(with_mc_dropout(network)) == ["b"]
-
-
 TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
@@ -105,8 +75,3 @@ TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 def test_what_cannot_be_converted_is_refused(network, rate, message):
     with pytest.raises(ConversionError, match=message):
         with_mc_dropout(network, rate)
-
-
-def test_a_masked_layer_does_not_become_bayesian_unnoticed():
-    with pytest.raises(ConversionError, match="hooks"):
-        bayesianize(with_mc_dropout(TWO), last=2)

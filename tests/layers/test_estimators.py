@@ -1,7 +1,6 @@
 """Every estimator against the distribution that Gaussian weights give to the outputs."""
 
 import bayesian_torch.layers.flipout_layers.conv_flipout as bt_flipout
-import pytest
 import torch
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -15,7 +14,7 @@ from lightning_fedbayes.layers import (
     use_estimator,
 )
 
-from .helpers import KINDS, covariance, draws, example, make
+from .helpers import covariance, draws, example, make
 
 DRAWS = 40_000
 
@@ -55,12 +54,6 @@ def test_mean_and_full_covariance_match_theory(kind, estimator):
     assert ((samples.mean(0) - mean).abs() < 5.5 * spread / DRAWS**0.5).all()
 
 
-def test_positions_that_see_the_same_patch_see_the_same_noise_under_flipout():
-    layer = Conv2dFlipout(2, 3, 3, posterior_rho_init=0.0)
-    y = layer(torch.randn(4, 2, 1, 1).expand(4, 2, 8, 8))
-    torch.testing.assert_close(y, y[..., :1, :1].expand_as(y))
-
-
 def test_pooled_map_has_the_variance_of_a_sampled_kernel_where_bayesian_torch_has_not():
     x = torch.ones(1, 1, 16, 16)
     ours = Conv2dFlipout(1, 1, 3, padding=1, bias=False, posterior_rho_init=0.0)
@@ -89,19 +82,6 @@ def test_time_steps_of_one_example_share_the_weight_under_flipout():
     y = layer(x)
     torch.testing.assert_close(y, y[:, :1].expand_as(y))
     assert (y[0, 0] - layer(x[:1])[0, 0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (5, 4, 3), (2, 5, 4, 3)])
-def test_any_leading_dimensions(estimator, shape):
-    layer = LinearReparameterization(3, 2)
-    layer.estimator = estimator
-    assert layer(torch.randn(shape)).shape == (*shape[:-1], 2)
-
-
-def test_unbatched_convolution(estimator):
-    layer = make("Conv2d", estimator)
-    x = example("Conv2d")
-    assert layer(x[0]).shape == layer(x).shape[1:]
 
 
 def gradients(layer, x, count):
@@ -153,17 +133,3 @@ def test_initial_output_scale_is_that_of_the_deterministic_layer(kind, estimator
         mean = layer(x)
     ratio = (samples.square().mean() / mean.square().mean()).sqrt()
     assert 0.97 < ratio < 1.06  # σ is a tenth of the standard deviation of the weights
-
-
-def test_initial_means_are_the_deterministic_layers_own(kind):
-    torch.manual_seed(3)
-    layer = make(kind, posterior_mu_init=0.5)
-    torch.manual_seed(3)
-    positional, keywords, _ = KINDS[kind]
-    deterministic = getattr(torch.nn, kind)(*positional, **keywords)
-    for each, p in zip(layer.gaussian_parameters(), deterministic.parameters()):
-        assert torch.equal(each.mean, p + 0.5)
-    wide = torch.nn.Linear(500, 200)
-    layer = LinearReparameterization(500, 200)
-    torch.testing.assert_close(next(layer.gaussian_parameters()).std.mean(), 0.1 * wide.weight.std(), rtol=0.02, atol=0)
-    assert torch.equal(LinearReparameterization(2, 2, posterior_rho_init=-2.0).rho_weight, torch.full((2, 2), -2.0))

@@ -45,11 +45,6 @@ def test_inverse_returns_the_standard_deviation_to_rounding(log10, dtype):
     torch.testing.assert_close(softplus_std(rho), std, rtol=float(3 * (1 + rho.abs()) * eps), atol=0.0)
 
 
-def test_std_is_softplus_in_double_precision():
-    rho = torch.linspace(-30, 60, 1001, dtype=torch.float64)
-    torch.testing.assert_close(softplus_std(rho), torch.logaddexp(rho, torch.zeros_like(rho)), rtol=1e-15, atol=0)
-
-
 def test_gradient_of_the_std_is_the_sigmoid_and_differentiable_again():
     rho = torch.linspace(-30, 50, 81, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(softplus_std(rho).sum(), rho, create_graph=True)
@@ -84,15 +79,11 @@ def test_gradient_is_finite_where_the_output_variance_is_zero():
 
 
 # (layer, constructor arguments, input of three examples)
-GEOMETRIES = {
-    "1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)),
-    "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2, 1), "dilation": (1, 2)}, (3, 8, 20, 20)),
-    "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
-    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)),
-    "circular": ("Conv2d", (8, 3, 3), {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)),
-    "no bias": ("Conv2d", (8, 3, 3), {"bias": False}, (3, 8, 10, 10)),
-    "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10)),
-}
+GEOMETRIES = {"1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)), "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2,
+    1), "dilation": (1, 2)}, (3, 8, 20, 20)), "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
+    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)), "circular": ("Conv2d", (8, 3, 3),
+    {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)), "no bias": ("Conv2d", (8, 3, 3), {"bias": False},
+    (3, 8, 10, 10)), "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10))}  # fmt: skip
 
 
 def make(geometry):
@@ -151,13 +142,6 @@ def test_signs_of_groups_meet_their_own_channels():
     torch.testing.assert_close(whole, flipout(layer.op, x, kernel, None, drawn), rtol=1e-4, atol=1e-4)
 
 
-def test_a_training_step_compiles_to_one_graph():
-    layer, x = make("2d")
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    compiled(x).sum().backward()
-    assert all(p.grad is not None for p in layer.parameters())
-
-
 @pytest.mark.parametrize(
     ("x", "kernel", "stride", "cheaper"),
     [
@@ -171,28 +155,3 @@ def test_a_training_step_compiles_to_one_graph():
 )
 def test_the_rule_compares_kernels_with_maps(x, kernel, stride, cheaper):
     assert one_convolution_is_cheaper(torch.zeros(x), torch.zeros(kernel), stride) is cheaper
-
-
-def test_other_precision_takes_two_convolutions():
-    x, kernel = torch.zeros(2, 8, 16, 16), torch.zeros(8, 8, 3, 3)
-    assert one_convolution_is_cheaper(x, kernel, (1, 1))
-    assert not one_convolution_is_cheaper(x.double(), kernel.double(), (1, 1))
-    assert not one_convolution_is_cheaper(x.to("meta"), kernel.to("meta"), (1, 1))
-
-
-def test_no_examples_give_no_output():
-    layer, x = make("2d")
-    assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
-
-
-def test_autocast_computes_in_half_precision():
-    layer, x = make("2d")
-    torch.manual_seed(1)
-    exact = layer(x)
-    torch.manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = layer(x)
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.3)
-    half.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())

@@ -1,7 +1,6 @@
 import bayesian_torch.layers as bt
 import pytest
 import torch
-from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
 from lightning_fedbayes.core.errors import PosteriorError
@@ -11,12 +10,12 @@ from lightning_fedbayes.layers import (
     LinearReparameterization,
     PosteriorView,
     Reparameterized,
-    bayesianize,
     gaussian_parameters,
     load_posterior,
     read_posterior,
 )
 from lightning_fedbayes.layers.functional import smallest_std
+from tests.federations import of_bayesian_torch
 
 
 def hybrid():
@@ -32,19 +31,7 @@ def hybrid():
 
 def dnn_to_bnn_network():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
-    dnn_to_bnn(
-        network,
-        {
-            "prior_mu": 0.0,
-            "prior_sigma": 1.0,
-            "posterior_mu_init": 0.0,
-            "posterior_rho_init": -3.0,
-            "type": "Flipout",
-            "moped_enable": False,
-            "moped_delta": 0.5,
-        },
-    )
-    return network
+    return of_bayesian_torch(network, "Flipout")
 
 
 def test_names_order_and_kinds():
@@ -101,24 +88,6 @@ def test_what_is_loaded_is_read_and_the_dtype_stays():
             torch.testing.assert_close(again.variance[name], target.variance[name].float(), rtol=1e-5, atol=0)
 
 
-def test_means_are_live_views_and_point_masses_take_no_memory():
-    network = hybrid()
-    posterior = read_posterior(network)
-    assert posterior.mean["1.kernel"].data_ptr() == network[1].mu_kernel.data_ptr()
-    assert not posterior.mean["1.kernel"].requires_grad
-    assert posterior.variance["0.weight"].untyped_storage().nbytes() == 4
-
-
-def test_a_view_follows_parameters_whose_data_are_exchanged():
-    network = nn.Sequential(LinearReparameterization(2, 2), nn.Linear(2, 1))
-    view = PosteriorView(network)
-    for p in network.parameters():
-        p.data = torch.stack([p.data, p.data + 1])
-    stacked = view.read()
-    assert stacked.mean["0.weight"].shape == (2, 2, 2)
-    assert stacked.variance["0.bias"].shape == (2, 2)
-
-
 def test_only_entries_with_another_variance_get_another_rho():
     layer = LinearReparameterization(2, 2, posterior_rho_init=0.123)
     posterior = read_posterior(layer).clone()
@@ -172,23 +141,9 @@ def test_foreign_posteriors_are_refused_by_name_and_shape():
         load_posterior(network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
 
 
-def test_colliding_names_are_refused():
-    layer = LinearReparameterization(2, 2)
-    layer.weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(PosteriorError, match="both be called 'weight'"):
-        PosteriorView(layer)
-
-
 def test_bayesian_torch_parameters_have_its_mean_and_std():
     network = dnn_to_bnn_network()
     parameters = gaussian_parameters(network)
     assert list(parameters) == ["0.kernel", "0.bias", "4.weight", "4.bias"]
     torch.testing.assert_close(parameters["0.kernel"].std, network[0].rho_kernel.exp().log1p())
     assert list(gaussian_parameters(bt.LSTMFlipout(3, 2))) == ["ih.weight", "ih.bias", "hh.weight", "hh.bias"]
-
-
-def test_bayesianized_network_posterior_has_the_deterministic_layers_too():
-    network = bayesianize(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), last=1)
-    posterior = read_posterior(network)
-    assert is_zero(posterior.variance["0.weight"])
-    assert not is_zero(posterior.variance["1.weight"])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
 
-from lightning_fedbayes.core.errors import ConversionError, PosteriorError
+from lightning_fedbayes.core.errors import PosteriorError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import (
     Conv1dFlipout,
@@ -41,11 +41,6 @@ def test_every_layers_kl_is_the_sum_of_torchs(kind, estimator):
     expected = sum(torch_sum(each, 0.3, 2.0) for each in layer.gaussian_parameters())
     torch.testing.assert_close(layer.kl_loss(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl_divergence(layer), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_network_without_gaussian_parameters_has_none():
-    assert kl_divergence(nn.Linear(2, 2)) == 0
-    assert kl_divergence(nn.ReLU()) == 0
 
 
 def test_tied_layer_counts_once():
@@ -95,15 +90,6 @@ FOREIGN = [
 def test_bayesian_torch_layers_count_by_their_sum_and_variance(build):
     layer = build()
     expected = sum(torch_sum(each, 0.5, 2.0) for each in gaussian_parameters(layer).values())
-    torch.testing.assert_close(kl_divergence(layer), expected)
-
-
-def test_bayesian_torch_prior_changed_by_the_user_is_respected():
-    layer = bt.LinearReparameterization(3, 2)
-    layer.prior_weight_mu.copy_(layer.mu_weight)
-    layer.prior_weight_sigma.fill_(9.0)
-    parameters = gaussian_parameters(layer)
-    expected = torch_sum(parameters["weight"], layer.mu_weight, 3.0) + torch_sum(parameters["bias"], 0.0, 1.0)
     torch.testing.assert_close(kl_divergence(layer), expected)
 
 
@@ -213,17 +199,6 @@ def test_foreign_layers_run_at_their_mean(layer):
     assert not torch.equal(layer(x)[0], layer(x)[0])
 
 
-def test_mean_only_draws_no_noise_and_calls_no_softplus():
-    layer = LinearReparameterization(3, 2)
-    state = torch.get_rng_state()
-    with mean_only(layer), torch.profiler.profile() as profile:
-        layer(torch.ones(1, 3))
-    assert torch.equal(state, torch.get_rng_state())
-    names = {event.key for event in profile.key_averages()}
-    assert "aten::linear" in names
-    assert "aten::softplus" not in names
-
-
 def test_estimator_is_used_by_every_layer_and_restored(network):
     with suppress(RuntimeError), use_estimator(network, "local_reparameterization"):
         assert {network[0].estimator, network[3].estimator} == {"local_reparameterization"}
@@ -232,9 +207,3 @@ def test_estimator_is_used_by_every_layer_and_restored(network):
         assert network[0].estimator == "local_reparameterization"
         raise RuntimeError("boom")
     assert (network[0].estimator, network[3].estimator) == ("flipout", "reparameterization")
-
-
-def test_unknown_estimator_is_refused_before_anything_changes(network):
-    with pytest.raises(ConversionError, match="did you mean 'flipout'"), use_estimator(network, "flipuot"):
-        pass
-    assert network[3].estimator == "reparameterization"

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.methods import Ditto, FedNova, Participant, Quadratic, Scaffold, Trained
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import Ditto, FedNova, Participant, Scaffold, Trained
 from lightning_fedbayes.server.plan import STRIDE, Batching, choose_cohort, client_batches
 from tests.federations import Plain, blobs, federate, loader
 
@@ -154,26 +154,10 @@ def test_scaffold_needs_plain_sgd(optimizer):
         federate(Plain(optimizer=optimizer), fb.FederatedBayes(fb.IIDPartition(3), fusion="scaffold"), 1)
 
 
-def test_the_term_of_a_loop_of_ones_own():
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    values, start = {"w": x, "b": torch.ones(1)}, {"w": torch.zeros(2), "b": torch.zeros(1)}
-    term = Quadratic(0.5, {"w": torch.tensor([1.0, -1.0])}, frozenset({"w"}))
-    assert term(values, start).item() == pytest.approx(0.25 * 5 - (1 - 2))
-    term(values, start).backward()
-    assert torch.equal(x.grad, 0.5 * x.detach() - torch.tensor([1.0, -1.0]))
-
-
 def test_what_is_sent_beside_a_posterior_has_no_noise():
     for name in ("scaffold", "fednova"):
         with pytest.raises(FederationError, match="nothing beside it"):
             fb.FederatedBayes(fb.IIDPartition(3), fusion=name, privacy=fb.UpdatePrivacy())
-
-
-def test_a_method_has_a_name_of_its_own_and_an_unknown_one_its_nearest():
-    with pytest.raises(FusionError, match="did you mean 'scaffold'"):
-        fb.FederatedBayes(fusion="scafold")
-    with pytest.raises(FusionError, match="method of the federation"):
-        fb.fuse("scaffold", [fb.GaussianPosterior.point_mass({"w": torch.zeros(1)})])
 
 
 def test_a_plain_loop_has_the_same_server():

@@ -41,17 +41,6 @@ def test_fedasync_moves_towards_the_message():
     assert fresh.mean["w"].tolist() == pytest.approx([0.4 * 10 + 0.6 * 3, 0.4 * 20 + 0.6])
 
 
-def test_a_variance_that_had_none_at_the_start_is_the_clients():
-    found = FedBuff().taken(gaussian([1.0], [0.5]), gaussian([0.0], [0.0]), gaussian([2.0], [0.0]), 1)
-    assert found.variance["w"].tolist() == [0.5]
-
-
-def test_buffers_are_between_the_present_and_the_clients():
-    sent, now = {"m": torch.tensor([4.0]), "n": torch.tensor(7)}, {"m": torch.tensor([0.0]), "n": torch.tensor(2)}
-    found = FedBuff().buffers(sent, now, 3)
-    assert (found["m"].item(), found["n"].item()) == (2.0, 7)
-
-
 @pytest.mark.parametrize("name", ["scaffold", "fednova", "ditto", "population"])
 def test_methods_of_one_round_are_refused(name):
     with pytest.raises(FederationError, match="schedule= with"):
@@ -117,6 +106,7 @@ def run(schedule, turns, safeguards=None):
     return server, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delays", "missing"),
     [
@@ -140,10 +130,6 @@ def test_late_sites_end_at_the_posterior_of_all_that_were_heard(delays, missing,
         made.curvatures = made.curvatures * (6 / len(others))
         for found, true in zip(server.posterior.flatten(), made.pooled(clients=others).flatten()):
             torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
-
-
-def test_a_site_is_counted_alike_without_a_bound():
-    run(fb.Asynchronous(buffer=2), 30, safeguards=fb.Safeguards(max_influence=None))
 
 
 def test_a_late_client_moves_the_present_means_as_far_as_its_own():

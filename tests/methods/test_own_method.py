@@ -15,9 +15,7 @@ from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.methods import (
     Averaging,
     Ditto,
-    FedNova,
     FedProx,
-    Population,
     Report,
     Scaffold,
     unregister_method,
@@ -82,6 +80,7 @@ def test_noise_protects_what_it_sends():
     assert made.history[-1]["valid_clients"] == 4
 
 
+@pytest.mark.slow
 def test_it_ends_where_pooled_training_ends(written):
     """Least squares of unlike clients: the minimum of the weighted loss, which averages miss."""
     random = torch.Generator().manual_seed(0)
@@ -146,24 +145,6 @@ def test_hooks_that_return_the_wrong_thing_are_told_so(hooks, says, engine):
         federate(Plain(), made, 1, loader())
 
 
-def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argument():
-    class Bare(fb.Method):
-        def __init__(self):
-            pass
-
-    with pytest.raises(FusionError, match=r"call super\(\).__init__"):
-        fb.FederatedBayes(fusion=Bare())
-    with pytest.raises(FusionError, match=r"give an object, FedProx\(\)"):
-        fb.FederatedBayes(fusion=FedProx)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FusionError, match="registered as 'fednova' already"):
-        fb.register_method("another")(FedNova)
-    with pytest.raises(FusionError, match="give rule a default"):
-        fb.register_method("bare")(fb.Method)
-    assert FederationSettings(fusion=FedProx(0.3)).described()["fusion"] == (
-        "fedprox(reverse_kl_barycenter, strength=0.3)"
-    )
-
-
 @pytest.mark.parametrize("method", [Averaging, FedProx, Ditto, Scaffold])
 def test_sites_are_no_rule_of_another_method(method):
     """Clients of an average keep no sites: the server would add the same data again in every round."""
@@ -171,11 +152,3 @@ def test_sites_are_no_rule_of_another_method(method):
         with pytest.raises(FusionError):
             method(rule=rule)
     assert isinstance(FederationSettings(fusion="sites").method, fb.Sites)
-
-
-def test_both_ends_of_a_method_with_a_half_at_the_server_must_have_it(written):
-    assert (written(0.2).agreement(), FedNova().agreement()) == (
-        "my_feddyn(weighted_average, strength=0.2)",
-        "fednova(weighted_average)",
-    )
-    assert [each.agreement() for each in (FedProx(), Ditto(), Population(), Averaging("rklb"))] == [""] * 4

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients import problems
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.fusion import available_fusions
 from lightning_fedbayes.layers import Conv1dReparameterization, LinearReparameterization, mean_only
 from lightning_fedbayes.layers.functional import ESTIMATORS
 from lightning_fedbayes.methods import Participant, Report, Shared, Trained
@@ -215,20 +214,6 @@ def test_without_a_client_it_is_the_posterior_of_the_others(gone):
 # -- what must not change anything -------------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_clients_do_not_matter():
-    """In no round, to the last digits of a sum in another order."""
-    order = [3, 1, 4, 0, 2]
-    one, other = Conjugate.drawn(SIZES, point=2), Conjugate.drawn(SIZES, point=2)
-    other.curvatures, other.optima = one.curvatures[order], one.optima[order]
-    other.examples = [one.examples[client] for client in order]
-    servers = served(one), served(other)
-    for number in range(12):
-        cohort = [0, 1, 3] if number % 2 else range(5)
-        one.round(servers[0], cohort)
-        other.round(servers[1], [order.index(client) for client in cohort])
-        assert_close(servers[0].posterior, servers[1].posterior, 1e-6)
-
-
 def test_a_client_in_two_halves_is_the_same():
     clients = Conjugate.drawn(SIZES, point=2)
     rows, halves = [0, 0, 1, 2, 3, 4], torch.tensor([0.5, 0.5, 1, 1, 1, 1])[:, None].double()
@@ -259,22 +244,6 @@ def test_a_client_in_two_halves_is_the_same():
 def test_a_prior_that_is_none_is_refused(options, says):
     with pytest.raises(FusionError, match=says):
         fb.Sites(**options)
-
-
-def test_a_prior_by_name_has_every_name():
-    clients, method = Conjugate.drawn(SIZES), fb.Sites({"v": 0.0}, 1.0)
-    assert fb.Sites({GAUSSIAN: 0.3}, {GAUSSIAN: 2}).prior_of(GAUSSIAN) == (0.3, 2.0)
-    server = fb.Server(clients.posterior(), fusion=method)
-    with pytest.raises(FederationError, match=f"no prior of '{GAUSSIAN}'"):
-        clients.round(server)
-
-
-def test_sites_are_a_method_and_no_rule():
-    assert isinstance(fb.methods.get_method("sites"), fb.Sites)
-    assert "sites" in fb.methods.available_methods()
-    assert "sites" not in available_fusions()
-    with pytest.raises(FusionError, match="sites"):
-        fb.fusion.get_rule("sites")
 
 
 @pytest.mark.parametrize(
@@ -382,6 +351,7 @@ def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
     return float((curvature * variance).sum().detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
@@ -584,6 +554,7 @@ def whole(data: DataLoader) -> DataLoader:
     return DataLoader(data.dataset, batch_size=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.1, 1.0, 4.0])
 def test_a_kl_weight_is_the_temperature_of_the_posterior(tau):
     """The means, and the trace of the data's precision."""
@@ -624,6 +595,7 @@ class Two(L.LightningModule):
 PRIORS = {"first.weight": 1.0, "second.weight": 0.0}, {"first.weight": 0.3, "second.weight": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", [None, fb.Sites(*PRIORS)], ids=["default", "given"])
 def test_every_tensor_s_own_prior_counts_once(fusion):
     x, y = logistic_data().tensors
@@ -677,6 +649,7 @@ def unlike() -> TensorDataset:
     return TensorDataset(x, torch.stack([x[:, 0].square(), x[:, 1] * x[:, 0]], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fraction", [1.0, 0.67])
 def test_without_a_posterior_it_ends_at_the_optimum_of_the_pooled_data(engine, fraction):

@@ -1,19 +1,13 @@
 """Metric shells: batches, resets, forward and merged processes give the value of the pure function on all data."""
 
-import math
 import pickle
 
-import lightning as L
 import pytest
 import torch
-from matplotlib.figure import Figure
-from torchmetrics import MetricCollection
 
-import lightning_fedbayes as fb
 from lightning_fedbayes import metrics as M
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
-from lightning_fedbayes.modules import mlp
 
 BATCH, CLASSES, SAMPLES = 90, 5, 4
 generator = torch.Generator().manual_seed(0)
@@ -46,38 +40,26 @@ def retained(correct, uncertainty):
 
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
-    "entropy_in_nats": (
-        lambda: M.PredictiveEntropy(normalize=False),
-        (PROBS,),
-        lambda *a: F.predictive_entropy(*a, normalize=False).mean(),
-    ),
+    "entropy_in_nats": (lambda: M.PredictiveEntropy(normalize=False), (PROBS,), lambda *a: F.predictive_entropy(*a,
+        normalize=False).mean()),
     "aleatoric": (M.KwonAleatoric, (PROBS,), lambda *a: F.kwon_aleatoric(*a).mean()),
     "epistemic": (M.KwonEpistemic, (PROBS,), lambda *a: F.kwon_epistemic(*a).mean()),
     "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),
     "brier": (M.BrierScore, (MEAN_PROBS, TARGET), lambda *a: F.brier_score(*a).mean()),
     "nll": (M.NegativeLogLikelihood, (MEAN_PROBS, TARGET), lambda *a: F.negative_log_likelihood(*a).mean()),
-    "adaptive": (
-        lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000),
-        (MEAN_PROBS, TARGET),
-        lambda *a: F.adaptive_calibration_error(*a, bins=10),
-    ),
+    "adaptive": (lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000), (MEAN_PROBS, TARGET),
+        lambda *a: F.adaptive_calibration_error(*a, bins=10)),
     "gaussian_nll": (M.GaussianNLL, (MU, VARIANCE, Y), lambda *a: F.gaussian_nll(*a).mean()),
     "gaussian_crps": (M.GaussianCRPS, (MU, VARIANCE, Y), lambda *a: F.gaussian_crps(*a).mean()),
     "ensemble_crps": (M.EnsembleCRPS, (DRAWS, Y), lambda *a: F.ensemble_crps(*a).mean()),
     "sharpness": (M.DeterminantSharpness, (COVARIANCE,), lambda *a: F.determinant_sharpness(*a).mean()),
-    "coverage": (
-        lambda: M.IntervalCoverage(0.5),
-        (MU, VARIANCE, Y),
-        lambda *a: F.interval_coverage(*a, level=0.5).mean(),
-    ),
+    "coverage": (lambda: M.IntervalCoverage(0.5), (MU, VARIANCE, Y), lambda *a: F.interval_coverage(*a,
+        level=0.5).mean()),
     "clients": (lambda: M.ClientAccuracy(3), (MEAN_PROBS, TARGET, CLIENT), client_accuracies),
-    "calibration": (
-        lambda: M.CalibrationDiagram(10),
-        (MEAN_PROBS, TARGET),
-        lambda *a: F.calibration_diagram(*a, bins=10),
-    ),
+    "calibration": (lambda: M.CalibrationDiagram(10), (MEAN_PROBS, TARGET), lambda *a: F.calibration_diagram(*a,
+        bins=10)),
     "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
-}
+}  # fmt: skip
 every_metric = pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
 
 
@@ -133,31 +115,6 @@ def test_state_is_of_constant_size_and_survives_pickling(build, inputs, function
     assert metric.full_state_update is False
 
 
-@every_metric
-def test_no_graph_is_kept(build, inputs, function):
-    metric = build()
-    metric.update(*(x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs))
-    assert not any(state.requires_grad for state in metric.metric_state.values())
-
-
-def test_a_collection_does_not_take_one_metric_for_another():
-    """All four are 0 on the first batch, where the samples agree; they differ on the second."""
-    collection = MetricCollection([M.KwonEpistemic(), M.MutualInformation(), M.KwonAleatoric(), M.PredictiveEntropy()])
-    certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
-    torn = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    collection.update(certain)
-    collection.update(torn)
-    values = collection.compute()
-    assert values["KwonEpistemic"].item() == pytest.approx(0.25)
-    assert values["MutualInformation"].item() == pytest.approx(0.34657359)
-    assert values["KwonAleatoric"] == 0
-    assert values["PredictiveEntropy"] == 0.5
-    levels = MetricCollection({"coverage_50": M.IntervalCoverage(0.5), "coverage_90": M.IntervalCoverage(0.9)})
-    for y in (0.0, 1.0):
-        levels.update(torch.zeros(1), torch.ones(1), torch.full((1,), y))
-    assert levels.compute() == {"coverage_50": 0.5, "coverage_90": 1.0}
-
-
 def test_default_resolutions_are_close_to_the_exact_values():
     number = 20_000
     probs = (2 * torch.randn(number, 10, generator=generator)).softmax(1)
@@ -182,36 +139,14 @@ def test_counts_of_the_diagram_are_exact_and_its_ece_is_that_of_its_bins():
 
 
 REAL = torch.linspace(-1, 1, 7)
-INPUTS = {
-    "AccuracyRetained": (CORRECT, ENTROPY),
-    "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
-    "BrierScore": (MEAN_PROBS, TARGET),
-    "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
-    "ConcordanceIndex": (REAL, REAL + 1, REAL > 0),
-    "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
-    "EnsembleCRPS": (torch.randn(4, 7), REAL),
-    "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
-    "CalibrationDiagram": (MEAN_PROBS, TARGET),
+INPUTS = {"AccuracyRetained": (CORRECT, ENTROPY), "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
+    "BrierScore": (MEAN_PROBS, TARGET), "ClientAccuracy": (MEAN_PROBS, TARGET, 0), "ConcordanceIndex": (REAL, REAL + 1,
+    REAL > 0), "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),), "EnsembleCRPS": (torch.randn(4, 7), REAL),
+    "NegativeLogLikelihood": (MEAN_PROBS, TARGET), "CalibrationDiagram": (MEAN_PROBS, TARGET),
     **dict.fromkeys(("OutOfDistributionAUROC", "OutOfDistributionFPR"), (REAL, REAL > 0)),
     **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
-    **dict.fromkeys(
-        ("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"),
-        (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", sorted(set(M.__all__) - {"functional", "RetainedCurve"}))
-def test_every_metric_plots(name):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    metric = getattr(M, name)(*((2,) if name == "ClientAccuracy" else ()))
-    metric.update(*INPUTS[name])
-    figure, axes = metric.plot()
-    assert isinstance(figure, Figure)
-    assert axes in figure.axes
-    matplotlib.pyplot.close(figure)
+    **dict.fromkeys(("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"), (MEAN_PROBS.expand(3,
+    *MEAN_PROBS.shape),))}  # fmt: skip
 
 
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():
@@ -238,22 +173,3 @@ def test_one_client_number_for_a_whole_batch_and_clients_without_data():
 def test_errors(call, says):
     with pytest.raises(FedBayesError, match=says):
         call()
-
-
-def test_a_module_may_be_validated_between_two_fits():
-    """Lightning runs some of its loops in inference mode."""
-    module, data = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), fb.DigitsDataModule()
-    for _ in range(2):
-        trainer = L.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, datamodule=data)
-        for stage, score in (("val", trainer.validate), ("test", trainer.test)):
-            (scores,) = score(module, datamodule=data, verbose=False)
-            assert scores[f"{stage}/accuracy"] > 0.5
-            assert all(map(math.isfinite, scores.values()))

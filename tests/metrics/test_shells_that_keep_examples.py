@@ -58,13 +58,6 @@ def test_processes_merge(build, inputs, function):
     assert first.compute() == function(*inputs)
 
 
-@every_metric
-def test_no_graph_is_kept(build, inputs, function):
-    metric = build()
-    metric.update(inputs[0].clone().requires_grad_(), *inputs[1:])
-    assert not any(kept.requires_grad for state in metric.metric_state.values() for kept in state)
-
-
 def test_one_side_at_a_time_and_in_one_collection():
     collection = MetricCollection(
         {
@@ -82,12 +75,6 @@ def test_one_side_at_a_time_and_in_one_collection():
         "fpr": F.ood_fpr(inside, outside),
         "fpr_half": F.ood_fpr(inside, outside, 0.5),
     }
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method")
-@every_metric
-def test_without_examples_the_value_is_unknown(build, inputs, function):
-    assert build().compute().isnan()
 
 
 @pytest.mark.parametrize(

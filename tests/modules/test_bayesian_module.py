@@ -1,17 +1,15 @@
 """The loss is the negative ELBO per example, alone and in a federation; checkpoints keep the predictions."""
 
-import functools
 from collections import namedtuple
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
-from lightning_fedbayes import ClientDatasets, FederatedBayes, HybridBayesianClassifier, HybridBayesianRegressor
+from lightning_fedbayes import ClientDatasets, FederatedBayes, HybridBayesianClassifier
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.layers import LinearFlipout, NormalPrior, kl_divergence
+from lightning_fedbayes.layers import LinearFlipout
 from lightning_fedbayes.modules import BayesianModule, mlp
 
 from .helpers import labelled, loader, summed_kl, trainer
@@ -127,15 +125,6 @@ def test_an_unknown_number_of_examples_is_an_error_with_a_remedy():
     assert step.loss == pytest.approx(step.nll + step.kl / 1000)
 
 
-@both
-def test_n_belongs_to_one_fit(fit):
-    """A second fit on other data divides by their number, not by that of the first data or of the last client."""
-    model = spied()
-    fit(model)
-    trainer(max_epochs=1).fit(model, loader(labelled(50)))
-    assert {step.n for step in model.steps} == {50}
-
-
 class Poisson(BayesianModule):
     """A user's own likelihood, and batches that are dicts."""
 
@@ -165,25 +154,6 @@ def test_a_subclass_with_its_own_batches_and_likelihood_trains(callbacks):
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-class Pair(nn.Module):
-    """A network that returns more than its output, as bayesian-torch's do."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x):
-        return self.network(x), torch.zeros(())
-
-
-def test_of_a_tuple_the_first_element_counts():
-    network = mlp(6, 3)
-    model = HybridBayesianClassifier(Pair(network), bayesian_last=0)
-    x = torch.randn(5, 6)
-    for output in (model(x), model.predict_mean(x), model.sample(x)[0]):
-        assert torch.equal(output, network(x))
-
-
 @pytest.mark.parametrize("estimator", ["reparameterization", "local_reparameterization", "flipout"])
 def test_predict_mean_is_the_deterministic_forward(estimator):
     network = mlp(6, 3, (4,))
@@ -193,65 +163,9 @@ def test_predict_mean_is_the_deterministic_forward(estimator):
     assert not torch.allclose(model(x), network(x))  # and afterwards it samples again
 
 
-def test_optimizers():
-    model = HybridBayesianClassifier(mlp(6, 3), bayesian_last=1, learning_rate=0.2)
-    default = model.configure_optimizers()
-    assert isinstance(default, torch.optim.Adam)
-    assert default.defaults["lr"] == 0.2
-    model = HybridBayesianClassifier(
-        mlp(6, 3), bayesian_last=1, optimizer=functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    )
-    own = model.configure_optimizers()
-    assert isinstance(own, torch.optim.SGD)
-    assert {id(p) for p in own.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
-
-
-@pytest.mark.parametrize(("argument", "value"), [("samples", 0), ("kl_weight", -0.5), ("warmup_rounds", -1)])
-def test_arguments_out_of_range(argument, value):
-    with pytest.raises(FedBayesError, match=f"{argument}={value}: give .*at least [01]"):
-        HybridBayesianClassifier(mlp(6, 3), **{argument: value})
-
-
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
 
 
 def predictions(model):
     torch.manual_seed(4)
     return model.eval().predict_step(X)
-
-
-@pytest.mark.parametrize("federated", [False, True])
-@pytest.mark.parametrize("kind", [HybridBayesianClassifier, HybridBayesianRegressor])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bayesian_last": 1, "estimator": "flipout", "samples": 3},
-        {"bayesian_last": 2, "prior_std": 0.5, "posterior_std": 0.3, "warmup_rounds": 2},
-        {"bayesian_last": None},
-    ],
-)
-def test_predictions_survive(kind, options, federated, tmp_path):
-    data = labelled(20)
-    if kind is HybridBayesianRegressor:
-        data, options = TensorDataset(data.tensors[0], torch.randn(20, 3)), {**options, "noise_std": 0.6}
-    callbacks = [FederatedBayes()] if federated else []
-    run = trainer(max_epochs=2, callbacks=callbacks)
-    model = kind(mlp(6, 3, (4,)), **options)
-    run.fit(model, loader(ClientDatasets({"a": data, "b": data}) if federated else data))
-    run.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = kind.load_from_checkpoint(tmp_path / "model.ckpt", network=mlp(6, 3, (4,)))
-    assert dict(loaded.hparams) == dict(model.hparams)
-    assert loaded.samples == model.samples
-    for before, after in zip(predictions(model), predictions(loaded), strict=True):
-        assert torch.equal(before, after)
-
-
-def test_what_is_no_hyperparameter_is_given_again(tmp_path):
-    options = {"network": mlp(6, 3), "prior": NormalPrior(0.3, 2.0), "optimizer": torch.optim.SGD}
-    model = HybridBayesianClassifier(**options, bayesian_last=1)
-    run = trainer(max_epochs=1)
-    run.fit(model, loader(labelled(20)))
-    run.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = HybridBayesianClassifier.load_from_checkpoint(tmp_path / "model.ckpt", **options)
-    assert torch.equal(kl_divergence(loaded.network), kl_divergence(model.network))
-    assert isinstance(loaded.configure_optimizers(), torch.optim.SGD)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from lightning_fedbayes import HybridBayesianClassifier, bayesianize
+from lightning_fedbayes import HybridBayesianClassifier
 from lightning_fedbayes.core.errors import ConversionError, FedBayesError
-from lightning_fedbayes.layers import MCDropout, NormalPrior, with_mc_dropout
+from lightning_fedbayes.layers import NormalPrior
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
 
@@ -68,18 +68,6 @@ def test_the_mean_predictive_averages_probabilities_and_not_logits():
     assert torch.allclose(model.predict_step([x, None]).probs, draws.softmax(-1).mean(0))
 
 
-def test_a_network_with_dropout_samples():
-    model = HybridBayesianClassifier(nn.Sequential(nn.Linear(6, 9), MCDropout(0.5), nn.Linear(9, 3)))
-    assert (model.predict_step(torch.randn(8, 6)).epistemic > 0).all()
-
-
-def test_the_trainer_predicts():
-    data = labelled(20)
-    batches = trainer().predict(bayesian(), loader(data, 8))
-    assert [len(batch.label) for batch in batches] == [8, 8, 4]
-    assert {type(batch).__name__ for batch in batches} == {"ClassPrediction"}
-
-
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -125,28 +113,6 @@ def test_logged_scores_are_those_of_all_predictions(stage, batch_size):
     assert logged == pytest.approx({f"{stage}/{k}": v for k, v in expected_scores(probs, target).items()}, rel=1e-4)
 
 
-def test_a_second_evaluation_starts_anew():
-    probs, target = table()
-    model, run = looked_up(probs), trainer()
-    run.validate(model, loader(numbered(target[:30]), 16), verbose=False)
-    (logged,) = run.validate(model, loader(numbered(target), 16), verbose=False)
-    expected = expected_scores(probs, target)
-    assert logged == pytest.approx({f"val/{name}": value for name, value in expected.items()}, rel=1e-4)
-
-
-@pytest.mark.parametrize("stage", ["val", "test"])
-def test_several_loaders_are_scored_together(stage):
-    probs, target = table()
-    data = numbered(target)
-    parts = [torch.utils.data.Subset(data, range(20)), torch.utils.data.Subset(data, range(20, EXAMPLES))]
-    run = trainer()
-    evaluate = run.validate if stage == "val" else run.test
-    logged = evaluate(looked_up(probs), [loader(part, 16) for part in parts], verbose=False)
-    merged = {name: value for scores in logged for name, value in scores.items()}
-    expected = {f"{stage}/{name}": value for name, value in expected_scores(probs, target).items()}
-    assert merged == pytest.approx(expected, rel=1e-4)
-
-
 def test_the_sanity_check_leaves_no_trace_in_the_scores():
     probs, target = table()
     model = looked_up(probs)
@@ -157,15 +123,6 @@ def test_the_sanity_check_leaves_no_trace_in_the_scores():
     expected = expected_scores(probs, target)
     assert set(expected) == SCORES
     assert logged == pytest.approx({f"val/{name}": value for name, value in expected.items()}, rel=1e-4)
-
-
-def test_it_learns():
-    x = torch.randn(200, 6)
-    data = TensorDataset(x, (x[:, 0] > 0).long())
-    model = bayesian(optimizer=functools.partial(torch.optim.Adam, lr=0.05))
-    run = trainer(max_epochs=15)
-    run.fit(model, loader(data, 20, shuffle=True), loader(data, 200))
-    assert run.callback_metrics["val/accuracy"] > 0.85
 
 
 # -- robustness --------------------------------------------------------------------------------------------------------
@@ -218,34 +175,6 @@ def test_a_robustness_that_is_no_exponent_is_refused(robustness):
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_networks_own_bayesian_layers_are_kept():
-    network = bayesianize(mlp(6, 3, (5,)), last=1, estimator="flipout")
-    assert HybridBayesianClassifier(network).network is network
-    dropout = with_mc_dropout(mlp(6, 3, (5,)), 0.1)
-    assert HybridBayesianClassifier(dropout).network is dropout
-
-
-def test_a_hybrid_classifier_is_hybrid_unless_it_is_told_otherwise():
-    for last, kind in ((None, "LinearLocalReparameterization"), (0, "Linear")):
-        network = HybridBayesianClassifier(mlp(6, 3), last).network
-        assert [type(layer).__name__ for layer in network] == ["Linear", "ReLU", kind]
-    flipout = HybridBayesianClassifier(mlp(6, 3), estimator="flipout").network[-1]
-    assert type(flipout).__name__ == "LinearFlipout"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"estimator": "flipout"}, "estimator='flipout' without bayesian_last: the network is taken as it is"),
-        ({"estimator": "flipot"}, "estimator='flipot': did you mean 'flipout'"),
-        ({"prior_std": 2.0}, "prior_std=2.0 without bayesian_last"),
-    ],
-)
-def test_an_argument_of_a_conversion_that_is_not_made_is_refused(options, message):
-    with pytest.raises(ConversionError, match=message):
-        HybridBayesianClassifier(bayesianize(mlp(6, 3), last=1), **options)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,9 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import ConversionError, PosteriorError
-from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, mean_only
+from lightning_fedbayes.layers import ESTIMATORS, Reparameterized, mean_only
 from lightning_fedbayes.modules import lenet, mean_network, mlp, sample_outputs
 from tests.federations import Plain, blobs, loader, trainer
-
-CONVOLUTIONS = {
-    "Conv1d": nn.Conv1d(4, 6, 3, stride=2, padding="valid", dilation=2, groups=2),
-    "Conv2d": nn.Conv2d(4, 6, (3, 2), padding=(1, 0), padding_mode="reflect", bias=False),
-    "Conv3d": nn.Conv3d(4, 2, 2, stride=(1, 2, 1)),
-    "ConvTranspose1d": nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1),
-    "ConvTranspose2d": nn.ConvTranspose2d(4, 2, 3, dilation=2, groups=2),
-    "ConvTranspose3d": nn.ConvTranspose3d(4, 2, 2, bias=False),
-}
 
 
 class Recurrent(nn.Module):
@@ -84,6 +75,7 @@ def test_it_predicts_the_posterior_mean_without_our_layers(name):
     assert differs(module, inputs)
 
 
+@pytest.mark.slow
 @LSTM
 @pytest.mark.parametrize("name", MADE)
 def test_torch_export_of_a_ready_module_or_of_its_mean_never_varies(name):
@@ -114,19 +106,6 @@ def test_onnx_runtime_predicts_the_posterior_mean(name, tmp_path):
         assert torch.allclose(first, module.predict_mean(inputs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_writes_the_mean_as_onnx(tmp_path):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    module, inputs = MADE["flipout"]
-    for dynamo in (False, True):
-        path = tmp_path / f"{dynamo}.onnx"
-        module.to_onnx(path, inputs, dynamo=dynamo)
-        session = runtime.InferenceSession(path)
-        output = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0])
-        assert torch.allclose(output, module.predict_mean(inputs), rtol=0, atol=1e-5)
-
-
 def traced(network, inputs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: it is deprecated, and what it writes down of an LSTM
@@ -144,12 +123,8 @@ class Sampled(nn.Module):
         return sample_outputs(self.network, x, 3).mean(0)
 
 
-DRAWING = {
-    **{name: MADE[name][0].network for name in ESTIMATORS},
-    "dropout": MADE["dropout"][0].network,
-    "wrapped": MADE["recurrent"][0].network,
-    "draws": Sampled(MADE["flipout"][0].network),
-}
+DRAWING = {**{name: MADE[name][0].network for name in ESTIMATORS}, "dropout": MADE["dropout"][0].network,
+    "wrapped": MADE["recurrent"][0].network, "draws": Sampled(MADE["flipout"][0].network)}  # fmt: skip
 INPUTS = {"wrapped": MADE["recurrent"][1]}
 
 
@@ -167,38 +142,6 @@ def test_a_layer_that_draws_is_not_exported(name, export):
     if name != "draws":
         with mean_only(network):
             export(network, inputs)
-
-
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_convolutions_keep_their_geometry_and_weights(kind):
-    layer = CONVOLUTIONS[kind]
-    dims = int(kind[-2])
-    inputs = torch.randn(2, 4, *(9,) * dims)
-    for estimator in ESTIMATORS:
-        bayesian = fb.bayesianize(layer, names=[""], init="pretrained", estimator=estimator)
-        plain = mean_network(bayesian)
-        assert type(plain) is type(layer)
-        assert repr(plain) == repr(layer)
-        assert torch.equal(plain(inputs), layer(inputs))
-
-
-def test_names_are_those_of_the_network_that_was_converted():
-    network = Recurrent()
-    bayesian = fb.bayesianize(network, names=["words", "lstm", "head"], init="pretrained", bayesian_bias=False)
-    state = mean_network(bayesian).state_dict()
-    assert list(state) == list(network.state_dict())
-    network.load_state_dict(state)
-    dropped = fb.with_mc_dropout(mlp(6, 3))
-    assert repr(mean_network(dropped)) == repr(mlp(6, 3))
-    assert not mean_network(dropped)[0]._forward_hooks
-    assert repr(mean_network(nn.Sequential(MCDropout(0.3)))[0]) == "Identity()"
-
-
-def test_a_network_without_our_layers_is_copied_whole():
-    network = norm()
-    copied = mean_network(network)
-    assert copied is not network
-    assert all(torch.equal(value, copied.state_dict()[name]) for name, value in network.state_dict().items())
 
 
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():
@@ -224,51 +167,6 @@ def test_a_module_of_your_own_after_a_federation(engine):
     assert torch.equal(of_client.net[3].weight, posterior.mean["net.3.weight"])
     assert not torch.equal(of_client.net[3].weight, plain.net[3].weight)
     assert torch.equal(of_client.net[1].running_mean, own.net[1].running_mean)
-
-
-def test_a_predictive_gives_the_mean_of_its_own_posterior():
-    network = norm()
-    posterior = fb.read_posterior(network).clone()
-    predictive = fb.PosteriorPredictive(network, posterior)
-    nn.init.zeros_(network[3].weight)
-    assert torch.equal(mean_network(predictive)[3].weight, posterior.mean["3.weight"])
-    assert torch.equal(network[3].weight, torch.zeros(3, 5))
-
-
-def test_kronecker_factors_bring_their_buffers():
-    network = norm().eval()
-    kronecker = fb.KroneckerLaplace()
-    posterior = kronecker.fuse([kronecker.site(network, [blobs().tensors])])
-    other = norm().eval()
-    plain = mean_network(other, posterior)
-    assert torch.equal(plain[1].running_mean, network[1].running_mean)
-    assert not torch.equal(plain[1].running_mean, other[1].running_mean)
-
-
-def test_an_unchanged_network_ends_at_its_posteriors_mean():
-    module = Plain(norm(), optimizer=fb.IVON)
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    trainer(2, [federation]).fit(module, loader())
-    plain = norm()
-    plain.load_state_dict(module.net.state_dict())  # the buffers, too
-    assert torch.equal(plain.eval()(blobs().tensors[0]), module.eval()(blobs().tensors[0]))
-    assert all(torch.equal(mean, module.state_dict()[name]) for name, mean in federation.posterior.mean.items())
-
-
-class Head(fb.BayesianModule):
-    """A module whose forward is more than its network's."""
-
-    def negative_log_likelihood(self, outputs, targets):
-        return (outputs - targets).square().mean()
-
-    def forward(self, inputs):
-        return 2 * self.network(inputs)
-
-
-def test_a_forward_of_your_own_is_kept():
-    module = Head(fb.bayesianize(mlp(6, 1), last=1)).eval()
-    plain, inputs = mean_network(module), torch.randn(4, 6)
-    assert torch.equal(plain(inputs), module.predict_mean(inputs))
 
 
 def test_what_it_refuses():

@@ -38,6 +38,7 @@ def zero():
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("start", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("noise", ["learnt", "per_client", "residual"])
@@ -57,6 +58,7 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
                 assert float(model.noise_variance) == pytest.approx(float(own.mean()), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_client_is_covered_by_its_own_noise(seed):
     torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -40,31 +39,6 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     wide = fb.PosteriorPredictive(module, posterior_of(module), samples=3).predict_step(x)
     assert (wide.epistemic > 0).all()
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
-
-
-def test_a_predictive_is_no_network():
-    with pytest.raises(fb.FedBayesError, match=r"module\.network"):
-        fb.PosteriorPredictive(fb.PosteriorPredictive(network()))
-
-
-class Branches(nn.Module):
-    """Decides by a value, so it cannot be stacked."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return y if float(y.sum()) > 0 else -y
-
-
-def test_a_module_that_does_not_vectorize_predicts_one_by_one():
-    torch.manual_seed(0)
-    predictive = fb.PosteriorPredictive(Branches(), None)
-    predictive.posterior = posterior_of(predictive.network)
-    assert predictive.sample(torch.randn(5, 6), 4).shape == (4, 5, 3)
-    assert predictive.sample(torch.randn(5, 6), 4).std(0).min() > 0
 
 
 class Own(Plain):
@@ -142,17 +116,6 @@ def test_a_mistake_is_named(make, message):
         make()
 
 
-class Logits(nn.Module):
-    """Gives its logits by a name of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x):
-        return {"scores": self.net(x)}
-
-
 X, Y = blobs()[:4]
 FOREIGN = {
     "a dict": ({"x": X, "y": Y}, "cannot predict this batch", "cannot predict this batch"),
@@ -180,45 +143,6 @@ def test_batches_that_it_does_not_take_are_named(kind, predictive):
         else:
             with pytest.raises(fb.FedBayesError, match=message):
                 step(batch)
-
-
-def test_outputs_and_examples_without_a_prediction_are_named():
-    named = fb.PosteriorPredictive(Logits(), posterior_of(Logits()))
-    with pytest.raises(fb.FedBayesError, match="Logits gives a dict: wrap it into a module"):
-        named.predict_step(X)
-    made = fb.PosteriorPredictive(network(), fb.Laplace().posterior(network(), [(X, Y)]))
-    X[2, 0], before = torch.nan, X[2, 0].clone()
-    with pytest.raises(fb.FedBayesError, match="1 of 4 examples have no finite covariance"):
-        made.predict_step(X)
-    X[2, 0] = before
-
-
-def test_a_checkpoint_without_a_posterior_is_refused(tmp_path):
-    made = trainer(1)
-    made.fit(Plain(), loader())
-    made.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(fb.FedBayesError, match="holds no posterior"):
-        fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Plain(), weights_only=False)
-
-
-class Part(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.a(batch[0]) + self.b(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return fb.IVON(self.b.parameters(), num_examples=90)
-
-
-def test_an_optimizer_of_some_parameters_is_not_guessed_at(tmp_path):
-    made = trainer(1)
-    made.fit(Part(), loader())
-    made.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(fb.FedBayesError, match="cannot be assigned to parameters"):
-        fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Part(), weights_only=False)
 
 
 # -- linearised --------------------------------------------------------------------------------------------------------
@@ -292,6 +216,7 @@ def test_what_comes_from_laplace_is_linearised_and_nothing_else():
     assert "linearised" not in repr(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites", "coordinate_median"])
 @pytest.mark.parametrize("source", [fb.Laplace(), fb.SWAG()])
@@ -357,15 +282,3 @@ def test_a_kronecker_posterior_predicts_by_draws_too_with_its_own_buffers():
         sets = posterior.sample(7)
         wanted = [torch.func.functional_call(module, {name: v[3] for name, v in sets.items()}, x)]
         assert torch.allclose(outputs[3], wanted[0], atol=1e-5)
-
-
-def test_a_linearised_module_that_does_not_vectorize_predicts_one_by_one():
-    torch.manual_seed(0)
-    module, x = Branches(), torch.randn(5, 6)
-    found = fb.PosteriorPredictive(module, posterior_of(module), predictive="linearised")
-    mean, covariance = found._linearised(x)
-    assert found._one_by_one
-    signs = torch.stack([module.layer(each).sum().sign() for each in x])
-    assert torch.allclose(mean, module.layer(x) * signs[:, None], atol=1e-6)
-    variance = 0.09 * (x.square().sum(1) + 1)
-    assert torch.allclose(covariance, variance[:, None, None] * torch.eye(3), atol=1e-5)

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
-from lightning_fedbayes.layers.posterior_view import PosteriorView
 from lightning_fedbayes.metrics.likelihoods import said_by
 from lightning_fedbayes.modules import mlp
 from tests.federations import trainer
@@ -141,6 +140,7 @@ def test_validation_scores_the_predictive_of_the_federation(engine):
     assert float(prediction.epistemic.min()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_residual_variance_follows_the_squared_error(engine):
     """Noise of standard deviation 0.3 around a line that is learnt."""
@@ -152,40 +152,6 @@ def test_residual_variance_follows_the_squared_error(engine):
     assert float(said_by(model).noise) == pytest.approx(0.3, rel=0.07)
 
 
-def test_noise_per_target():
-    torch.manual_seed(0)
-    x = torch.randn(2000, FEATURES)
-    y = x[:, :2] + torch.tensor([0.1, 1.0]) * torch.randn(2000, 2)
-    for noise in ("residual", "learnt"):
-        model = HybridBayesianRegressor(nn.Linear(FEATURES, 2), noise=noise, targets=2, learning_rate=0.02)
-        trainer(3).fit(model, DataLoader(TensorDataset(x, y), 20, shuffle=True))
-        torch.testing.assert_close(said_by(model).noise.float(), torch.tensor([0.1, 1.0]), rtol=0.15, atol=0)
-
-
-def test_noise_of_none_is_the_squared_error():
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 2), noise="none")
-    outputs, targets = torch.randn(4, 2), torch.randn(4, 2)
-    expected = (outputs - targets).square().sum() / 4
-    torch.testing.assert_close(model.negative_log_likelihood(outputs, targets), expected)
-    with torch.no_grad():
-        assert float(model.predict_step(torch.randn(4, FEATURES)).variance.max()) == 0
-
-
-def test_posterior_of_bayesian_layers_can_be_drawn_from_too():
-    """OMC draws of a hybrid network have the moments of its own layers' draws."""
-    torch.manual_seed(0)
-    network = fb.bayesianize(mlp(FEATURES, 1, (4,)), last=1, posterior_std=0.5)
-    model = HybridBayesianRegressor(network, noise="fixed", samples=20_000)
-    x = torch.randn(3, FEATURES)
-    own = model.predict_step(x)
-    posterior = PosteriorView(model).read()
-    model.predictive = "omc"
-    model.on_round_end(posterior, [])
-    drawn = model.predict_step(x)
-    torch.testing.assert_close(drawn.mean, own.mean, atol=0.03, rtol=0)
-    torch.testing.assert_close(drawn.epistemic, own.epistemic, rtol=0.06, atol=0)
-
-
 def test_interval_holds_its_share_of_a_gaussian():
     model, _, _ = federated(noise="fixed", predictive="closed_form")
     prediction = model.predict_step(torch.randn(4, FEATURES))
@@ -195,11 +161,6 @@ def test_interval_holds_its_share_of_a_gaussian():
     for level in (0.0, 1.0, -1.0, math.nan):
         with pytest.raises(FedBayesError, match="level"):
             prediction.interval(level)
-
-
-def test_before_the_first_round_the_network_predicts():
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap")
-    assert model.predict_step(torch.randn(4, FEATURES)).samples.shape == (1, 4, 1)
 
 
 @pytest.mark.parametrize("network", [mlp(3, 1), nn.Sequential(nn.Linear(3, 1), nn.ReLU()), nn.Conv1d(3, 1, 1)])
@@ -219,42 +180,3 @@ def test_closed_form_is_for_linear_models(network):
 def test_wrong_arguments(wrong, match):
     with pytest.raises(FedBayesError, match=match):
         HybridBayesianRegressor(mlp(3, 1), **wrong)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_targets_of_another_shape_are_refused_at_once(engine):
-    x = torch.randn(40, FEATURES)
-    data = DataLoader(TensorDataset(x, x[:, :2]), 8)
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="none")
-    with pytest.raises(FedBayesError, match=r"targets of shape \(8, 2\) do not fit outputs of shape \(8, 1\)"):
-        trainer(1, [fb.FederatedBayes(fb.IIDPartition(3), engine=engine)]).fit(model, data)
-
-
-def test_a_client_with_one_row_and_a_constant_feature_train():
-    x = torch.randn(21, FEATURES)
-    x[:, 1] = 2.0
-    parts = {"many": TensorDataset(x[:20], x[:20].sum(1)), "one": TensorDataset(x[20:], x[20:].sum(1))}
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", predictive="bootstrap")
-    made = fb.FederatedBayes(fusion="gaussian_fit")
-    trainer(2, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 4, shuffle=True))
-    assert made.history[-1]["valid_clients"] == 2
-    assert bool(torch.isfinite(model.eval().predict_step(x).variance).all())
-
-
-def test_a_client_whose_features_are_not_numbers_is_left_out():
-    good, bad = torch.randn(20, FEATURES), torch.randn(20, FEATURES)
-    bad[3, 1] = math.nan
-    parts = {"good": TensorDataset(good, good.sum(1)), "bad": TensorDataset(bad, bad.sum(1))}
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", predictive="bootstrap")
-    made = fb.FederatedBayes(fusion="gaussian_fit")
-    trainer(1, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 5, shuffle=True))
-    assert made.history[-1]["failed_clients"] == 1
-    assert bool(torch.isfinite(model.eval().predict_step(good).mean).all())
-
-
-def test_a_fit_without_a_federation_forgets_it():
-    model, _, _ = federated(predictive="omc")
-    assert model.global_round.posterior is not None
-    trainer(1).fit(model.train(), DataLoader(examples(), 5))
-    assert model.global_round.posterior is None
-    assert model.eval().predict_step(torch.randn(2, FEATURES)).samples.shape == (1, 2, 1)

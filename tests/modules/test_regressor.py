@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fedbayes import HybridBayesianRegressor
-from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import ESTIMATORS, read_posterior
 from lightning_fedbayes.modules import mlp
 
@@ -70,13 +69,6 @@ def test_a_deterministic_network_has_no_epistemic_variance():
     assert torch.allclose(prediction.variance, torch.full((8, 2), NOISE_STD**2))
 
 
-def test_the_trainer_predicts():
-    data = TensorDataset(torch.randn(20, 6), torch.randn(20))
-    batches = trainer().predict(bayesian(), loader(data, 8))
-    assert [len(batch.mean) for batch in batches] == [8, 8, 4]
-    assert {type(batch).__name__ for batch in batches} == {"RegressionPrediction"}
-
-
 # -- likelihood and scores ---------------------------------------------------------------------------------------------
 
 
@@ -89,15 +81,6 @@ def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):
     if flat:
         outputs, y = (outputs.squeeze(1) if targets == 1 else outputs), y.flatten()
     assert model.negative_log_likelihood(outputs, y).item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("noise", ["learnt", "fixed"])
-def test_the_noise_is_learnt_or_not(noise):
-    model = HybridBayesianRegressor(mlp(6, 1), noise_std=NOISE_STD, noise=noise, learning_rate=0.1)
-    data = TensorDataset(torch.randn(20, 6), 5 * torch.randn(20, 1))
-    trainer(max_epochs=2).fit(model, loader(data))
-    noise_std = model.noise_variance.item() ** 0.5
-    assert noise_std > NOISE_STD + 0.1 if noise == "learnt" else noise_std == pytest.approx(NOISE_STD)
 
 
 def table(targets):
@@ -134,6 +117,7 @@ def expected_scores(draws, y):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["val", "test"])
 @pytest.mark.parametrize(
     ("targets", "output_shape", "target_shape"),
@@ -158,31 +142,7 @@ def test_logged_scores_are_those_of_all_predictions(stage, targets, output_shape
     assert again == pytest.approx(expected, rel=1e-4)
 
 
-def test_several_loaders_are_scored_together():
-    draws, y = table(1)
-    data = TensorDataset(torch.arange(EXAMPLES).float().unsqueeze(1), y)
-    parts = [torch.utils.data.Subset(data, range(20)), torch.utils.data.Subset(data, range(20, EXAMPLES))]
-    logged = trainer().validate(looked_up(draws), [loader(part, 16) for part in parts], verbose=False)
-    merged = {name.removeprefix("val/"): value for scores in logged for name, value in scores.items()}
-    assert merged == pytest.approx(expected_scores(draws, y), rel=1e-4)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("noise_std", [0.0, -1.0, math.nan])
-def test_noise_has_a_positive_standard_deviation(noise_std):
-    with pytest.raises(FedBayesError, match=f"noise_std={noise_std}: give a finite number above 0"):
-        HybridBayesianRegressor(mlp(6, 1), noise_std=noise_std)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"bayesian_last": 2}, "only 1 layers can be converted"), ({"bayesian_last": 1, "estimator": "flip"}, "flipout")],
-)
-def test_arguments_of_the_conversion(options, message):
-    with pytest.raises(ConversionError, match=message):
-        HybridBayesianRegressor(mlp(6, 1, ()), **options)
 
 
 # -- linear regression with known noise: the optimum of the mean-field ELBO has a closed form --------------------------
@@ -247,6 +207,7 @@ def fitted(model):
     return tuple(torch.cat([part[name].flatten() for name in names]) for part in (posterior.mean, posterior.variance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "kl_weight"), [*((estimator, 1.0) for estimator in ESTIMATORS), ("local_reparameterization", 0.2)]
 )
@@ -264,6 +225,7 @@ def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
     assert (marginal / exact_variance).max() > 2  # the test tells the two apart
 
 
+@pytest.mark.slow
 def test_a_learnt_noise_is_the_expected_squared_residual():
     r""":math:`\sigma^2 = \frac1n E_q \|y - X\theta\|^2` is where the derivative of the ELBO vanishes."""
     x, y = data()

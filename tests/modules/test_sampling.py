@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
 from lightning_fedbayes import GaussianPosterior
-from lightning_fedbayes.core.errors import PosteriorError
 from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
-from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_clients, draws_from_posterior, outputs_with
+from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_posterior, outputs_with
+from tests.federations import of_bayesian_torch
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 DRAWS = 4000
@@ -36,29 +35,11 @@ class LastStep(nn.Module):
 
 
 def bayesian_torch():
-    network = mlp(6, 3, (5,))
-    dnn_to_bnn(
-        network,
-        {
-            "prior_mu": 0.0,
-            "prior_sigma": 1.0,
-            "posterior_mu_init": 0.0,
-            "posterior_rho_init": -1.0,
-            "type": "Reparameterization",
-            "moped_enable": False,
-            "moped_delta": 0.5,
-        },
-    )
-    return network
+    return of_bayesian_torch(mlp(6, 3, (5,)), "Reparameterization", -1.0)
 
 
-STOCHASTIC = {
-    **{name: lambda name=name: bayesian(name) for name in ESTIMATORS},
-    "dropout": dropout,
-    "lstm": LastStep,
-    "bayesian_torch": bayesian_torch,
-}
-LOOPED = ("lstm", "bayesian_torch")
+STOCHASTIC = {**{name: lambda name=name: bayesian(name) for name in ESTIMATORS}, "dropout": dropout, "lstm": LastStep,
+    "bayesian_torch": bayesian_torch}  # fmt: skip
 
 
 def moments(draws):
@@ -69,6 +50,7 @@ def moments(draws):
     return flat.mean(0), covariance, 6 * spread / len(flat) ** 0.5, 9 * torch.outer(spread, spread) / len(flat) ** 0.5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [*ESTIMATORS, "dropout"])
 def test_one_pass_draws_from_the_distribution_of_separate_passes(kind):
@@ -140,44 +122,6 @@ def test_a_large_network_without_a_deterministic_beginning_takes_several_passes(
     assert draws[:, 0, 0].unique().numel() == 7
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", LOOPED)
-def test_what_cannot_be_vectorised_runs_once_per_sample(kind):
-    network = STOCHASTIC[kind]()
-    calls = []
-    network.register_forward_hook(lambda *_: calls.append(1))
-    torch.manual_seed(3)
-    draws = sample_outputs(network, X, 5)
-    assert len(calls) == 5
-    torch.manual_seed(3)
-    assert torch.equal(draws, torch.stack([network(X) for _ in range(5)]))
-
-
-@pytest.mark.parametrize("network", [mlp(6, 3), nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).eval()])
-def test_a_deterministic_network_gives_one_sample(network):
-    calls = []
-    handle = network.register_forward_hook(lambda *_: calls.append(1))
-    draws = sample_outputs(network, X, 50)
-    handle.remove()
-    assert not is_stochastic(network)
-    assert len(calls) == 1
-    assert torch.equal(draws, network(X).unsqueeze(0))
-
-
-def test_one_sample_is_one_plain_pass():
-    network = bayesian()
-    torch.manual_seed(5)
-    draw = sample_outputs(network, X, 1)
-    torch.manual_seed(5)
-    assert torch.equal(draw, network(X).unsqueeze(0))
-
-
-def test_gradients_flow_through_the_draws():
-    network = bayesian()
-    sample_outputs(network, X, 3).square().mean().backward()
-    assert all(p.grad is not None and bool((p.grad != 0).any()) for p in network.parameters())
-
-
 @pytest.mark.parametrize("position", ["before", "after"])
 def test_batch_norm_in_evaluation_normalises_with_its_running_statistics(position):
     norm = nn.BatchNorm1d(5)
@@ -221,27 +165,6 @@ def test_a_failed_attempt_to_vectorise_draws_nothing(make):
     assert draws[:, 0, 0].unique().numel() == 5
     torch.manual_seed(0)
     assert torch.equal(draws, sample_outputs(network, torch.ones(2, 3), 5)), "the failed attempt drew something"
-
-
-def test_a_mistake_of_the_network_is_shown_as_it_is():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        sample_outputs(Residual(), torch.ones(2, 7), 5)
-
-
-def test_attention_and_recurrent_cells_are_sampled_without_advice():
-    class Attend(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Reparameterized(nn.MultiheadAttention(4, 2, batch_first=True), posterior_std=0.3)
-
-        def forward(self, x):
-            return self.attention(x, x, x)[0]
-
-    cell = Reparameterized(nn.GRUCell(4, 4), posterior_std=0.3)
-    for network, inputs in ((Attend().eval(), torch.ones(2, 5, 4)), (cell.eval(), torch.ones(2, 4))):
-        draws = sample_outputs(network, inputs, 4)
-        assert len(draws) == 4
-        assert draws.flatten(1)[:, 0].unique().numel() == 4
 
 
 @pytest.mark.parametrize(
@@ -330,32 +253,9 @@ def test_layers_that_vary_run_for_all_draws_and_layers_that_do_not_for_one():
     assert seen == [False, False, True, True]
 
 
-def test_a_point_mass_runs_once():
-    network, x = nn.Linear(4, 3), torch.randn(5, 4)
-    calls = counted(network)
-    for vectorized in (True, False):
-        found = outputs_with(network, draws_from_posterior(random_from(network, "none"), 7), x, vectorized)
-        torch.testing.assert_close(found, network(x).expand(7, 5, 3))
-    assert len(calls) == 4
-
-
-@pytest.mark.parametrize("body", ["plain", "lstm"])
-def test_layers_before_a_bayesian_one_run_once_for_all_samples(body):
-    torch.manual_seed(0)
-    network = bayesianize(Deep(body), last=1).eval()
-    calls = counted(network.body)
-    assert sample_outputs(network, torch.randn(5, 4), 10).std(0).min() > 0
-    assert len(calls) == 1
-
-
 def test_draws_of_a_posterior_have_its_moments():
     network = nn.Linear(2, 2)
     sets = draws_from_posterior(posterior_of(network), 50_000, torch.Generator().manual_seed(0))
     for name, mean in posterior_of(network).mean.items():
         torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
         torch.testing.assert_close(sets[name].var(0), posterior_of(network).variance[name], rtol=0.04, atol=1e-4)
-
-
-def test_names_of_another_network_are_refused():
-    with pytest.raises(PosteriorError, match="another network"):
-        outputs_with(nn.Linear(2, 2), draws_from_clients([posterior_of(mlp(2, 2))]), torch.zeros(1, 2))

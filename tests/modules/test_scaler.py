@@ -14,8 +14,8 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, compared, pooled
-from lightning_fedbayes.modules import mean_network, mlp
+from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, pooled
+from lightning_fedbayes.modules import mlp
 from tests.federations import federate, trainer
 
 
@@ -69,19 +69,6 @@ def test_missing_values_are_counted_and_left_out():
     assert scale(found)[1].item() == pytest.approx(math.sqrt(8 / 3))
 
 
-def test_values_that_are_all_the_same_have_a_deviation_of_1():
-    assert scale(pooled(sums([0.1] * 7, [0.1] * 5)))[1].item() == 1
-
-
-def test_data_that_are_no_tensors_in_memory_give_the_same_sums():
-    data = TensorDataset(torch.randn(300, 3), torch.randn(300))
-    state = torch.get_rng_state()
-    lists = ScaleSums.of([data[i] for i in range(300)])  # batches of 256
-    assert torch.equal(torch.get_rng_state(), state)
-    for stream, moments in ScaleSums.of(data).moments.items():
-        assert torch.allclose(moments, lists.moments[stream], rtol=1e-12, atol=1e-14)
-
-
 # -- clients that are not to be trusted --------------------------------------------------------------------------------
 
 
@@ -97,25 +84,11 @@ def test_a_liar_counts_as_its_examples_at_a_bounded_distance(lie):
     assert scale(found)[1].item() ** 2 <= together.var(correction=0).item() + 5 / 455 * (farthest + 10) ** 2
 
 
-def test_a_liar_is_put_at_the_bound():
-    honest = [torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6
-    found = pooled(sums(*honest, [1e6, 1e6]))
-    assert scale(found)[0].item() == pytest.approx(FARTHEST / 7)  # 2 of 14 examples at 30 deviations
-    assert scale(found)[1].item() == pytest.approx(math.sqrt(6 / 7 + FARTHEST**2 / 7 - (FARTHEST / 7) ** 2))
-
-
 def test_honest_clients_whose_means_differ_are_not_touched():
     whole = [torch.randn(30, dtype=torch.float64) + 100 * k for k in range(8)]  # a hundred deviations apart
     assert_pooled(pooled(sums(*whole)), torch.cat(whole))
     columns = [torch.cat([torch.zeros(20), torch.zeros(5) + k // 6]) for k in range(9)]  # most have zeros alone
     assert_pooled(pooled(sums(*columns)), torch.cat(columns).double())
-
-
-def test_examples_of_another_shape_do_not_count():
-    found = pooled({**sums([1.0], [3.0]), "bad": ScaleSums.of(TensorDataset(torch.zeros(9, 4), torch.zeros(9, 4)))})
-    assert found.num_examples == 2
-    with pytest.raises(FederationError, match="no client"):
-        pooled({})
 
 
 @pytest.mark.parametrize(
@@ -141,69 +114,7 @@ def test_sums_that_no_examples_have_are_refused(wrong):
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_says_which_client_is_unlike():
-    clients = {
-        str(k): ScaleSums.of(TensorDataset(torch.tensor(x), torch.tensor(y)))
-        for k, (x, y) in enumerate([([0.0, 2.0], [0, 0]), ([7.0, 9.0], [0, 3]), ([0.0, 2.0, math.nan], [3, 3, 3])])
-    }
-    whole, (columns, rows) = compared(clients)
-    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-    assert [*found] == ["all", "1", "0", "2"]  # by the larger shift
-    assert [found[k]["inputs 0 mean"] for k in ("all", "0", "1")] == [pytest.approx(10 / 3), 1, 8]
-    assert [found[k]["examples"] for k in ("all", "0", "2")] == [7, 2, 3]
-    assert [found[k]["missing"] for k in ("all", "0", "2")] == [1, 0, 1]
-    assert [found[k]["class 3"] for k in ("all", "0", "1", "2")] == [pytest.approx(4 / 7), 0, 0.5, 1]
-    assert "class 1" not in columns
-    std = whole.units("inputs")[1].item()
-    assert found["1"]["inputs shift"] == pytest.approx((8 - 10 / 3) / std)
-    assert found["1"]["inputs 0 std"] == 1
-
-
-def test_a_column_that_a_client_lacks_is_missing_and_no_shift():
-    x, y, lacking = torch.randn(6, 2) + 50, torch.randn(6), torch.randn(6, 2) + 50
-    lacking[:, 1] = math.nan
-    lacking[0, 0] = math.inf
-    parts = {"whole": (x, y), "lacking": (lacking, y), "nothing": (torch.full((6, 2), math.nan), y * math.nan)}
-    clients = {name: ScaleSums.of(TensorDataset(*pair)) for name, pair in parts.items()}
-    _, (columns, rows) = compared(clients)
-    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-    assert [found[name]["missing"] for name in ("all", "whole", "lacking", "nothing")] == [25, 0, 7, 18]
-    assert rows[-1][0] == "nothing"
-    for name in ("inputs 1 mean", "inputs 1 std"):
-        assert [math.isnan(found[client][name]) for client in ("all", "whole", "lacking")] == [False, False, True]
-    mean, std = torch.cat([x[:, 0], lacking[1:, 0]]).double().mean(), torch.cat([x[:, 0], lacking[1:, 0]]).double()
-    assert found["lacking"]["inputs shift"] == pytest.approx(
-        float((lacking[1:, 0].double().mean() - mean).abs() / std.std(correction=0))
-    )
-    assert math.isnan(found["nothing"]["targets shift"])
-
-
-def test_the_table_has_at_most_a_hundred_clients():
-    clients = sums(*([float(k)] for k in range(150)))
-    assert len(compared(clients)[1][1]) == 101
-
-
 # -- the module --------------------------------------------------------------------------------------------------------
-
-
-def test_numbers_go_there_and_back():
-    scaler, whole = fb.FederatedScaler(), torch.randn(90, 2).double().mul(3).add(7)
-    scaler.fit(DataLoader(TensorDataset(whole.float(), whole)))
-    standard, known = scaler.targets(whole), fb.Gaussian(1.0, units=scaler.target_units)
-    assert torch.allclose(standard.mean(0), torch.zeros(2).double(), atol=1e-12)
-    assert torch.allclose(standard.std(0, correction=0), torch.ones(2).double())
-    assert torch.allclose(known.means(standard), whole)
-    assert torch.equal(known.standard(whole, whole), standard)
-    assert torch.allclose(scaler(whole.float()), standard.float(), atol=1e-5)  # inputs, of the same numbers here
-
-
-def test_buffers_keep_their_shape_and_precision():
-    scaler, other = fb.FederatedScaler(targets=(1e8, 1.0), inputs=([0.0, 1.0], [1.0, 2.0])), fb.FederatedScaler()
-    other.load_state_dict(scaler.half().state_dict())
-    assert other.is_filled
-    assert other.target_units.dtype == torch.float64
-    assert other.target_units.tolist() == [[1e8], [1.0]]
-    assert torch.equal(other.input_units[1], torch.tensor([1.0, 2.0]).double())
 
 
 @pytest.mark.parametrize("given", [(0.0, 0.0), (math.nan, 1.0), 3, ("a", 1.0), (1.0, -1.0), (1.0,)])
@@ -238,6 +149,7 @@ def fitted(module, dataset, engine="sequential", **options):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("make", [regressor, ensemble])
 def test_training_is_that_on_standardised_targets(make, engine):
@@ -261,14 +173,6 @@ def test_the_likelihood_is_that_of_the_data(make):
     count = 1 if make is regressor else 2
     found, expected = far.negative_log_likelihood(outputs, y * 7 + 3), near.negative_log_likelihood(outputs, y)
     assert found.item() == pytest.approx(expected.item() + count * math.log(7), abs=1e-5)
-
-
-def test_noise_that_is_fixed_is_in_the_units_of_the_data():
-    scaler = fb.FederatedScaler(targets=(10.0, 4.0))
-    module = regressor(scaler=scaler, bayesian_last=0, noise="fixed", noise_std=2.0).eval()
-    assert module.predict_step(torch.zeros(1, 4)).aleatoric.item() == pytest.approx(4.0)
-    loss = module.negative_log_likelihood(torch.zeros(1, 1), torch.tensor([13.0]))
-    assert loss.item() == pytest.approx(-torch.distributions.Normal(10.0, 2.0).log_prob(torch.tensor(13.0)).item())
 
 
 @pytest.mark.parametrize("noise", ["learnt", "residual"])
@@ -371,20 +275,3 @@ def test_privacy_of_examples_refuses_too():
     with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\)"):
         fit()
     fit(scaler=fb.FederatedScaler((0.0, 1.0)))
-
-
-def test_a_line_says_that_targets_are_far(caplog):
-    with caplog.at_level("INFO"):
-        fitted(regressor(scaler=False), data(1e4, 500.0))
-    assert "1e+04 times as large as the noise" in caplog.text
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        fitted(regressor(scaler=False), data())
-    assert "times as large" not in caplog.text
-
-
-def test_what_is_exported_predicts_in_the_units_of_the_data():
-    module = regressor(scaler=fb.FederatedScaler(targets=(1e4, 500.0))).eval()
-    x = torch.randn(3, 4)
-    assert torch.allclose(mean_network(module)(x), module.predict_mean(x))
-    assert (module.predict_mean(x) > 5000).all()

@@ -1,15 +1,12 @@
 """The KL divergence that is added to a loss, alone and in a federation; and the advice where it is missing."""
 
-import copy
-
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.layers import LinearReparameterization
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, blobs, federate, loader, trainer
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader
 
 WEIGHT = 0.3
 
@@ -36,16 +33,6 @@ class ByHand(Plain):
         return super().training_step(batch, batch_idx) + WEIGHT / self.n * fb.kl_divergence(self)
 
 
-class Noting(Plain):
-    """Has hooks and a dict of its own."""
-
-    def on_client_start(self, client):
-        self.own = client.num_examples
-
-    def training_step(self, batch):
-        return {"loss": super().training_step(batch, 0), "more": 1}
-
-
 def test_a_step_is_the_loss_and_the_kl_per_example():
     plain = Plain(Mean())
     module = fb.with_kl(plain, WEIGHT)
@@ -56,13 +43,6 @@ def test_a_step_is_the_loss_and_the_kl_per_example():
     torch.testing.assert_close(module.training_step(batch, 0), expected)
 
 
-def test_without_a_federation_the_examples_are_those_of_the_data_set():
-    module = fb.with_kl(Plain(Mean()), WEIGHT)
-    made = trainer(1)
-    made.fit(module, loader(blobs(40)))
-    assert module.kl_examples == 40
-
-
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_in_a_federation_it_is_what_one_would_write_by_hand(engine):
     by_hand, added = ByHand(Mean()), fb.with_kl(Plain(Mean()), WEIGHT)
@@ -70,36 +50,6 @@ def test_in_a_federation_it_is_what_one_would_write_by_hand(engine):
         federate(module, fb.FederatedBayes(fb.SizesPartition((50, 30, 10)), engine=engine), 2, loader())
     assert_equal(dict(by_hand.state_dict()), dict(added.state_dict()))
     assert not torch.equal(added.net.layer.rho_weight, Mean().layer.rho_weight)  # only the KL has a gradient there
-
-
-def test_the_modules_own_hooks_and_outputs_stay():
-    module = copy.deepcopy(fb.with_kl(Noting(Mean())))
-    federate(module, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1, loader())
-    assert module.own == 30
-    assert module.training_step(next(iter(loader())))["more"] == 1
-    assert isinstance(module, Noting)
-
-
-class Nothing(L.LightningModule):
-    def training_step(self, batch, batch_idx):
-        return {"no": batch}
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: fb.with_kl(Plain(), -1.0), "kl_weight=-1.0: give a finite number of at least 0"),
-        (lambda: fb.with_kl(fb.with_kl(Plain())), "PlainWithKL has the KL divergence in its loss already"),
-        (lambda: fb.with_kl(Nothing()).training_step(1, 0), "returns dict without a loss"),
-        (
-            lambda: fb.with_kl(Plain()).training_step(next(iter(loader())), 0),
-            "does not know the number of training exam",
-        ),
-    ],
-)
-def test_what_cannot_be_added_is_refused(use, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        use()
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

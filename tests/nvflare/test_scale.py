@@ -13,6 +13,8 @@ from tests.flower.test_scale import PARTITION, data, fixed, make
 from tests.nvflare.local import clients, run
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 
 def own():
     return BlobData(data())

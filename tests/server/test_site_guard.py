@@ -80,16 +80,11 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent(examples, point):
         assert torch.equal(ours, theirs)
 
 
-LIES = {
-    "gradient": lie(gradient=10),
-    "precision": lie(precision=30),
-    "move": lie(move=30),
-    "flipped": lie(-10, 1, -10),
-    "all": lie(30, 30, 30),
-    "all, flipped": lie(-1e3, -1e3, -1e3),
-}
+LIES = {"gradient": lie(gradient=10), "precision": lie(precision=30), "move": lie(move=30), "flipped": lie(-10, 1, -10),
+    "all": lie(30, 30, 30), "all, flipped": lie(-1e3, -1e3, -1e3)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", LIES.values(), ids=LIES)
 def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     """Also when it is honest again; nothing is left of it after its removal."""
@@ -116,6 +111,7 @@ def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     assert distance(server.posterior, others if goes_against else clients.pooled()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("liars", [(0,), (2, 5), (0, 4, 8)], ids=str)
 @pytest.mark.parametrize("signs", [(-1, -1, -1), (-1, 1, -1), (1, 1, -1)], ids=str)
 def test_whoever_moves_against_the_others_does_not_count(liars, signs):
@@ -133,6 +129,7 @@ def test_whoever_moves_against_the_others_does_not_count(liars, signs):
     assert float(tensors["examples"]) == 20 * len(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [(20,) * COUNT, (3, 300, 20, 7, 100, 30, 10, 50, 200, 5), (9,) * 30])
 @pytest.mark.parametrize("unlike", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("starts_there", [False, True])
@@ -273,31 +270,6 @@ def test_a_client_whose_means_are_absurd_is_left_out_and_not_counted(count):
     assert_counted(clients, server)
 
 
-@pytest.mark.parametrize("many", [1, 30])
-def test_a_client_that_has_far_to_go_arrives(many):
-    """One of much more data than the others, and as many examples more."""
-    clients = clients_of([20 * many if client == 3 else 20 for client in range(COUNT)])
-    server = served(clients)
-    for _ in range(60):
-        clients.round(server)
-    assert distance(server.posterior, clients.pooled()) < 1e-6
-
-
-def test_limits_of_many_examples_are_wider():
-    """In proportion, of a client of more than the median one."""
-    clients = clients_of()
-    guard = SiteGuard(clients.posterior(), torch.zeros(SIZE), 2.0, lambda client: {})
-    sizes = torch.ones(COUNT, 5, 2, dtype=torch.float64)
-    examples = [10.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0, 60.0]
-    sizes[:, 3] = torch.tensor(examples).double()[:, None]
-    sizes[8, :3] = 3.0
-    limits = guard.limits(sizes, examples, range(COUNT)).of(dict(enumerate(examples)))
-    assert limits[:, 0, -1].tolist() == [2.0] * 8 + [6.0]
-    assert bool((limits[8, :3] == 3 * limits[1, :3]).all())
-    assert bool(limits[:, 3].isinf().all())
-    assert float(limits[0, 2, 0]) == 2 * float(limits[0, 1, 0])  # precisions of one tensor are unlike
-
-
 RAGGED = (3, 5, 9, 17, 30, 60, 100, 150, 220, 300)
 
 
@@ -317,6 +289,7 @@ def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, 
     assert beyond <= 0.005 * 300 * len(rows)
 
 
+@pytest.mark.slow
 def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_engines(tmp_path: Path):
     """The sums of what clients keep are the server's, whatever they have sent."""
     found = {}

@@ -15,7 +15,6 @@ from lightning_fedbayes.server.weighting import (
     SMALLEST_DISTANCE,
     ClientFacts,
     KnownOverlap,
-    check_weighting,
     client_weights,
     effective_clients,
 )
@@ -39,16 +38,8 @@ def shares(*values):
     return pytest.approx([value / sum(values) for value in values])
 
 
-def test_equal():
-    assert client_weights("equal", facts_of([normal([1.0])] * 4, [1, 2, 3, 4])) == [0.25] * 4
-
-
 def test_train_size():
     assert client_weights("train_size", facts_of([normal([1.0])] * 3, [10, 30, 60])) == shares(10, 30, 60)
-
-
-def test_train_size_of_a_client_without_examples_is_zero():
-    assert client_weights("train_size", facts_of([normal([1.0])] * 2, [0, 5])) == [0, 1]
 
 
 def kl(m, v, n, w):
@@ -96,18 +87,6 @@ def test_weight_of_a_client_that_did_not_move_is_bounded(name):
     [still, moved] = facts_of([normal([0.0]), normal([1.0])])
     assert PER_CLIENT[name](still) == 1 / SMALLEST_DISTANCE
     assert client_weights(name, [still, moved])[0] < 1
-
-
-@pytest.mark.parametrize("name", ["max_discrepancy", "max_discrepancy_l2"])
-def test_weight_of_a_pair_of_twins_is_bounded(name):
-    values = PER_COHORT[name](facts_of([normal([1.0]), normal([1.0]), normal([3.0])]))
-    assert values[:2].tolist() == [1 / SMALLEST_DISTANCE] * 2
-    assert values[2] == pytest.approx(1 / 2 if name == "max_discrepancy" else 1 / 4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_client_has_all_the_weight(name):
-    assert client_weights(name, facts_of([normal([1.0])])) == [1.0]
 
 
 @pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
@@ -217,11 +196,6 @@ def test_the_mean_by_known_overlap_has_the_variance_of_theory():
     assert least < 0.9 * by_size
 
 
-def test_without_common_examples_known_overlap_is_train_size():
-    facts = facts_of([normal([0.0])] * 3, [10, 30, 60])
-    assert client_weights(KnownOverlap(torch.diag(torch.tensor([10, 30, 60]))), facts) == shares(10, 30, 60)
-
-
 def test_clients_with_the_same_data_share_the_weight_of_one():
     shared, _ = holders(range(50), range(50), range(50, 100))
     assert client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 3)) == shares(1, 1, 2)
@@ -254,29 +228,6 @@ def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():
     shared, _ = holders([0, 1, 2, 3], [3, 4, 5, 6], [3])
     with pytest.raises(FusionError, match="client 2 has a negative weight"):
         client_weights(KnownOverlap(shared), facts)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"), ("max_discrepency", "max_discrepancy")]
-)
-def test_unknown_name_gets_the_nearest(wrong, right):
-    with pytest.raises(FusionError, match=rf"weighting='{wrong}': did you mean '{right}'\?.*distance_l2"):
-        client_weights(wrong, facts_of([normal([0.0])]))
-
-
-@pytest.mark.parametrize("wrong", [None, 3, [0.5, 0.5], {"a": 1.0}], ids=repr)
-def test_what_is_neither_name_nor_function_is_refused(wrong):
-    with pytest.raises(FusionError, match=r"weighting=.*give one of"):
-        check_weighting(wrong)
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10))
-@settings(deadline=None)
-def test_effective_number_of_clients_is_between_one_and_all(weights):
-    effective = effective_clients(weights)
-    assert 1 - 1e-9 <= effective <= len(weights) + 1e-9
-    assert effective == pytest.approx(effective_clients([7 * weight for weight in weights]))
-    assert effective == pytest.approx(effective_clients([*weights, 0.0]))
 
 
 @pytest.mark.parametrize(("weights", "expected"), [([1, 1, 1, 1], 4), ([1, 0, 0], 1), ([0.8, 0.2], 1 / 0.68)])

@@ -1,6 +1,5 @@
 """IVON alone: its fixed points, its curvature, its place in any training loop."""
 
-import copy
 import math
 
 import lightning as L
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from tests import federations
 
 CURVATURE = torch.tensor([0.5, 2.0, 10.0])
 CENTRE = torch.tensor([1.0, -2.0, 0.3])
@@ -48,6 +48,7 @@ def minimise(optimizer, loss, steps):
 KINDS = ("squares", "ivon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quadratic_loss_gives_the_exact_posterior(kind):
     """Squared gradients give the shape up to the prior's share, and their unit has a shorter memory: 0.06, not 0.02.
@@ -70,6 +71,7 @@ def test_a_quadratic_loss_gives_the_exact_posterior(kind):
         assert ((mean - optimum).abs() < 0.1 * exact.rsqrt()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logistic_regression_is_near_its_mean_field_posterior(kind):
     """Beside the posterior of the ELBO, maximised with its exact gradient over one-dimensional Gaussians of logits."""
@@ -103,7 +105,6 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
 
 def hermite(count):
     """Nodes and weights of the expectation under N(0, 1)."""
-    import numpy as np
 
     nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     return nodes, weights / weights.sum()
@@ -130,6 +131,7 @@ def digits(seed):
     return float(accuracy), float(F.nll_loss(prediction.probs.log(), labels[test])), float(std)
 
 
+@pytest.mark.slow
 def test_the_authors_package_gives_the_same_on_digits():
     """ivon-opt 0.1.3 with these settings, seeds 0 to 9: mean and standard error of accuracy, NLL, mean deviation.
 
@@ -263,12 +265,14 @@ def noisy_quadratic(batch, steps, scale=1.0, temperature=1.0, seed=0, size=1000)
     return optimizer.state[parameter]["precision"], 1000 / temperature * scale * curvature + 1, torch.tensor(sums)
 
 
+@pytest.mark.slow
 def test_at_its_fixed_point_both_estimates_of_the_curvature_agree_in_sum():
     _, _, sums = noisy_quadratic(16, 6000)
     unbiased, own = sums[3000:].mean(0).tolist()
     assert unbiased == pytest.approx(own, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_width_does_not_depend_on_the_batch_size(batch):
     """Whose gradients' squares are 64 times as large."""
@@ -351,18 +355,6 @@ def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
         assert torch.allclose(together.state[p]["precision"], precisions, rtol=1e-4)
 
 
-def test_a_checkpoint_from_before_there_was_a_choice_goes_on_as_it_was():
-    parameter = nn.Parameter(torch.ones(3))
-    old = fb.IVON([parameter], 0.1, num_examples=10, curvature="ivon", hessian_init=1.0)
-    old.step(lambda: parameter.square().sum().backward())
-    state = old.state_dict()
-    del state["param_groups"][0]["curvature"]
-    found = fb.IVON([parameter], num_examples=10)
-    found.load_state_dict(state)
-    found.step(lambda: parameter.square().sum().backward())
-    assert "square" not in found.state[parameter]
-
-
 def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.full((20_000,), 0.1))
@@ -401,15 +393,7 @@ def data():
 
 
 def trainer(folder, epochs, **options):
-    return L.Trainer(
-        max_epochs=epochs,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        **options,
-    )
+    return federations.trainer(epochs, default_root_dir=folder, **{"enable_checkpointing": True, **options})
 
 
 def states(optimizer):
@@ -432,21 +416,6 @@ def test_resumes_bit_by_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters()))
     pairs = zip(states(expected.optimizers[0]), states(found.optimizers[0]), strict=True)
     assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
-
-
-@pytest.mark.parametrize(
-    "options", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}]
-)
-def test_trains_under_the_options_of_a_trainer(tmp_path, options):
-    L.seed_everything(0, verbose=False)
-    module = Module(lr=0.03, samples=2)
-    before = F.cross_entropy(module(data().dataset.tensors[0]), data().dataset.tensors[1])
-    fit = trainer(tmp_path, 20, enable_checkpointing=False, **options)
-    fit.fit(module, data())
-    module.float()
-    assert F.cross_entropy(module(data().dataset.tensors[0]), data().dataset.tensors[1]) < before
-    posterior = fit.optimizers[0].posterior(module)
-    assert all(bool((v > 0).all() and v.isfinite().all()) for v in posterior.variance.values())
 
 
 def test_clipping_limits_the_gradient_at_the_draw(tmp_path):
@@ -499,19 +468,6 @@ def test_a_frozen_parameter_is_not_drawn_and_one_without_gradient_does_not_move(
     assert not torch.equal(used.detach(), torch.ones(3))
 
 
-def test_shared_parameters_are_drawn_once(tmp_path):
-    class Tied(Module):
-        def __init__(self):
-            super().__init__()
-            self.network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-            self.network[2].weight = self.network[0].weight
-
-    module = Tied()
-    fit = trainer(tmp_path, 1, enable_checkpointing=False)
-    fit.fit(module, data())
-    assert len(fit.optimizers[0].posterior(module).names) == 3
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -532,62 +488,3 @@ def test_shared_parameters_are_drawn_once(tmp_path):
 def test_a_mistake_is_named(make, message):
     with pytest.raises(FederationError, match=message):
         make([nn.Parameter(torch.ones(2))])
-
-
-def test_accumulated_gradients_are_refused(tmp_path):
-    with pytest.raises(FederationError, match="accumulate_grad_batches=1"):
-        trainer(tmp_path, 1, enable_checkpointing=False, accumulate_grad_batches=2).fit(Module(), data())
-
-
-def test_a_step_that_fails_leaves_the_mean():
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = fb.IVON([parameter], num_examples=10)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step(lambda: 1 / 0)
-    assert torch.equal(parameter.detach(), torch.ones(3))
-    with pytest.raises(FederationError, match="no gradient at a draw"):
-        optimizer.step()
-
-
-def test_a_copy_steps_as_the_original():
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = fb.IVON([parameter], num_examples=10)
-    copied = copy.deepcopy(optimizer)
-    (other,) = copied.param_groups[0]["params"]
-    for each, p in ((optimizer, parameter), (copied, other)):
-        torch.manual_seed(0)
-        with each.sampled():
-            p.square().sum().backward()
-        each.step()
-    assert torch.equal(parameter, other)
-
-
-@pytest.mark.parametrize("params", [None, "abc", 3, [1.0], [{"params": 3}]])
-def test_what_are_no_parameters_is_refused_by_name(params):
-    with pytest.raises(FederationError, match=r"params=.*give module\.parameters\(\)"):
-        fb.IVON(params)
-
-
-def test_a_closure_and_a_network_that_are_none_are_refused():
-    layer = nn.Linear(2, 1)
-    optimizer = fb.IVON(layer.parameters(), num_examples=3)
-    with pytest.raises(FederationError, match="closure=3: give a function"):
-        optimizer.step(3)
-    with pytest.raises(FederationError, match="trains no parameter of the Linear"):
-        optimizer.posterior(nn.Linear(2, 1))
-    with pytest.raises(FederationError, match="give the network"):
-        optimizer.posterior(None)
-    assert optimizer.posterior(layer).num_parameters == 3
-
-
-def test_a_prior_of_a_whole_number_of_numpy_is_that_number():
-    steps = []
-    for prior_std in (2.0, np.int64(2)):
-        weight = torch.ones(3, requires_grad=True)
-        optimizer = fb.IVON([weight], prior_std=prior_std, num_examples=10)
-        torch.manual_seed(0)
-        with optimizer.sampled():
-            weight.square().sum().backward()
-        optimizer.step()
-        steps.append(weight.detach())
-    assert torch.equal(*steps)

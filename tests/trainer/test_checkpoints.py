@@ -1,7 +1,5 @@
 """Checkpoint files: written whole, and read only if they are."""
 
-import os
-
 import lightning as L
 import pytest
 import torch
@@ -11,7 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.trainer import damage
-from lightning_fedbayes.trainer.checkpoints import RoundBoundary
 from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
@@ -54,27 +51,12 @@ def test_a_torn_last_checkpoint_gives_way_to_the_newest_whole_one(tmp_path, shar
     assert [row["round"] for row in federation.history] == [1, 2, 3, 4]
 
 
-def test_weights_alone_do_not_take_the_place_of_a_torn_checkpoint(tmp_path):
-    _, _, made = run(tmp_path, 2)
-    truncate(tmp_path / "last.ckpt", 0.5)
-    made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    with pytest.warns(UserWarning, match=r"going on from epoch=1\.ckpt"):
-        run(tmp_path, 3, "last")
-
-
 def test_without_another_the_error_names_the_file_and_the_remedy(tmp_path):
     run(tmp_path, 2)
     for path in tmp_path.glob("*.ckpt"):
         truncate(path, 0.5)
     with pytest.raises(FederationError, match=r"last\.ckpt is damaged .*give ckpt_path= another checkpoint"):
         run(tmp_path, 3, "last")
-
-
-def test_a_file_that_was_asked_for_by_name_is_not_replaced(tmp_path):
-    run(tmp_path, 2)
-    truncate(tmp_path / "epoch=0.ckpt", 0.5)
-    with pytest.raises(FederationError, match=r"epoch=0\.ckpt is damaged"):
-        run(tmp_path, 3, tmp_path / "epoch=0.ckpt")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -103,19 +85,6 @@ def test_a_kill_while_the_file_is_written_leaves_the_one_before(tmp_path, monkey
     assert (tmp_path / "last.ckpt").read_bytes() == before
 
 
-def test_nothing_is_left_beside_a_checkpoint(tmp_path):
-    run(tmp_path, 2)
-    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-
-
-def test_a_plug_in_of_the_users_own_stays(tmp_path):
-    class Own(TorchCheckpointIO):
-        pass
-
-    _, _, made = run(tmp_path, 1, plugins=[Own()])
-    assert type(made.strategy.checkpoint_io) is Own
-
-
 def test_a_checkpoint_of_a_run_without_the_callback_is_refused(tmp_path):
     """Its open epoch would count as a round."""
     plain = trainer(2)
@@ -137,10 +106,3 @@ def test_a_checkpoint_from_before_the_first_round_is_a_start(tmp_path):
     module, federation, _ = run(tmp_path / "resumed", 2, tmp_path / "start.ckpt")
     assert len(federation.history) == 2
     assert_equal(dict(whole.state_dict()), dict(module.state_dict()))
-
-
-def test_the_progress_that_a_round_notes_is_lightnings_own(tmp_path):
-    _, _, made = run(tmp_path, 2)
-    noted = RoundBoundary(made).loop_state
-    assert noted == made.fit_loop.state_dict()
-    assert noted["epoch_loop.batch_progress"]["total"]["ready"] > 0

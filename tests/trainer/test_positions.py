@@ -43,23 +43,6 @@ def test_they_are_the_steps_that_a_client_takes_in_all_rounds(accumulate, epochs
     assert type(made) is L.Trainer
 
 
-def test_they_stay_lightnings_own_without_an_end_and_without_a_federation():
-    seen = []
-
-    class Ends(L.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            seen.append(trainer.estimated_stepping_batches)
-            trainer.should_stop = True
-
-    trainer(-1, [fb.FederatedBayes(fb.IIDPartition(3)), Ends()]).fit(Plain(), loader())
-    assert seen == [float("inf")]
-    plain = Asks()
-    made = trainer(3, [])
-    plain.client = "all"
-    made.fit(plain, loader(clients(40, 25)), loader(clients(9), shuffle=False))
-    assert plain.at_first == 27 == plain.taken["all"]
-
-
 def test_a_trainer_is_what_it_was_after_an_error():
     class Fails(Plain):
         def on_train_start(self):

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.context import TrainingLog
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion.auto import CANDIDATES
@@ -22,19 +21,11 @@ from lightning_fedbayes.trainer import check_trainer, checks
 
 from .scenarios import SCENARIOS, SIZES, incomes, run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("scenarios.py")
-OF_TWO = {
-    "ivon_stacked",
-    "laplace",
-    "laplace_stacked",
-    "swag_stacked",
-    "scaffold_stacked",
-    "ditto_stacked",
-    "own_method",
-    "on_disk",
-    "on_disk_stacked",
-    "bounded",
-}
+OF_TWO = {"ivon_stacked", "laplace", "laplace_stacked", "swag_stacked", "scaffold_stacked", "ditto_stacked",
+    "own_method", "on_disk", "on_disk_stacked", "bounded"}  # fmt: skip
 """Scenarios that differ from another one in what each process does by itself, not in what it exchanges."""
 CASES = [
     (devices, name)
@@ -150,47 +141,6 @@ def test_a_run_that_one_process_stops_inside_a_round_ends_after_it(several, alon
     for result in results:
         assert figures(result["history"]) == [pytest.approx(row, rel=1e-5) for row in figures(whole["history"])[:2]]
         torch.testing.assert_close(result["posterior"], results[0]["posterior"], rtol=0, atol=0)
-
-
-FORKED = """
-import lightning as L, torch, lightning_fedbayes as fb
-from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.core.quiet import quietly
-with quietly():
-    federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
-    strategy = fb.trainer.ClientParallelStrategy("fork")
-    module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1)
-    L.Trainer(max_epochs=2, accelerator="cpu", strategy=strategy, devices=2, callbacks=[federation], logger=False,
-              enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
-        module, datamodule=fb.DigitsDataModule())
-    assert len(federation.history) == 2, federation.history
-    now = fb.read_posterior(module)
-    assert all(torch.equal(now.mean[name], mean) for name, mean in federation.posterior.mean.items())
-"""
-
-
-def test_processes_that_were_forked_bring_the_federation_back():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_figure_that_each_process_would_make_of_its_own_clients_is_refused():
-    log = TrainingLog(fb.HybridBayesianClassifier(mlp(64, 10)), in_training_step=lambda: True)
-    log.is_shared = True
-    with pytest.raises(FederationError, match="give on_step=False, on_epoch=True"):
-        log.log("train_loss", 1.0, on_step=True, on_epoch=True)
-
-
-def test_a_round_costs_the_sums_once(several):
-    devices, folder = several
-    result = torch.load(folder / "bayesian.0.pt", weights_only=False)
-    size = sum(value.numel() for value in result["posterior"]["mean"].values())
-    sent = result["history"][-1]["megabytes_between_processes"] * 1e6
-    sums = 2 * 8 * size  # precision and precision × mean, in float64
-    there_and_back = 2 * sums * (devices - 1) / devices
-    disagreement = 8 * size * (devices - 1) / devices
-    facts = 6000 * (devices - 1)  # who has trained, and how it went
-    assert there_and_back < sent < 1.3 * (there_and_back + disagreement) + facts
 
 
 CALLS = {

@@ -10,6 +10,8 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, federate, parameters
 
+pytestmark = pytest.mark.slow
+
 WITHOUT = """
 import lightning.pytorch.strategies.launchers as launchers
 del launchers._MultiProcessingLauncher, launchers._SubprocessScriptLauncher

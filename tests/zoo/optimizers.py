@@ -32,53 +32,6 @@ class Sam(Optimizer):
         return loss
 
 
-class SamIfClosure(Sam):
-    """SAM where a closure is given, gradient descent where none is."""
-
-    def step(self, closure=None):
-        if closure is not None:
-            return super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad, alpha=group["lr"])
-        return None
-
-
-class Polyak(Optimizer):
-    """A step length from the loss that the closure returns."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        length = 0.1 if loss is None else min(0.1, 0.05 * float(loss.detach()))
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad, alpha=length)
-        return loss
-
-
-class Needs(Optimizer):
-    """Needs the closure as a positional argument."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure):
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad, alpha=group["lr"])
-        return loss
-
-
 class StarLbfgs(torch.optim.LBFGS):
     """LBFGS behind ``**options``."""
 
@@ -159,20 +112,6 @@ class Noise(Descent):
 
     def direction(self, p, group):
         return p.grad + 0.01 * torch.randn(p.shape, generator=self.generator)
-
-
-class Accumulates(Descent):
-    """Makes its state at once, as Adagrad once did."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["sum"] = torch.zeros_like(p)
-
-    def direction(self, p, group):
-        self.state[p]["sum"].addcmul_(p.grad, p.grad)
-        return p.grad / (self.state[p]["sum"].sqrt() + 1e-3)
 
 
 class Lookahead(Optimizer):

@@ -33,11 +33,6 @@ def outcome(case: Case, engine: str, expected: str, reference, sizes=SIZES) -> N
         assert difference(learnt, reference) <= case.tolerance
 
 
-def test_there_are_many_and_each_stands_once():
-    assert len(CASES) >= 120
-    assert len(set(IDS)) == len(IDS)
-
-
 def test_the_page_of_the_documentation_is_made_from_them():
     assert (Path(__file__).parents[2] / "docs" / "what_works.md").read_text() == page()
 
@@ -76,6 +71,7 @@ def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):
     assert (len(put_back), len(shared)) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_one_client_trains_as_plain_lightning_does(case):
     kept = {"federation": {"keep": ["optimizer"], **case.federation}} if case.keeps else {"rounds": 1}

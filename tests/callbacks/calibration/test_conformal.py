@@ -128,24 +128,6 @@ def test_noise_has_the_ratio_that_privacy_allows():
     assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, seed=0).counts >= 0).all()
 
 
-def test_much_noise_still_gives_a_threshold_nearby():
-    scores = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    noisy = ScoreSketch.of(scores, bins=64).noisy(epsilon=1.0, seed=5)
-    assert noisy.threshold(0.9) == pytest.approx(0.9, abs=2 / 64)
-
-
-def test_a_mixture_lies_between_its_parts():
-    """From a client's own threshold to that of all, with more and more of the others' examples."""
-    low, high = ScoreSketch.of(torch.linspace(0, 0.4, 99)), ScoreSketch.of(torch.linspace(0.5, 1, 99))
-    thresholds = [
-        FederatedConformal(per_client=True, shrinkage=examples).fit({"low": low, "high": high}).thresholds["low"]
-        for examples in (0.0, 33.0, 99.0, 297.0, 1e9)
-    ]
-    assert thresholds == sorted(thresholds)
-    assert thresholds[0] == low.threshold(0.9)
-    assert thresholds[-1] == (low + high).threshold(0.9)
-
-
 # -- sets and intervals ------------------------------------------------------------------------------------------------
 
 
@@ -168,12 +150,6 @@ def test_a_label_is_in_the_set_if_and_only_if_its_score_is_at_most_the_threshold
         assert torch.equal(sets[:, label], scores <= conformal.threshold)
     if kind == "aps" and not random:  # a set holds the most probable classes
         assert all(p[s].min() >= p[~s].max() for p, s in zip(probs, sets) if s.any() and not s.all())
-
-
-def test_a_score_on_the_threshold_is_in_the_set():
-    conformal = FederatedConformal(0.5, bins=4).fit({"a": torch.tensor([0.3, 0.3])})
-    assert conformal.threshold == 0.5
-    assert conformal.sets(torch.tensor([[0.5, 0.5], [0.51, 0.49]])).tolist() == [[True, True], [True, False]]
 
 
 def test_intervals_hold_the_targets_whose_score_is_at_most_the_threshold():
@@ -231,16 +207,9 @@ def test_shrinkage_moves_a_client_to_the_pooled_threshold():
     assert hard[-1] == pytest.approx(own.threshold, abs=1 / 1024)
 
 
-def test_scores_and_sketches_are_one_thing():
-    scores = torch.rand(30, generator=torch.Generator().manual_seed(0))
-    conformal = FederatedConformal(bins=50)
-    threshold = conformal.fit({"a": scores[:10], "b": scores[10:]}).threshold
-    assert conformal.fit({"a": conformal.sketch(scores[:10]), "b": scores[10:]}).threshold == threshold
-
-
 # -- liars -------------------------------------------------------------------------------------------------------------
 
-LIARS = [(cell, examples) for cell in (0, 1023) for examples in (180, 18_000, 2**31 - 1, 2**53)]
+LIARS = [(cell, examples) for cell in (0, 1023) for examples in (180, 2**53)]
 
 
 def uniform(seed, clients=10, examples=180):
@@ -266,13 +235,6 @@ def test_one_liar_of_ten_leaves_the_coverage_where_it_is(pooling, cell, examples
     assert max(found) < 0.97
 
 
-def test_counts_that_are_believed_decide_alone():
-    """What the bound is against."""
-    believes = FederatedConformal(max_influence=None)
-    assert believes.fit({**uniform(0), "4": filled(0, 18_000)}).threshold == 1 / 1024
-    assert believes.fit({**uniform(0), "4": filled(1023, 18_000)}).threshold == 1
-
-
 def test_the_bound_is_that_of_the_median_client(caplog):
     """At the threshold the others' excess is what the liar may add, c (median |e| + 2 √(level (1 - level) n))."""
     scores, level = uniform(1), 0.8
@@ -285,7 +247,7 @@ def test_the_bound_is_that_of_the_median_client(caplog):
     assert sum(excess) == pytest.approx(bound + level, abs=4)  # a cell holds 1.6 scores
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_honest_clients_are_summed_bit_for_bit(seed):
     for clients in (uniform(seed), {"a": torch.rand(900) ** 3, "b": torch.rand(30)}):  # two are never bounded
         bounded, believed = (
@@ -300,15 +262,7 @@ def test_honest_clients_are_summed_bit_for_bit(seed):
             assert bounded.thresholds[name] == (1 + int((covered < 0.9 - 1e-12).sum())) / len(covered)
 
 
-def test_a_liar_moves_no_other_clients_own_threshold():
-    honest, lied = (
-        FederatedConformal(per_client=True, shrinkage=180.0).fit({**uniform(2), **liar}).thresholds
-        for liar in ({}, {"4": filled(0, 2**53)})
-    )
-    assert all(lied[name] == pytest.approx(honest[name], abs=0.03) for name in honest if name != "4")
-
-
-@pytest.mark.parametrize("liars", range(5))
+@pytest.mark.parametrize("liars", [0, 4])
 def test_the_median_lies_between_the_honest_clients_thresholds(liars):
     scores = uniform(3)
     honest = sorted(ScoreSketch.of(each).threshold(0.9) for each in scores.values())
@@ -345,9 +299,6 @@ def test_a_foreign_state_is_refused_and_changes_nothing(change):
     assert conformal.threshold == math.inf
 
 
-# -- noise of releases -------------------------------------------------------------------------------------------------
-
-
 def test_the_noise_of_two_fits_does_not_cancel():
     """One example more: with common noise the difference of both noisy sketches would be that example alone."""
     scores = torch.rand(500, generator=torch.Generator().manual_seed(0))
@@ -355,6 +306,9 @@ def test_the_noise_of_two_fits_does_not_cancel():
     differ = other.noisy(1.0, seed=3).counts - one.noisy(1.0, seed=3).counts
     assert int((differ != 0).sum()) > 20
     assert torch.equal(one.noisy(1.0, seed=3).counts, one.noisy(1.0, seed=3).counts)
+
+
+# -- noise of releases -------------------------------------------------------------------------------------------------
 
 
 def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
@@ -396,6 +350,7 @@ def split_of(targets, seed, calibration=0.5):
     return [(own[: int(calibration * len(own))], own[int(calibration * len(own)) :]) for own in mixed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lac", "aps"])
 def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
     probs, targets = digits()
@@ -406,31 +361,6 @@ def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
         test = torch.cat([test for _, test in split])
         coverage.append(conformal.sets(probs[test])[range(len(test)), targets[test]].double().mean().item())
     assert 0.895 <= np.mean(coverage) <= 0.915
-
-
-def test_per_client_thresholds_help_the_client_that_the_pooled_one_fails():
-    """Client 0 has a worse camera."""
-    (clean, targets), (noisy, _) = digits(), digits(noise=0.5)
-    pooled, own = [], []
-    for seed in range(200):
-        split = split_of(targets, seed)
-        probs = clean.clone()
-        worse = torch.cat(split[0])
-        probs[worse] = noisy[worse]
-        scores = class_scores(probs, targets)
-        conformal = FederatedConformal(per_client=True).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
-        for found, name in ((pooled, False), (own, True)):
-            found.append(
-                [
-                    conformal.sets(probs[test], str(k) if name else None)[range(len(test)), targets[test]]
-                    .double()
-                    .mean()
-                    for k, (_, test) in enumerate(split)
-                ]
-            )
-    pooled, own = np.mean(pooled, 0), np.mean(own, 0)
-    assert pooled.min() < 0.85
-    assert own.min() >= 0.85
 
 
 # -- from modules ------------------------------------------------------------------------------------------------------

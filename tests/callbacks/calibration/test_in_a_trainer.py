@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
 from tests.callbacks.test_before_training import Untrained
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+from tests.federations import Plain, bayesian, blobs, federate, loader, network, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
@@ -80,11 +77,7 @@ def test_a_fit_finds_what_the_same_weights_give_on_their_own():
     assert float(figures["val/lac_80/threshold_largest"]) == pytest.approx(max(sets.thresholds.values()))
 
 
-def test_training_is_not_changed():
-    (with_them, _), (without, _) = fitted(both()), fitted([])
-    assert_equal(parameters(with_them), parameters(without))
-
-
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_calibration_of_its_own_weights(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     module, _ = fitted([*both(), saver], deterministic(), rounds=3, enable_checkpointing=True)
@@ -104,17 +97,6 @@ def test_a_checkpoint_holds_the_calibration_of_its_own_weights(tmp_path):
         found.append(scaling.temperature)
     assert len(set(found)) == 3
     assert (tmp_path / "lightning_logs" / "version_0" / "test_lac_80.csv").read_text().startswith("client,examples,cov")
-
-
-def test_on_their_own_from_a_checkpoint(tmp_path):
-    module, made = fitted([], deterministic(), enable_checkpointing=True, default_root_dir=tmp_path)
-    path, later = made.checkpoint_callback.best_model_path, clients(35, 45)
-    scaling, conformal = both()
-    trainer(1, [scaling, conformal]).validate(module, batches(later), ckpt_path=path, verbose=False)
-    alone = fb.FederatedTemperature().fit_from(module, later, batch_size=8)
-    assert scaling.temperature == pytest.approx(alone.temperature, rel=1e-5)
-    assert conformal.temperature == scaling.temperature
-    assert math.isfinite(conformal.threshold)
 
 
 def test_predictions_are_scaled_and_have_their_sets():
@@ -183,24 +165,6 @@ def test_intervals_of_a_regressor():
     torch.testing.assert_close(half, conformal.threshold * predicted[0].variance.sqrt().double())
 
 
-@pytest.mark.parametrize(
-    ("val", "names"),
-    [
-        (lambda: batches(blobs(30)), ["all"]),
-        (lambda: batches(ConcatDataset([blobs(30), blobs(20)])), ["0", "1"]),
-        (lambda: [batches(blobs(30)), batches(blobs(20)), batches(blobs(25))], ["0", "1", "2"]),
-    ],
-)
-def test_other_validation_data(val, names):
-    conformal = fb.FederatedConformal(0.8, per_client=True)
-    module = bayesian()
-    trainer(1, [conformal]).validate(module, val(), verbose=False)
-    assert list(conformal.thresholds) == names
-    tested = trainer(1, [conformal]).test(module, val(), verbose=False)[0]
-    assert ("test/lac_80/coverage_worst" in tested) == (len(names) > 1)
-    assert "test/lac_80/coverage" in tested
-
-
 def test_the_users_own_module_is_calibrated_by_its_forward_or_its_posterior():
     module, scaling = Plain(), fb.FederatedTemperature()
     fitted([scaling], module)
@@ -226,6 +190,7 @@ def test_exact_sums_and_counts_are_refused_beside_privacy(private):
             trainer(1, [private(), callback]).validate(bayesian(), batches(clients(30, 40)), verbose=False)
 
 
+@pytest.mark.slow
 def test_noisy_thresholds_are_taken_once_after_the_last_round():
     times = []
 
@@ -250,17 +215,6 @@ def test_noisy_thresholds_are_taken_once_after_the_last_round():
         assert float(validating.callback_metrics["val/lac_80/epsilon"]) == spent
 
 
-def test_training_that_ends_early_says_that_noisy_thresholds_are_missing():
-    class Stops(fb.UncertaintyReport):
-        def on_train_epoch_end(self, trainer, pl_module):
-            trainer.should_stop = trainer.current_epoch == 1
-
-    conformal = fb.FederatedConformal(epsilon=2.0)
-    with pytest.warns(UserWarning, match="no thresholds of these weights: training has ended early"):
-        fitted([Stops(), conformal], rounds=5)
-    assert conformal.threshold is None
-
-
 # -- what does not go --------------------------------------------------------------------------------------------------
 
 
@@ -268,14 +222,6 @@ def test_sets_before_the_temperature_are_refused_before_training():
     scaling, conformal = both()
     with pytest.raises(FedBayesError, match="put FederatedTemperature first"):
         fitted([conformal, scaling])
-
-
-def test_a_mistake_costs_no_test_but_is_the_error_of_a_validation():
-    module, held_out = regressor(), batches(regression(30, 40))
-    with pytest.raises(FedBayesError, match="calibrate it by FederatedConformal"):
-        trainer(1, [fb.FederatedConformal()]).validate(module, held_out, verbose=False)
-    with pytest.warns(UserWarning, match="FederatedConformal does nothing: there is no threshold yet"):
-        trainer(1, [fb.FederatedConformal()]).test(bayesian(), batches(clients(9, 9)), verbose=False)
 
 
 OWN = {  # likelihood of the module's own outputs, outputs, targets, what is said before training
@@ -307,28 +253,3 @@ def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, ta
             callbacks=[callback()],
             num_sanity_val_steps=steps,
         )
-
-
-def test_validation_examples_that_are_trained_on_are_named_once():
-    data = clients(40, 30)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        federate(bayesian(), fb.FederatedBayes(), 3, loader(data), batches(data), callbacks=[fb.FederatedTemperature()])
-    found = [str(each.message) for each in said if "calibration examples were trained on" in str(each.message)]
-    assert len(found) == 1
-    assert found[0].startswith("clients c0, c1: 70 of their 70")
-
-
-def test_one_class_few_examples_and_a_client_without_any():
-    one_class = TensorDataset(torch.randn(20, 6), torch.ones(20, dtype=torch.int64))
-    few = TensorDataset(torch.randn(3, 6), torch.tensor([0, 1, 2]))
-    scaling, conformal = both(per_client=True)
-    with pytest.warns(UserWarning, match="client few: 3 held-out examples, and a level of 0.8 needs 4"):
-        trainer(1, [scaling, conformal]).validate(
-            bayesian(), batches(fb.ClientDatasets({"one": one_class, "few": few})), verbose=False
-        )
-    assert scaling.temperature > 0
-    assert conformal.thresholds["few"] == math.inf
-    none = fb.ClientDatasets({"one": one_class, "none": TensorDataset(torch.randn(0, 6), torch.zeros(0).long())})
-    with pytest.raises(FedBayesError, match="client none has no held-out example"):
-        trainer(1, [conformal]).validate(bayesian(), batches(none), verbose=False)

@@ -1,9 +1,6 @@
 """ε against closed forms, and its inverse."""
 
-import logging
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -28,6 +25,7 @@ def analytic(noise_multiplier, delta=DELTA):
     return brentq(excess, 0.0, 500.0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("noise_multiplier", [0.3, 0.5, 1.0, 2.0, 5.0, 20.0])
 @pytest.mark.parametrize("rounds", [1, 16])
 def test_without_sampling_epsilon_bounds_the_analytic_mechanism_closely(noise_multiplier, rounds):
@@ -84,10 +82,6 @@ def test_cohorts_of_fixed_size_give_away_more_than_poisson_samples_and_less_than
     assert exact < UpdatePrivacy(1.0, noise_multiplier, DELTA).figures(1)["privacy/epsilon"]
 
 
-def test_a_small_epsilon_is_found_without_a_warning():
-    assert epsilon_of(100.0, DELTA, 1, 0.01) < 0.01
-
-
 def test_no_noise_is_no_privacy():
     assert epsilon_of(0.0, DELTA, 1) == math.inf
     assert epsilon_of(0.0, DELTA, 0) == 0
@@ -141,24 +135,3 @@ def test_without_opacus_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(accountant.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FederationError, match=r"pip install lightning-fedbayes\[privacy\]"):
         epsilon_of(1.0, DELTA, 1)
-
-
-def test_opacus_is_imported_late_and_quietly():
-    code = (
-        "import sys, logging, lightning_fedbayes.clients.privacy as p; before = list(logging.getLogger().handlers);"
-        "assert 'opacus' not in sys.modules; p.epsilon_of(1.0, 1e-5, 1); assert 'opacus' in sys.modules;"
-        "assert logging.getLogger().handlers == before"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-def test_a_handler_that_the_import_adds_to_the_root_logger_is_removed(monkeypatch):
-    def import_module(name):
-        logging.getLogger().addHandler(logging.NullHandler())
-        return name
-
-    handlers = list(logging.getLogger().handlers)
-    monkeypatch.setattr(accountant.importlib, "import_module", import_module)
-    assert accountant.import_opacus("opacus.accountants") == "opacus.accountants"
-    assert logging.getLogger().handlers == handlers

@@ -7,7 +7,6 @@ import torch
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import ScaledUpdate
-from lightning_fedbayes import ExamplePrivacy
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import read_posterior
@@ -109,17 +108,6 @@ def test_buffers_are_refused_before_training():
     assert_equal(before, parameters(module))
     run(module, HUGE, rounds=1, buffers="frozen")
     run(Plain(network(batch_norm=True)), HUGE, rounds=1, local_parameters=["net.1.*"])
-
-
-def test_another_kind_of_privacy_is_refused():
-    with pytest.raises(FederationError, match="is no UpdatePrivacy"):
-        fb.FederatedBayes(fb.IIDPartition(3), privacy=ExamplePrivacy())
-
-
-def test_both_kinds_of_privacy_go_together():
-    federation = fb.FederatedBayes(fb.IIDPartition(3), privacy=UpdatePrivacy())
-    made = federate(Plain(), federation, 1, callbacks=[ExamplePrivacy()])
-    assert {"privacy/epsilon", "privacy/example_epsilon"} <= made.callback_metrics.keys()
 
 
 def test_another_share_of_the_clients_goes_on_with_the_account(tmp_path):

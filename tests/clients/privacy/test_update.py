@@ -47,14 +47,6 @@ def test_without_noise_the_update_keeps_its_direction_and_no_more_than_the_norm(
     torch.testing.assert_close(clipped, expected, rtol=1e-3, atol=2e-6 * (1 + scale))
 
 
-def test_a_short_update_is_left_alone():
-    before, after = posterior(0), posterior(1)
-    sent = privatised(after, before, clip=1e3, noise_multiplier=0.0, generator=draws())
-    for name in before.names:
-        torch.testing.assert_close(sent.mean[name], after.mean[name])
-        torch.testing.assert_close(sent.variance[name], after.variance[name])
-
-
 def test_the_noise_is_gaussian_of_the_stated_size_in_every_coordinate():
     before = posterior(0, size=20_000)
     clip, z = 0.5, 0.8
@@ -77,13 +69,6 @@ def test_one_client_moves_the_message_by_no_more_than_clip():
         sent = privatised(posterior(seed, scale=10.0**seed), before, clip=clip, noise_multiplier=1.0, generator=draws())
         moved = step(sent, before) - step(nothing, before)
         assert moved.norm() <= clip * (1 + 1e-3)
-
-
-@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0, 100.0])
-def test_variances_stay_positive_and_finite_whatever_the_noise(noise_multiplier):
-    sent = privatised(posterior(1), posterior(0), clip=3.0, noise_multiplier=noise_multiplier, generator=draws())
-    assert (sent.variance["weight"] > 0).all()
-    assert torch.isfinite(sent.variance["weight"]).all()
 
 
 def test_a_gaussian_tensor_hides_which_of_its_variances_are_zero():

@@ -13,10 +13,12 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import outside_of_vmap
-from tests.federations import Plain, blobs, federate, loader, network, parameters
+from tests.federations import Plain, federate, loader, network, parameters
 
 from .modules import Backbone
 from .test_parity import assert_same, both
+
+pytestmark = pytest.mark.slow
 
 SIZES = fb.SizesPartition((35, 22, 20, 13))
 
@@ -33,20 +35,12 @@ class Adapted(Plain):
         return self.optimizer_class(held, lr=self.lr)
 
 
-METHODS = {
-    "average": {},
-    "proximal": {"fusion": "fedprox"},
-    "scaffold": {"fusion": "scaffold"},
-    "ditto": {"fusion": "ditto"},
-    "sites": {"fusion": "sites"},
-    "two at once": {"stack": 2, "local_epochs": 2},
-    "personal": {"local_parameters": ["*lora_B*"]},
-    "own buffers": {"buffers": "local"},
-}
+METHODS = {"average": {}, "proximal": {"fusion": "fedprox"}, "scaffold": {"fusion": "scaffold"},
+    "ditto": {"fusion": "ditto"}, "sites": {"fusion": "sites"}, "two at once": {"stack": 2, "local_epochs": 2},
+    "personal": {"local_parameters": ["*lora_B*"]}, "own buffers": {"buffers": "local"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "everything"), list(zip(METHODS, [False, True] * len(METHODS))))
 def test_adapters_end_equal_by_either_engine(method, everything):
     results = both(lambda: Adapted(everything=everything), SIZES, rounds=3, **METHODS[method])
     assert_same(results)
@@ -54,18 +48,6 @@ def test_adapters_end_equal_by_either_engine(method, everything):
     moved = {name for name, value in module.net.state_dict().items() if not torch.equal(value, start[name])}
     own = {"first.lora_B.weight", "second.lora_B.weight"} if method == "personal" else set()  # they stay at the clients
     assert moved == {name for name, each in module.net.named_parameters() if each.requires_grad} - own
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, fb.IVON])
-def test_optimizers_with_a_state_train_adapters(optimizer, everything):
-    if optimizer is fb.IVON:  # draws differ
-        module = Adapted(optimizer=fb.IVON, everything=everything)
-        federation = fb.FederatedBayes(SIZES, engine="vectorized")
-        federate(module, federation, 2)
-        assert federation.history[-1]["valid_clients"] == 4
-        return
-    assert_same(both(lambda: Adapted(optimizer=optimizer, lr=0.01, everything=everything), SIZES, keep=["optimizer"]))
 
 
 def is_shared(tensor) -> bool:
@@ -84,15 +66,6 @@ def test_what_is_frozen_and_what_does_not_change_enters_a_stack_once(everything)
     federate(Looking(everything=everything), fb.FederatedBayes(SIZES, engine="vectorized"), 1)
     assert shared == {name: "lora" not in name and "head" not in name for name in shared}
     assert len(shared) == 16
-
-
-def test_a_network_all_of_which_trains_shares_nothing():
-    """So its arithmetic is that of before."""
-    module = Adapted()
-    module.requires_grad_(True)
-    federation = fb.FederatedBayes(SIZES, engine="vectorized")
-    federate(module, federation, 1)
-    assert federation.federation.engine.probed.shared_buffers == frozenset()
 
 
 class Late(Adapted):
@@ -127,15 +100,6 @@ def test_a_buffer_that_begins_to_change_becomes_each_client_s_own(way):
     kind = Thawed if way == "batch norm" else type("Own", (Late,), {"way": way})
     train = loader(batch_size=4, drop_last=True)  # a BatchNorm takes no batch of one example
     assert_same(both(kind, SIZES, rounds=3, train=train))
-
-
-def test_a_client_that_fails_does_not_end_the_sharing():
-    data = blobs()
-    data.tensors[1][3] = -7  # no class
-    federation = fb.FederatedBayes(fb.SizesPartition((30, 30, 30)), engine="vectorized")
-    federate(Adapted(), federation, 2, loader(data))
-    assert federation.history[-1]["failed_clients"] == 1
-    assert "net.turn" in federation.federation.engine._step.shared_buffers
 
 
 class Masked(Plain):
@@ -228,8 +192,7 @@ class Evaluates(Plain):
         self.modes.append(self.net[1].training)
 
 
-@pytest.mark.parametrize("stack", ["vectorized", 2])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("when", "stack"), [("before", "vectorized"), ("after", 2)])
 def test_modes_are_those_of_the_sequential_engine(when, stack):
     sizes = fb.SizesPartition((34, 31, 22, 3))  # the last one's first step is a short one, after that of the others
     results = both(lambda: Evaluates(when), sizes, rounds=3, train=loader(batch_size=4), stack=stack, local_epochs=2)
@@ -242,18 +205,6 @@ def test_modes_are_those_of_the_sequential_engine(when, stack):
 def test_modes_that_change_from_step_to_step_are_refused():
     with pytest.raises(CannotVectorize, match=r"between train\(\) and eval\(\) from step to step"):
         federate(Evaluates("in turns"), fb.FederatedBayes(SIZES, engine="vectorized"), 1)
-
-
-def test_modes_that_change_later_end_the_run_with_the_remedy():
-    class Later(Evaluates):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 3:
-                self.net[1].train()
-            return loss
-
-    with pytest.raises(CannotVectorize, match=r"use engine='sequential'"):
-        federate(Later(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1, loader(batch_size=4))
 
 
 class Configuration:
@@ -276,10 +227,6 @@ class Configured(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_only_the_first_step_of_all_sets_is_no_obstacle():
-    assert_same(both(Configured, SIZES))
-
-
 def test_what_every_step_changes_is_one():
     module = Configured()
     module.counts = True
@@ -297,15 +244,3 @@ def test_auto_takes_long_steps_of_frozen_networks_into_a_stack(frozen, engine):
     federate(module, federation, 1, loader(batch_size=15))
     assert federation.federation.engine.name == engine
     assert torch.equal(before["net.0.weight"], module.net[0].weight) == frozen
-
-
-def test_memory_of_a_stack_counts_what_is_frozen_once():
-    big = nn.Sequential(nn.Embedding(200_000, 64).requires_grad_(False), nn.Flatten(), nn.Linear(64, 3))
-
-    class Words(Plain):
-        def forward(self, x):
-            return self.net(x[:, :1].abs().long())
-
-    federation = fb.FederatedBayes(fb.IIDPartition(6))
-    federate(Words(big), federation, 1)
-    assert federation.federation.engine.clients_at_once > 6

@@ -16,7 +16,7 @@ from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, 
 from lightning_fedbayes.clients.vectorized.operations import StackedOperations
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
-from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, Reparameterized, kl_divergence
+from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, kl_divergence
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import SMALL, gaussian_kl_sum
 from lightning_fedbayes.layers.posterior_view import read_posterior, set_prior
@@ -212,43 +212,6 @@ def test_parameters_that_are_swapped_or_written_to():
     run = Run(module)
     for _ in range(2):
         torch.testing.assert_close(run(written), run.divergence(module))
-
-
-def test_without_gradients_and_inside_other_transforms(joint_draws):
-    module = network()
-    run = Run(module)
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            module(torch.ones(4))
-        inner = torch.func.vmap(module, randomness="different")(torch.ones(7, 4))
-        assert inner.shape == (7, 2)
-        return inner
-
-    outputs = run(step)
-    assert joint_draws == []
-    assert len(outputs.flatten(0, 1).unique(dim=0)) == 7 * CLIENTS
-
-
-def test_a_parameter_that_is_one_number(joint_draws):
-    module = nn.ModuleList([Reparameterized(Scale()), LinearReparameterization(2, 3, bias=False)])
-    run = Run(module)
-    for _ in range(2):
-        found = run(lambda: 0 * module[1](module[0](torch.ones(2))).sum() + kl_divergence(module))
-        expected = run.divergence(module[1])
-        mean, std = run.stacks["0.module.scale"], softplus_std(run.stacks["0.rho_scale"])
-        expected = expected + torch.stack([gaussian_kl_sum(m, s, 0.0, 1.0) for m, s in zip(mean, std)])
-        torch.testing.assert_close(found, expected)
-    assert joint_draws == [2, 2]
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.scale * inputs
 
 
 def test_what_is_not_joined(joint_draws):

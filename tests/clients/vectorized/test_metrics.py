@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,26 +139,17 @@ class Deep(nn.Module):
         return getattr(self, name)
 
 
-SAME = {
-    "called": (accuracy, calls_and_logs),
-    "updated": (accuracy, updates_and_logs),
-    "written into afterwards": (accuracy, writes_afterwards),
-    "its value": (accuracy, logs_what_it_returns),
-    "mean": (MeanMetric, of_the_loss),
-    "sum": (SumMetric, of_the_loss),
-    "maximum": (MaxMetric, of_the_loss),
-    "weighted mean": (MeanMetric, weighted),
-    "twice in a step": (MeanMetric, twice),
-    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
-    "collection": (collection, logs_members),
-    "by class": (collection, logs_by_class),
-    "values of a collection": (collection, logs_values),
+SAME = {"called": (accuracy, calls_and_logs), "updated": (accuracy, updates_and_logs),
+    "written into afterwards": (accuracy, writes_afterwards), "its value": (accuracy, logs_what_it_returns),
+    "mean": (MeanMetric, of_the_loss), "sum": (SumMetric, of_the_loss), "maximum": (MaxMetric, of_the_loss),
+    "weighted mean": (MeanMetric, weighted), "twice in a step": (MeanMetric, twice),
+    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs), "collection": (collection, logs_members),
+    "by class": (collection, logs_by_class), "values of a collection": (collection, logs_values),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
     "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
     "collection, end of the epoch": (collection, only_updates, computes_and_resets),
-    "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict),
-    "in a layer": (Deep, in_a_dict),
-}
+    "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict), "in a layer": (Deep,
+    in_a_dict)}  # fmt: skip
 
 
 def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
@@ -170,6 +160,7 @@ def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
     return module, federation, {name: float(value) for name, value in made.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_both_engines_log_the_same():
     for name, case in SAME.items():
         (one, first, logged), (other, second, also) = (run(engine, *case) for engine in ("sequential", "vectorized"))
@@ -188,39 +179,6 @@ def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
     monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
     logged = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
     assert logged[1]["train/f1"] == pytest.approx(logged[0]["train/f1"], rel=1e-6)
-
-
-def test_a_metric_counts_every_example_of_every_client():
-    seen = []
-    module, _, _ = run(
-        "vectorized",
-        accuracy,
-        only_updates,
-        lambda module: seen.append(int(module.metric.tp + module.metric.fn)) or module.metric.reset(),
-    )
-    assert seen == [90, 90]
-    assert isinstance(module.metric, MulticlassAccuracy)
-
-
-def test_a_value_of_a_step_is_the_mean_over_its_clients_as_for_tensors():
-    class Both(L.Callback):
-        steps: tuple = ()
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            logged = trainer.callback_metrics
-            self.steps += ((float(logged["metric_step"]), float(logged["tensor_step"])),)
-
-    def feed(module, logits, labels, loss):
-        module.metric(logits, labels)
-        module.log("metric", module.metric, on_step=True, on_epoch=True)
-        module.log("tensor", (logits.argmax(-1) == labels).float().mean(), on_step=True, on_epoch=True)
-
-    callback = Both()
-    _, _, logged = run("vectorized", accuracy, feed, callbacks=[callback], partition=fb.IIDPartition(3))
-    assert len(callback.steps) == 2
-    for of_metric, of_tensor in callback.steps:
-        assert of_metric == pytest.approx(of_tensor)
-    assert {"metric", "metric_step", "metric_epoch"} <= logged.keys()
 
 
 class Discounted(Metric):
@@ -281,6 +239,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     metric, feed, reason = REFUSED[case]
@@ -298,34 +257,3 @@ def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
         assert federation.federation.engine.name == "sequential"
         results.append(parameters(module))
     assert_equal(*results)
-
-
-def test_a_metric_that_no_step_feeds_is_left_alone():
-    run("vectorized", lambda: Running(MeanMetric(), 3), lambda module, logits, labels, loss: None)
-
-
-def test_a_client_whose_values_a_metric_refuses_fails_alone():
-    class Picky(SumMetric):
-        def update(self, value):
-            if value == 8:
-                raise ValueError("eight")
-            super().update(value)
-
-    def feed(module, logits, labels, loss):
-        module.metric.update(module.size)
-        module.log("value", module.metric, **EPOCH)
-
-    class Sized(Fed):
-        def on_client_start(self, client):
-            self.size = client.num_examples
-
-    totals = []
-    for engine in ("sequential", "vectorized"):
-        module = Sized(Picky(), feed)
-        federation = fb.FederatedBayes(PARTITION, engine=engine, safeguards=fb.Safeguards(min_clients=4))
-        made = federate(module, federation, 1)
-        assert federation.history[0]["failed_clients"] == 1
-        totals.append((float(made.callback_metrics["value"]), parameters(module)))
-    assert totals[0][0] == totals[1][0] == 1 + 7 + 30 * 4 + 44 * 6  # batches of 8
-    for name, value in totals[0][1].items():
-        torch.testing.assert_close(totals[1][1][name], value)

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from bayesian_torch import layers as bt
-from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss
+from bayesian_torch.models.dnn_to_bnn import get_kl_loss
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -17,16 +17,12 @@ from lightning_fedbayes.clients.vectorized import step
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
-from tests.federations import CLASSES, FEATURES, Plain, bayesian, blobs, federate, loader, network, parameters
+from tests.federations import CLASSES, FEATURES, Plain, blobs, federate, loader, network, of_bayesian_torch
 
 from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
 
-PARTITIONS = [
-    fb.IIDPartition(4),
-    fb.DirichletPartition(5, alpha=0.5),
-    fb.ClassPartition(3, classes_per_client=2),
-    fb.SizesPartition((1, 7, 30, 8, 44)),
-]
+PARTITIONS = [fb.IIDPartition(4), fb.DirichletPartition(5, alpha=0.5), fb.ClassPartition(3, classes_per_client=2),
+    fb.SizesPartition((1, 7, 30, 8, 44))]  # fmt: skip
 
 
 def both(make, partition, rounds: int = 2, train=None, options=None, stack="vectorized", **settings):
@@ -52,9 +48,11 @@ def assert_same(results, tolerance: float = 1e-5) -> None:
             assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-7), name
 
 
-@pytest.mark.parametrize("local_epochs", [1, 3])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("partition", PARTITIONS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    ("partition", "optimizer", "local_epochs"),
+    list(zip(PARTITIONS, [torch.optim.SGD, torch.optim.Adam] * 2, [1, 3, 3, 1])),
+    ids=lambda each: getattr(each, "__name__", None) or type(each).__name__,
+)
 def test_deterministic_networks_end_equal(partition, optimizer, local_epochs):
     assert_same(both(lambda: Plain(optimizer=optimizer, lr=0.05), partition, local_epochs=local_epochs))
 
@@ -73,21 +71,11 @@ class Momentum(Plain):
 OPTIMIZERS = ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_elementwise_optimizer_ends_equal(name):
-    assert_same(both(lambda: Plain(optimizer=getattr(torch.optim, name), lr=0.01), PARTITIONS[1], local_epochs=2), 1e-4)
-
-
-SETTINGS = {
-    "kept momentum": {"keep": ["optimizer"]},
-    "one at a time": {"stack": 1},
-    "three at a time": {"stack": 3, "local_epochs": 2},
-    "a third of the clients": {"fraction": 0.34},
-    "one client after the other": {"fraction": "turns"},
-    "personal head": {"local_parameters": ["net.2.*"]},
+SETTINGS = {"kept momentum": {"keep": ["optimizer"]}, "one at a time": {"stack": 1}, "three at a time": {"stack": 3,
+    "local_epochs": 2}, "a third of the clients": {"fraction": 0.34},
+    "one client after the other": {"fraction": "turns"}, "personal head": {"local_parameters": ["net.2.*"]},
     "proximal": {"fusion": FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
-    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
-}
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -95,8 +83,7 @@ def test_both_engines_agree_under_every_setting_of_the_federation(setting):
     assert_same(both(Momentum, PARTITIONS[3], rounds=3, **SETTINGS[setting]))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize("keep", [(), "optimizer"])
+@pytest.mark.parametrize(("keep", "seed"), [("optimizer", 0), ("optimizer", 1), ((), 2)])
 def test_kept_states_of_adam_may_differ_in_their_number_of_steps(keep, seed):
     """Wherever those that are new stand in the stack."""
     results = both(
@@ -127,29 +114,6 @@ def test_batch_norm_keeps_statistics_of_every_client(buffers):
     assert_same(both(lambda: Plain(network(batch_norm=True)), sizes, rounds=3, buffers=buffers))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"precision": "64-true"},
-        {"precision": "bf16-true"},
-    ],
-    ids=str,
-)
-def test_options_of_the_trainer(options):
-    tolerance = {"64-true": 1e-12, "bf16-true": 2e-2}.get(options.get("precision"), 1e-5)
-    results = both(Plain, PARTITIONS[1], options=options)
-    for (name, first), second in zip(results[0][0].named_parameters(), results[1][0].parameters()):
-        torch.testing.assert_close(second, first, rtol=tolerance, atol=tolerance, msg=name)
-
-
-def test_mixed_precision_agrees_to_its_rounding():
-    results = both(Plain, PARTITIONS[1], options={"precision": "bf16-mixed"})
-    for (name, first), second in zip(results[0][0].named_parameters(), results[1][0].parameters()):
-        torch.testing.assert_close(second, first, rtol=2e-2, atol=2e-2, msg=name)
-
-
 @pytest.mark.parametrize("keep", [(), "optimizer"])
 def test_networks_of_all_sorts_of_parameters(keep):
     class Adam(Convolutional):
@@ -174,6 +138,7 @@ class Slow(Dataset):
         return x + 0.1 * torch.randn(FEATURES), y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_that_are_loaded_one_by_one(workers):
     train = loader(fb.ClientDatasets({"a": Slow(30), "b": Slow(18), "c": Slow(9)}), num_workers=workers)
@@ -263,26 +228,11 @@ def test_logged_values_agree():
     assert outputs.seen["logits"].dim() == 3
 
 
-def test_a_client_with_a_hybrid_network_logs_its_own_elbo():
-    (_, _, first), (_, _, second) = both(
-        lambda: bayesian(posterior_std=1e-6, learning_rate=1e-6), PARTITIONS[1], rounds=1
-    )
-    for name in ("train/nll", "train/kl", "train/kl_factor"):
-        torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-3, atol=1e-4)
-
-
-def test_a_robust_loss_trains_at_once():
-    def make():
-        torch.manual_seed(0)
-        return fb.HybridBayesianClassifier(network(), bayesian_last=0, robustness=0.8, learning_rate=0.01)
-
-    results = both(make, PARTITIONS[1], local_epochs=2)
-    assert_same(results)
-    torch.testing.assert_close(*(trainer.callback_metrics["train/nll"] for _, _, trainer in results))
-
-
-@pytest.mark.parametrize("estimator", ["reparameterization", "local_reparameterization", "flipout"])
-@pytest.mark.parametrize("kind", ["classifier", "regressor", "learnt noise"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [("classifier", "reparameterization"), ("regressor", "local_reparameterization"), ("learnt noise", "flipout")],
+)
 def test_the_ready_modules_train_at_once(kind, estimator):
     torch.manual_seed(0)
     options = {"bayesian_last": 2, "estimator": estimator, "warmup_rounds": 3}
@@ -331,26 +281,22 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
             return super().training_step(batch, batch_idx) + 1e-3 * get_kl_loss(self.net)
 
     def make():
-        net = network()
-        dnn_to_bnn(
-            net,
-            {
-                "prior_mu": 0.0,
-                "prior_sigma": 1.0,
-                "posterior_mu_init": 0.0,
-                "posterior_rho_init": -16.0,
-                "type": kind,
-                "moped_enable": False,
-                "moped_delta": 0.5,
-            },
-        )
-        return WithKL(net, lr=0.02)
+        return WithKL(of_bayesian_torch(network(), kind, -16.0), lr=0.02)
 
     assert_same(both(make, PARTITIONS[3], rounds=3, fusion="weighted_average"))
 
 
-@pytest.mark.parametrize("layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted])
-@pytest.mark.parametrize("primitives", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "primitives"),
+    [
+        (LinearReparameterization, True),
+        (LinearReparameterization, False),
+        (LinearLocalReparameterization, True),
+        (LinearFlipout, False),
+        (Converted, True),
+    ],
+)
 def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""
     if not primitives:
@@ -382,16 +328,3 @@ def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, pr
     left, right = left - left.mean(0), right - right.mean(0)
     correlation = (left * right).mean(0) / (left.std(0) * right.std(0))
     assert correlation.square().mean().sqrt() < 0.2
-
-
-def test_vectorized_runs_are_reproducible_with_noise():
-    runs = [parameters(both_engine()) for both_engine in [lambda: _vectorized(0), lambda: _vectorized(0)]]
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-    other = parameters(_vectorized(1))
-    assert not all(torch.equal(runs[0][name], other[name]) for name in other)
-
-
-def _vectorized(seed: int) -> L.LightningModule:
-    module = bayesian(posterior_std=0.5)
-    federate(module, fb.FederatedBayes(PARTITIONS[1], engine="vectorized", seed=seed))
-    return module

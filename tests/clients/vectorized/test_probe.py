@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 from contextlib import nullcontext
 
 import lightning as L
@@ -17,7 +16,7 @@ from torch import nn
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise, counts_by_row
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, parameters
 
 
 class Metric(Plain):
@@ -46,23 +45,10 @@ class Keeps(Plain):
         return loss
 
 
-class Counts(Plain):
-    steps = 0
-
-    def training_step(self, batch, batch_idx):
-        self.steps += 1
-        return super().training_step(batch, batch_idx)
-
-
 class Mixup(Plain):
     def training_step(self, batch, batch_idx):
         share = np.random.beta(0.4, 0.4)
         return super().training_step(batch, batch_idx) * (1 + share)
-
-
-class Coin(Plain):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * random.random()
 
 
 class AfterBackward(Plain):
@@ -110,16 +96,6 @@ class KeepsParameters(Plain):
         return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in self.decay)
 
 
-class InPlace(Plain):
-    def __init__(self):
-        super().__init__()
-        self.seen = {"steps": {"all": 0}, "sum": torch.zeros(())}
-
-    def training_step(self, batch, batch_idx):
-        self.seen["steps"]["all"] += 1
-        return super().training_step(batch, batch_idx)
-
-
 class TensorInPlace(Plain):
     def __init__(self):
         super().__init__()
@@ -134,12 +110,6 @@ class Rate(Plain):
     def training_step(self, batch, batch_idx):
         self.optimizers().param_groups[0]["lr"] *= 0.99
         return super().training_step(batch, batch_idx)
-
-
-class ClipsInside(torch.optim.SGD):
-    def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
-        return super().step(closure)
 
 
 class Late(torch.optim.SGD):
@@ -182,9 +152,7 @@ REFUSED = {
     "metric": (Metric, {}, "computes with what self.accuracy returns of a batch"),
     "branch": (Branch, {}, "decides by the value of a tensor: use torch.where, at line"),
     "keeps a tensor": (Keeps, {}, "changes self.losses"),
-    "counts": (Counts, {}, "changes self.steps"),
     "numpy": (Mixup, {}, "draws from Python's or NumPy's generator"),
-    "python": (Coin, {}, "draws from Python's or NumPy's generator"),
     "hook": (AfterBackward, {}, "AfterBackward has a hook on_after_backward"),
     "callback": (Plain, {"callbacks": [GradientNorms()]}, "GradientNorms has a hook on_before_optimizer_step"),
     "name": (Names, {}, "reads the client's name"),
@@ -193,10 +161,8 @@ REFUSED = {
     "backward hook": (backward_hook, {}, "net.0 has a backward hook"),
     "parameters of the optimizer": (FromOptimizer, {}, "reads parameters from elsewhere"),
     "kept parameters": (KeepsParameters, {}, "keeps the parameter net.0.weight elsewhere"),
-    "nested container": (InPlace, {}, "changes self.seen"),
     "tensor in place": (TensorInPlace, {}, "changes self.count"),
     "rate": (Rate, {}, "changes the optimizer's options"),
-    "clipping optimizer": (lambda: Plain(optimizer=ClipsInside), {}, "ClipsInside does not treat every entry"),
     "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
     "lstm": (Recurrent, {}, "runs a recurrent layer with dropout between layers"),
     "vector loss": (Vector, {}, "must be one number"),
@@ -207,6 +173,7 @@ FAIL_ALONE = ("optimizer", "backward hook")
 """Cases whose clients fail one by one, too."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     make, options, reason = REFUSED[case]
@@ -231,38 +198,6 @@ def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     if case == "keeps a tensor":
         assert len(results[0].losses) == len(results[1].losses)
         assert torch.equal(torch.stack(results[0].losses), torch.stack(results[1].losses))
-    if case == "counts":
-        assert results[0].steps == results[1].steps
-
-
-def test_a_trainer_of_the_twin_package_is_named(caplog):
-    twin = pytest.importorskip("pytorch_lightning")
-
-    class Own(twin.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    made = twin.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[federation],
-    )
-    with caplog.at_level(logging.INFO):
-        made.fit(Own(), loader())
-    assert federation.history[0]["valid_clients"] == 3
-    assert any("sequential, because the Trainer is of the package pytorch_lightning" in m for m in caplog.messages)
 
 
 def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(caplog):
@@ -278,51 +213,11 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         assert sum(message.startswith(line) for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "times", "clients", "engine"),
-    [
-        (nn.LSTM, 12, 3, "vectorized"),
-        (nn.LSTM, 13, 3, "sequential"),
-        (nn.LSTM, 13, 4, "vectorized"),
-        (nn.GRU, 40, 3, "vectorized"),
-    ],
-)
-def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, times, clients, engine, caplog):
-    class Sequences(Plain):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__(nn.Linear(4, CLASSES))
-            self.layer = kind(FEATURES, 4)
-
-        def forward(self, x):
-            return self.net(self.layer(x.expand(times, -1, -1))[1][0].view(-1, 4))
-
-    federation = fb.FederatedBayes(fb.IIDPartition(clients))
-    with caplog.at_level(logging.INFO):
-        federate(Sequences(), federation, 1)
-    assert federation.federation.engine.name == engine
-    said = f"recurrent layers take {times} steps in time, and for {clients} clients torch's own are faster"
-    assert (engine == "sequential") == any(said in message for message in caplog.messages)
-
-
-ELEMENTWISE = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "NAdam": {},
-    "RMSprop": {"centered": True},
-    "Adagrad": {},
-    "Rprop": {},
-}
-STACKED = {
-    "SGD": {"momentum_buffer"},
-    "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"},
-    "NAdam": {"exp_avg", "exp_avg_sq"},
-    "RMSprop": {"square_avg", "grad_avg"},
-    "Adagrad": {"sum"},
-    "Rprop": {"prev", "step_size"},
-}
+ELEMENTWISE = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {},
+    "RMSprop": {"centered": True}, "Adagrad": {}, "Rprop": {}}  # fmt: skip
+STACKED = {"SGD": {"momentum_buffer"}, "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "AdamW": {"exp_avg",
+    "exp_avg_sq"}, "NAdam": {"exp_avg", "exp_avg_sq"}, "RMSprop": {"square_avg", "grad_avg"}, "Adagrad": {"sum"},
+    "Rprop": {"prev", "step_size"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

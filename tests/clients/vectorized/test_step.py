@@ -30,29 +30,23 @@ def remove_primitives(monkeypatch):
     return remove
 
 
-CASES = {
-    "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
-    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
-    "convolutions": (Convolutional, images),
-    "padding": (Padded, words),
-    "attributes per client": (PerClient, blobs),
-    "late buffer": (Late, blobs),
-    "skipped steps": (SkipsShort, blobs),
-    "logged values and outputs": (Logging, blobs),
-    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs),
-}
+CASES = {"plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
+    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs), "convolutions": (Convolutional, images),
+    "padding": (Padded, words), "attributes per client": (PerClient, blobs), "late buffer": (Late, blobs),
+    "skipped steps": (SkipsShort, blobs), "logged values and outputs": (Logging, blobs),
+    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs)}  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["vectorized", "auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_federation_ends_equal_without_the_primitives(case, engine, remove_primitives):
+def test_a_federation_ends_equal_without_the_primitives(case, remove_primitives):
     make, data = CASES[case]
     ended = []
     for removed in (False, True):
         if removed:
             remove_primitives()
         module, partition = make(), fb.SizesPartition((30, 20, 10))
-        federation = fb.FederatedBayes(partition, fusion="rklb", engine=engine, local_epochs=2)
+        federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
         made = federate(module, federation, 2, loader(data()))
         assert federation.federation.engine.name == "vectorized"
         assert federation.history[-1]["failed_clients"] == 0

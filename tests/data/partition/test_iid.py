@@ -26,11 +26,6 @@ def test_fractions_that_sum_to_one_use_all_examples():
     assert sum(SizesPartition([1 / 3, 1 / 3, 1 / 3]).split(None, 0, 100).sizes) == 100
 
 
-def test_half_a_client_is_refused():
-    with pytest.raises(PartitionError, match=r"clients=2.5: .*whole number"):
-        IIDPartition(2.5).split(None, seed=0, num_examples=10)
-
-
 @pytest.mark.parametrize(
     ("build", "says"),
     [

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torchmetrics.functional as tm
 
-from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw, targets
 
@@ -56,16 +55,3 @@ def test_adaptive_error_is_the_mean_gap_of_equal_parts():
     gaps = ((predicted == target).double() - confidence)[order].view(15, 40).mean(1)
     assert gaps.min() < 0 < gaps.max()
     assert F.adaptive_calibration_error(probs, target).item() == pytest.approx(gaps.abs().mean().item(), rel=1e-6)
-
-
-def test_one_bin_gives_the_difference_of_accuracy_and_confidence():
-    probs, target = draw((77, 5)), targets(77, 5)
-    expected = ((probs.argmax(1) == target).double().mean() - probs.max(1).values.mean()).abs().item()
-    assert F.adaptive_calibration_error(probs, target, bins=1).item() == pytest.approx(expected, rel=1e-6)
-    assert F.calibration_diagram(probs, target, bins=1).ece.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_no_bins_are_refused():
-    for function in (F.adaptive_calibration_error, F.calibration_diagram):
-        with pytest.raises(FedBayesError, match="bins=0"):
-            function(torch.full((3, 2), 0.5), torch.zeros(3).long(), bins=0)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 
 
@@ -20,8 +19,3 @@ def test_clients_without_examples_do_not_count():
     accuracies = torch.tensor([0.9, torch.nan, 0.5])
     assert F.weighted_accuracy(accuracies, torch.tensor([1, 9, 3])).item() == pytest.approx(0.6)
     assert F.worst_fraction_accuracy(accuracies, 0.5).item() == pytest.approx(0.5)
-
-
-def test_a_fraction_of_no_clients_is_refused():
-    with pytest.raises(FedBayesError, match="fraction=0"):
-        F.worst_fraction_accuracy(torch.ones(3), 0.0)

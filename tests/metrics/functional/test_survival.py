@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
-from lightning_fedbayes.metrics.functional import scores
 
 TIME = torch.tensor([5.0, 8, 8, 12, 3, 8, 20, 15, 12, 1, 9, 20])
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -46,20 +45,6 @@ def test_index_is_that_of_lifelines():
     assert F.concordance_index(RISK, TIME, EVENT).item() == pytest.approx(LIFELINES, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@given(rows=examples)
-@settings(deadline=None)
-def test_index_is_that_of_the_installed_lifelines(rows):
-    lifelines = pytest.importorskip("lifelines.utils", exc_type=ImportError)
-    risk, time, event = columns(rows)
-    index = F.concordance_index(risk, time, event).item()
-    if math.isnan(index):
-        with pytest.raises(ZeroDivisionError):
-            lifelines.concordance_index(time.numpy(), -risk.numpy(), event.numpy())
-    else:
-        assert index == pytest.approx(lifelines.concordance_index(time.numpy(), -risk.numpy(), event.numpy()), abs=1e-6)
-
-
 @given(examples)
 @settings(deadline=None)
 def test_what_does_not_matter(rows):
@@ -84,12 +69,6 @@ def test_extremes_and_ties_in_time():
     assert F.concordance_index(risk, together, torch.tensor([1, 0])) == 1  # the censored one outlived the other
     assert F.concordance_index(risk, together, torch.tensor([0, 1])) == 0
     assert F.concordance_index(risk, together, torch.tensor([0, 0])).isnan()
-
-
-@pytest.mark.parametrize("pairs", [1, 30, 50])
-def test_pieces_give_the_same(pairs, monkeypatch):
-    monkeypatch.setattr(scores, "PAIRS", pairs)
-    assert F.concordance_index(RISK, TIME, EVENT).item() == pytest.approx(LIFELINES, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.messages import Message
-from lightning_fedbayes.modules.head.fit import _two_loops
-from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 
 def classes(count=300, features=6, outputs=3, seed=0):
@@ -250,25 +248,6 @@ def test_few_examples_of_many_features_that_are_fitted_exactly():
     assert float(-probs[torch.arange(500), labels].clamp_min(1e-12).log().mean()) < 1.0  # guessing: 2.3
 
 
-def test_targets_of_which_features_say_nothing():
-    x = torch.randn(5, 20, generator=torch.Generator().manual_seed(3))
-    fit = fb.BayesianHead(1, "gaussian").fit_clients([(x, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))])
-    assert math.isfinite(fit.prior_precision)
-    assert 0 < fit.noise < math.inf
-
-
-def test_a_thousand_clients_are_added_up():
-    generator = torch.Generator().manual_seed(0)
-    head = fb.BayesianHead(4, "one_hot")
-    sums = (
-        head.sums(torch.randn(5, 32, generator=generator), torch.randint(4, (5,), generator=generator))
-        for _ in range(1000)
-    )
-    fit = head.fit(sums)
-    assert fit.sums.num_examples == 5000
-    assert math.isfinite(fit.prior_precision)
-
-
 def test_the_evidence_of_several_targets_is_at_its_fixed_point():
     x, y = numbers(outputs=3)
     fit = fb.BayesianHead(3, "gaussian").fit_clients([(x, y)])
@@ -278,23 +257,6 @@ def test_the_evidence_of_several_targets_is_at_its_fixed_point():
     assert fit.prior_precision == pytest.approx(3 * determined / float(fit.weights.square().sum()), rel=1e-6)
     residual = float((y - design @ fit.weights.T).square().sum())
     assert fit.noise == pytest.approx(residual / (3 * (len(x) - determined)), rel=1e-6)
-
-
-def test_logits_of_one_hot_heads_are_as_wide_as_their_scores_over_the_noise():
-    x, y = classes()
-    fit = fb.BayesianHead(3, "one_hot").fit_clients([(x, y)])
-    design = torch.cat([x, torch.ones(len(x), 1)], 1)
-    precision = design.T @ design / fit.noise + fit.prior_precision * torch.eye(7)
-    width = (design @ torch.linalg.inv(precision) * design).sum(1) / fit.noise**2
-    torch.testing.assert_close(fit.moments(x)[1], width[:, None, None] * torch.eye(3).double())
-
-
-def test_a_step_of_lbfgs_knows_the_last_move():
-    """The secant equation, H y = s, with the prior's part in y."""
-    generator = torch.Generator().manual_seed(0)
-    move, change = torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)
-    system = KroneckerSystem([(torch.eye(4).double(), torch.eye(3).double())], 0.3)
-    torch.testing.assert_close(_two_loops(system, ((move, change),), change + 0.7 * move, 0.7), move)
 
 
 def at_weights(head, fit, weights, *data):
@@ -359,6 +321,7 @@ START = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", ["laplace", "variational"])
 @pytest.mark.parametrize("start", START.values(), ids=START)
 @pytest.mark.parametrize("large", [False, True])
@@ -371,18 +334,6 @@ def test_it_arrives_from_everywhere_and_stays(inference, start, large, monkeypat
     assert max(usual.exchanges, other.exchanges) < 100
     assert other.prior_precision == pytest.approx(usual.prior_precision, rel=0.02)
     torch.testing.assert_close(other.weights, usual.weights, atol=0.02, rtol=0.02)
-
-
-def test_the_last_exchange_ends_where_it_was_taken():
-    """Nobody has tried the step after it."""
-    data, head = many(), fb.BayesianHead(4, prior_std=5.0, inference="laplace", exchanges=3)
-    fit = head.fit(head.sums(*data))
-    for _ in range(2):
-        fit = head.step(fit, head.slopes(fit, *data))
-    weights = fit.weights
-    fit = head.step(fit, head.slopes(fit, *data))
-    assert fit.is_done
-    assert torch.equal(fit.weights, weights)
 
 
 def test_the_variational_evidence_is_at_its_fixed_point():

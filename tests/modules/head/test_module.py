@@ -1,6 +1,5 @@
 """The exact head in a Trainer: sums of batches, of clients, late ones, changed ones, and after a restart."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -8,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from tests import federations
 from tests.federations import trainer
 
 
@@ -72,19 +72,12 @@ def test_a_large_client_is_not_clipped():
     assert float(model.sums["gram"][-1, -1].detach()) == pytest.approx(3019)
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on(tmp_path):
     def run(epochs, **options):
         model = module("softmax")
         federation = fb.FederatedBayes(fb.IIDPartition(3))
-        made = L.Trainer(
-            max_epochs=epochs,
-            callbacks=[federation],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-        )
+        made = federations.trainer(epochs, [federation])
         made.fit(model, DataLoader(data(), batch_size=7), **options)
         return model, made
 
@@ -95,6 +88,7 @@ def test_a_restart_goes_on(tmp_path):
     assert torch.equal(resumed.fitted.weights, whole.fitted.weights)
 
 
+@pytest.mark.slow
 def test_predictions_scores_and_conformal_sets():
     model = module("softmax")
     calibration = [fb.FederatedTemperature(), fb.FederatedConformal()]
@@ -134,33 +128,3 @@ def test_what_it_is_not_for_is_refused():
         fit(module(), local_epochs=2, safeguards=fb.Safeguards(max_failed_rounds=1))
     with pytest.raises(fb.FedBayesError, match="has seen no examples yet"):
         module().predict_step(torch.zeros(2, 4).double())
-
-
-def test_the_head_is_exported_behind_its_backbone():
-    model = module()
-    fit(model)
-    network = fb.mean_network(model)
-    x = data(10, 6).tensors[0].float()
-    torch.testing.assert_close(network(x), model(x), atol=1e-5, rtol=1e-5)
-
-
-def test_batch_norm_and_dropout_of_a_backbone_are_those_of_evaluation():
-    torch.manual_seed(0)
-    backbone = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
-    model = fb.HeadModule(backbone, fb.BayesianHead(3, "one_hot"), 4)
-    fit(model)
-    scaled = data().tensors[0][:, 0] / (1 + 1e-5) ** 0.5
-    torch.testing.assert_close(model.fitted.sums.gram[0, 0], scaled.square().sum())
-    assert int(backbone[0].num_batches_tracked) == 0
-
-
-@pytest.mark.parametrize("likelihood", ["one_hot", "softmax"])
-@pytest.mark.parametrize("federated", [False, True])
-def test_a_second_fit_begins_anew(likelihood, federated):
-    model, others = module(likelihood), data(70, seed=3)
-    for dataset in (data(), others):
-        if federated:
-            fit(model, 40, dataset)
-        else:
-            trainer(40).fit(model, DataLoader(dataset, batch_size=7))
-    torch.testing.assert_close(model.fitted.weights, pooled(likelihood, others).weights, atol=1e-9, rtol=1e-9)

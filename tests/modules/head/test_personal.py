@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 
@@ -42,21 +41,6 @@ def test_where_label_functions_differ_a_personal_head_beats_the_global_one(head,
     gains = [nll(fit, *held_out) - nll(head.personal(fit, x, y, 0.8), *held_out) for x, y, *held_out in parts]
     assert sum(gains) / len(gains) > 0.1
     assert sum(gain > 0 for gain in gains) >= 5
-
-
-def weights_chosen(differ):
-    parts, head = clients(seed=3, differ=differ), fb.BayesianHead(3, "one_hot")
-    fit = head.fit_clients([(x, y) for x, y, _, _ in parts])
-
-    def chosen(x, y, *held_out):
-        data = TensorDataset(held_out[0].float(), held_out[1])
-        return fb.choose_personal_weight(lambda w: head.personal(fit, x, y, w).posterior, fit.linear(), data)[0]
-
-    return sum(chosen(*each) for each in parts)
-
-
-def test_where_clients_are_alike_the_weight_chosen_is_small():
-    assert weights_chosen(0.0) < 0.5 * weights_chosen(2.0)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
@@ -102,13 +86,6 @@ def test_the_mode_is_that_of_the_power_prior():
     loss = loss + fit.prior_precision / 2 * w.square().sum()
     (slope,) = torch.autograd.grad(loss, w)
     assert float(slope.abs().max()) < 0.02
-
-
-@pytest.mark.parametrize("head", HEADS, ids=str)
-def test_a_client_without_data_has_the_global_head(head):
-    parts = clients(2)
-    fit = head.fit_clients([(x, y) for x, y, _, _ in parts])
-    assert head.personal(fit, torch.zeros(0, 5).double(), torch.zeros(0).long(), 0.5) is fit
 
 
 def test_what_it_cannot_take_is_refused():

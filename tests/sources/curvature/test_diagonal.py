@@ -1,10 +1,8 @@
 """The Laplace approximation: beside closed forms and laplace-torch, alone and in a federation."""
 
 import warnings
-from types import SimpleNamespace
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Averaging
-from tests.federations import Plain, blobs, federate, from_yaml, loader, network, trainer
+from tests.federations import Plain, blobs, federate, loader, network, trainer
 
 ENGINES = ("sequential", "vectorized")
 X, Y = torch.ones(3, 2), torch.arange(3)
@@ -187,6 +185,7 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
     assert not torch.allclose(found, other, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -241,6 +240,7 @@ def lines(orthogonal):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "orthogonal"), [("sequential", True), ("vectorized", True), ("sequential", False)])
 def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal):
     parts = lines(orthogonal)
@@ -322,41 +322,9 @@ def test_swag_is_the_mean_and_the_variance_of_the_path():
     assert torch.allclose(flat(federation.posterior), 2 * late.var(0, correction=0) + 1e-4, rtol=1e-3, atol=1e-8)
 
 
-def test_another_source_is_another_federation(tmp_path):
-    _, half = run("sequential", 2)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    with pytest.raises(FederationError, match=r"posterior=None.*source of the posterior"):
-        federate(Own(), fb.FederatedBayes(SIZES, seed=1), 4, loader(), ckpt_path=tmp_path / "half.ckpt")
-
-
-def test_a_yaml_file_names_the_source():
-    text = "federation: {posterior: {class_path: lightning_fedbayes.Laplace, init_args: {prior_std: 0.5}}}"
-    assert from_yaml(text).settings.posterior == fb.Laplace(prior_std=0.5)
-
-
-def test_a_checkpoint_predicts(tmp_path):
-    federation, made = run("auto", 5, local_epochs=5)
-    made.save_checkpoint(tmp_path / "a.ckpt")
-    predictive = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Own(), weights_only=False)
-    x, y = blobs(60, seed=9).tensors
-    prediction = predictive.predict_step(x)
-    assert float((prediction.label == y).float().mean()) > 0.7
-    assert torch.equal(flat(predictive.posterior), flat(federation.posterior))
-    assert predictive.is_linearised
-
-
 class Learned(Own):
     def configure_optimizers(self):
         return fb.IVON(self.parameters())
-
-
-class Dicts(Own):
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch["x"]), batch["y"])
-
-
-def dicts(batch):
-    return {"x": torch.stack([x for x, _ in batch]), "y": torch.stack([y for _, y in batch])}
 
 
 @pytest.mark.parametrize(
@@ -377,30 +345,6 @@ def dicts(batch):
 def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, message):
     with pytest.raises(fb.FedBayesError, match=message):
         run(engine, module=module(), **settings)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-@pytest.mark.parametrize(
-    ("module", "source", "collate", "message"),
-    [
-        (Own, fb.Laplace(), lambda batch: {"x": dicts(batch)["x"]}, "a batch is a dict with the keys 'x'"),
-        (Own, fb.Laplace(), lambda batch: SimpleNamespace(**dicts(batch)), "Own cannot take namespace"),
-        (Own, fb.Laplace(unpack=len), None, r"let it return two values, \(inputs, targets\)"),
-        (Own, fb.Laplace(fb.Gaussian(1.0)), None, "one output per target"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_the_first_round(engine, module, source, collate, message):
-    own = module()
-    own.on_train_epoch_start = lambda: pytest.fail("a round has begun")
-    own.training_step = lambda batch, batch_idx: own(torch.zeros(2, 6)).sum()
-    with pytest.raises(FederationError, match=message):
-        federate(own, fb.FederatedBayes(SIZES, engine=engine, posterior=source), 1, loader(collate_fn=collate))
-
-
-def test_a_prior_of_a_whole_number_of_numpy_is_that_number():
-    module = nn.Linear(2, 3)
-    one, other = (fb.Laplace(prior_std=std).posterior(module, [(X, Y)]) for std in (2.0, np.int64(2)))
-    assert torch.equal(flat(one), flat(other))
 
 
 class Torn(torch.utils.data.Dataset):

@@ -37,6 +37,7 @@ def test_nothing_to_learn_from_gives_the_prior_s_own():
     assert chosen_precision([one * 1e30], [one * 1e30]) == pytest.approx(1 / LARGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [20, 60])
 @pytest.mark.parametrize("rank", [2, 6])
 def test_few_data_on_collinear_features_keep_a_width(examples, rank):
@@ -130,14 +131,6 @@ def test_the_precision_of_most_evidence_beside_a_quadratic():
     determined = float((information / (information + found)).sum())
     assert determined + (1 - found) / (1 + found) == pytest.approx(found * float(mode.square().sum()))
     assert chosen_precision([information], [mode]) == pytest.approx(found, rel=1e-6)
-
-
-def test_it_is_looked_for_nearby():
-    information, pull = quadratic()
-    found = evident_precision(information, pull)
-    assert evident_precision(information, pull, found * 1.5) == pytest.approx(found)
-    assert evident_precision(information, pull, found * 10) == pytest.approx(found * 5)
-    assert evident_precision(information, pull, found / 10, 4) == pytest.approx(found / 2.5)
 
 
 def test_directions_that_no_data_inform_say_nothing_of_the_prior():
