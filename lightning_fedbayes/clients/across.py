@@ -285,7 +285,7 @@ def evaluate_across(
         FedBayesError: a client lacks examples or a module, a module has no client, the predictions are not of this
             package, or the figure is unknown.
     """
-    check_kind("modules", modules, Mapping, "give a dict, name of the client → its module", error=FedBayesError)
+    check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
     check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:

@@ -295,7 +295,7 @@ class ResidentModel:
 
     def kept_values(self) -> Tensors:
         """Return the parameters, buffers and variances, not copied, that a client starts its next round with."""
-        kept = dict(self._kept_parameters)
+        kept: Tensors = {**self._kept_parameters}
         if self._kept_buffers:
             live = dict(self.module.named_buffers())
             kept.update((name, live[name]) for name in self._kept_buffers)

@@ -54,8 +54,9 @@ class Snapshot:
             self._prints[name] = fingerprint(value)
             if isinstance(value, CONTAINERS):
                 self._contents[name] = copy.copy(value)
-            is_array = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
-            if is_array and value.nbytes <= LARGE:
+            elif isinstance(value, nn.Parameter):
+                continue
+            elif isinstance(value, Tensor | np.ndarray) and value.nbytes <= LARGE:
                 self._arrays[name] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def changes(self) -> dict[str, Any]:
