@@ -203,7 +203,7 @@ def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     strategy = FusionStrategy(wait_for=2)
     run(grid, strategy, rounds=1)
     assert strategy.server.history[0]["valid_clients"] == 2
-    assert "says that it is client 1, and so does another" in caplog.text
+    assert "another node is client 1, too" in caplog.text
     assert "partition-id is None" in caplog.text
 
 
