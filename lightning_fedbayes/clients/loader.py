@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
-from lightning_fedbayes.core.batches import FailedBatch as FailedBatch
-from lightning_fedbayes.core.batches import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.exchange import Collective
+from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
+from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
 from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale

@@ -22,8 +22,8 @@ from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
 from lightning_fedbayes.clients.states import Client, ClientOptimizer, ClientState, parameters_of, remade
-from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan

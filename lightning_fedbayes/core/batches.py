@@ -3,100 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import lightning as L
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
 
-from lightning_fedbayes.core.errors import FederationError, listed, raised_as, sendable, shown
-from lightning_fedbayes.core.seeding import derive_seed, seed_host
-
-
-class FailedBatch:
-    """Stand-in for a batch that could not be loaded, with the error that the client's data set raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class Parts(Sequence[Dataset]):
-    """Subsets of one data set, int64 ``indices`` of each client, made when asked for: a million take no memory."""
-
-    def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
-        self.dataset = dataset
-        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64), *indices])
-        self.ends = torch.tensor([0, *map(len, indices)]).cumsum(0)
-        self._last: tuple[int, Dataset | None] = (-1, None)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return tuple(self[each] for each in range(*client.indices(len(self))))
-        client = range(len(self))[client]
-        if self._last[0] != client:  # a loader asks for one client's examples again and again
-            self._last = client, Subset(self.dataset, self.rows_of(client).tolist())
-        return self._last[1]
-
-    def rows_of(self, client: int) -> Tensor:
-        """Return the examples of a client, int64."""
-        start, stop = self.ends[client : client + 2].tolist()
-        return self.rows[start:stop]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of examples of each client."""
-        return tuple(self.ends.diff().tolist())
-
-
-class PlannedBatch(list):
-    """A batch's example numbers, with the round, client and step that its random transforms are seeded by."""
-
-    def __init__(self, indices: Sequence[int], round: int, client: int, step: int, dataset: int) -> None:
-        super().__init__(indices)
-        self.round, self.client, self.step, self.dataset = round, client, step, dataset
-
-    def __reduce__(self) -> tuple:
-        return PlannedBatch, (list(self), self.round, self.client, self.step, self.dataset)
-
-
-class ReproducibleDataset(Dataset):
-    """All clients' data sets; every batch is loaded and collated under its own random state."""
-
-    def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
-        self.datasets = datasets
-        self.collate = collate
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return sum(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
-
-    def __getitems__(self, batch: PlannedBatch) -> Any:
-        """Return one collated batch, or a :class:`FailedBatch`."""
-        state = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-        seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
-        dataset = self.datasets[batch.dataset]
-        try:
-            return self.collate([dataset[index] for index in batch])
-        except Exception as error:
-            return FailedBatch(sendable(error))
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-            torch.random.set_rng_state(state[2])
-
-
-def loaded(batch: Any) -> Any:
-    """Return a batch that the data set has collated already."""
-    return batch
-
+from lightning_fedbayes.core.errors import FederationError, listed, raised_as, shown
 
 Unpack: TypeAlias = Callable[[Any], tuple[Any, Any]]
 """Batch → (inputs, targets)."""

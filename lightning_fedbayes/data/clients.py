@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes.core.batches import Parts
 from lightning_fedbayes.core.errors import (
     LARGEST,
     FederationError,
@@ -27,6 +26,7 @@ from lightning_fedbayes.core.errors import (
     nearest,
     shown,
 )
+from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table

@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
-from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import tree_leaves
 from lightning_fedbayes.data import Clients
 from lightning_fedbayes.data.clients import tensors_of

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.loader import FederatedLoader, examples
-from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_flatten, tree_map, tree_unflatten
 from lightning_fedbayes.server.plan import Batching, RoundPlan, batches_per_epoch, client_order
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
-from lightning_fedbayes.core.batches import FailedBatch
 from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
 
 
