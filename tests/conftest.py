@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases as slow, but for tests that are marked "whole"."""
     cases = defaultdict(list)
     for item in items:
+        if "benchmarks" in item.path.parts:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("whole") is None and FITS.intersection(item.path.relative_to(TESTS.parent).parts):
             cases[item.path, getattr(item, "originalname", item.name)].append(item)
     for each in cases.values():

@@ -21,8 +21,12 @@ from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 from lightning_fedbayes.methods import available_methods, unregister_method
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))  # fmt: skip
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+)
 BENCHMARKS = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*/README.md")))
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
@@ -31,9 +35,23 @@ BLOCKS = [
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
 """Page → why it has code marked ``py`` in place of ``python``."""
-ROOMS = ("callbacks", "callbacks.calibration", "clients", "core.exchange", "data", "data.partition", "clients.privacy",
-    "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
-    *(["nvflare"] if importlib.util.find_spec("nvflare") else []))  # fmt: skip
+ROOMS = (
+    "callbacks",
+    "callbacks.calibration",
+    "clients",
+    "core.exchange",
+    "data",
+    "data.partition",
+    "clients.privacy",
+    "flower",
+    "fusion",
+    "layers",
+    "methods",
+    "metrics",
+    "metrics.functional",
+    "modules",
+    *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
+)
 """Its table that a command writes does not count."""
 FIRST_HOUR = [
     Path("docs/first_hour", f"{name}.md")

@@ -21,9 +21,12 @@ from .callbacks import test_resume
 from .federations import CLASSES, FEATURES, Plain, assert_equal, bayesian, blobs, federate, loader, network
 from .metrics.test_shells import CASES
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*",
-        "ignore:GPU available.*")]  # fmt: skip
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.filterwarnings(
+        "ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*", "ignore:GPU available.*"
+    ),
+]
 DEVICE, ENGINES = torch.device("cuda"), ["sequential", "vectorized"]
 ON = {"accelerator": "gpu", "devices": 1}
 
@@ -36,13 +39,22 @@ def posterior(federation: fb.FederatedBayes) -> dict[str, torch.Tensor]:
     }
 
 
-WITHOUT_NOISE = {**{name: {"fusion": name} for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum",
-    "fedadam", "ivar_vb", "icov_vb")}, "proximal": {"fusion": FedProx(0.1)}, "scaffold": {"fusion": Scaffold()},
-    "nova": {"fusion": FedNova()}, "ditto": {"fusion": Ditto(0.5)}, "laplace": {"posterior": fb.Laplace()},
-    "Laplace and sites": {"posterior": fb.Laplace(), "fusion": "sites"}, "swag": {"posterior": fb.SWAG(),
-    "local_epochs": 2}, "kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"]},
-    "late": {"schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}))}, "hostile": {"fusion": "trimmed_mean",
-    "adversaries": SignFlip(clients=[1])}}  # fmt: skip
+WITHOUT_NOISE = {
+    **{
+        name: {"fusion": name}
+        for name in ("fedavg", "geometric_median", "trimmed_mean", "multi_krum", "fedadam", "ivar_vb", "icov_vb")
+    },
+    "proximal": {"fusion": FedProx(0.1)},
+    "scaffold": {"fusion": Scaffold()},
+    "nova": {"fusion": FedNova()},
+    "ditto": {"fusion": Ditto(0.5)},
+    "laplace": {"posterior": fb.Laplace()},
+    "Laplace and sites": {"posterior": fb.Laplace(), "fusion": "sites"},
+    "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
+    "kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"]},
+    "late": {"schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}))},
+    "hostile": {"fusion": "trimmed_mean", "adversaries": SignFlip(clients=[1])},
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

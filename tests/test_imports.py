@@ -12,8 +12,18 @@ import lightning_fedbayes
 
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
-LEVELS = (("core",), ("data", "fusion", "metrics"), ("layers", "methods"), ("server", "sources"), ("modules",),
-    ("clients",), ("trainer",), ("callbacks",), ("transport",), ("__init__", "cli", "flower", "nvflare"))  # fmt: skip
+LEVELS = (
+    ("core",),
+    ("data", "fusion", "metrics"),
+    ("layers", "methods"),
+    ("server", "sources"),
+    ("modules",),
+    ("clients",),
+    ("trainer",),
+    ("callbacks",),
+    ("transport",),
+    ("__init__", "cli", "flower", "nvflare"),
+)
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

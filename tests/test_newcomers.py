@@ -20,10 +20,22 @@ from lightning_fedbayes.core.errors import FederationError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu"}  # fmt: skip
-GIVEN = {"L": L, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "TensorDataset": TensorDataset,
-    "quiet": QUIET}  # fmt: skip
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+GIVEN = {
+    "L": L,
+    "torch": torch,
+    "nn": nn,
+    "F": F,
+    "DataLoader": DataLoader,
+    "TensorDataset": TensorDataset,
+    "quiet": QUIET,
+}
 """Names that every script has imported, and options that keep a Trainer quiet."""
 
 LORA_BERT = """
@@ -357,11 +369,18 @@ GAN = """
 + trainer = L.Trainer(max_epochs=2, callbacks=[fb.FederatedBayes(fb.IIDPartition(2))], **quiet)
   trainer.fit(Generator(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
 """
-ROWS = {"LoRA BERT": (LORA_BERT, 4, ["peft", "transformers"]), "LoRA MiniLM": (LORA_MINILM, 4, ["peft",
-    "transformers"]), "frozen timm": (FROZEN_TIMM, 4, ["timm"]), "U-Net": (U_NET, 4, ["segmentation_models_pytorch"]),
-    "graphs": (GRAPHS, 4, ["torch_geometric"]), "time series": (TIME_SERIES, 4, []), "data frame": (PANDAS, 4,
-    ["pandas"]), "metrics": (METRICS, 4, []), "dicts": (DICTS, 4, []), "Hugging Face data": (HUGGING_FACE_DATA, 4,
-    ["datasets", "transformers"])}  # fmt: skip
+ROWS = {
+    "LoRA BERT": (LORA_BERT, 4, ["peft", "transformers"]),
+    "LoRA MiniLM": (LORA_MINILM, 4, ["peft", "transformers"]),
+    "frozen timm": (FROZEN_TIMM, 4, ["timm"]),
+    "U-Net": (U_NET, 4, ["segmentation_models_pytorch"]),
+    "graphs": (GRAPHS, 4, ["torch_geometric"]),
+    "time series": (TIME_SERIES, 4, []),
+    "data frame": (PANDAS, 4, ["pandas"]),
+    "metrics": (METRICS, 4, []),
+    "dicts": (DICTS, 4, []),
+    "Hugging Face data": (HUGGING_FACE_DATA, 4, ["datasets", "transformers"]),
+}
 """Name → script, number of changed lines, packages."""
 
 

@@ -13,12 +13,16 @@ PACKAGE = Path(lightning_fedbayes.__file__).parent
 
 TORCH = "core/private_torch.py"
 PRIVATE = {
-    "trainer/": (r"\b(?:from|import) lightning[\w.]*\._\w+", r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
+    "trainer/": (
+        r"\b(?:from|import) lightning[\w.]*\._\w+",
+        r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
         r"\b_current_fx_name\b",
         r"\._(?:data_source|combined_loader|results|logger_connector|first_loop_iter|detect_anomaly)\b",
         r"\._(?:batches_that_stepped|skip_next_val|on_before_batch_transfer|launcher|configure_launcher)\b",
-        r"\b(?:callback|timer|checkpoint)\._[a-z]\w*", r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
-        r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b"),
+        r"\b(?:callback|timer|checkpoint)\._[a-z]\w*",
+        r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
+        r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b",
+    ),
     TORCH: (
         r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*",  # torch._C, torch.utils._pytree
         r"\bfrom torch[\w.]* import .*\b_[a-zA-Z]\w*",
@@ -27,7 +31,7 @@ PRIVATE = {
         r"\b_post_accumulate_grad_hooks\b",
         r"\._optimizer_step_(?:pre|post)_hooks\b",
     ),
-}  # fmt: skip
+}
 """File or folder → patterns of names that may stand nowhere else: Lightning's, with the loops inside its fit loop, and
 torch's. ``_parameters``, ``_buffers``, ``_modules`` and ``_apply`` of an ``nn.Module`` may stand anywhere: torch's own
 documentation builds on them."""

@@ -80,10 +80,14 @@ for engine in ("vectorized", "auto", "sequential"):
 assert all(torch.allclose(end, ends[-1], atol=1e-5) for end in ends)
 """
 
-PRIVATE = {"primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wrapped_tensor"),
-        "vectorized\nvectorized\n"),
-    "pytree": ("torch.utils._pytree", ("tree_map", "tree_leaves"),
-        "engine='vectorized' cannot be used: torch lacks a private name .*tree_.*\nsequential\n")}  # fmt: skip
+PRIVATE = {
+    "primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wrapped_tensor"), "vectorized\nvectorized\n"),
+    "pytree": (
+        "torch.utils._pytree",
+        ("tree_map", "tree_leaves"),
+        "engine='vectorized' cannot be used: torch lacks a private name .*tree_.*\nsequential\n",
+    ),
+}
 
 
 @pytest.mark.slow

@@ -227,8 +227,8 @@ class Method:
     trains, and :meth:`report` says what it sends and keeps; the ``rule`` fuses the posteriors, by the clients' weights,
     and what was sent beside them is averaged by the same weights; :meth:`fuse` makes the new global model of both.
 
-    Hooks see one client, by the names of the posterior, and no engine: the same method runs client by client, in a
-    stack, in several processes and over Flower, and is killed and resumed there.
+    Hooks see one client, by the names of the posterior, and no engine: a method runs client by client, in a stack, in
+    several processes and over Flower, and survives kills there.
 
     Args:
         rule: fuses the posteriors: a name, or a rule object.
@@ -260,8 +260,7 @@ class Method:
     bounded: ClassVar[bool] = True
     """False if no bound on a client's influence applies, whatever :class:`~lightning_fedbayes.Safeguards` say."""
     problems: ClassVar[int] = 1
-    """Problems that a client solves in a round, from 0; the reports of all but the first are kept alone, not sent. The
-    last one's posterior is the client's personal one."""
+    """Problems that a client solves in a round; it sends the first one's report, and the last is its personal one."""
     own_starts: ClassVar[bool] = False
     """True if a client goes on with the posterior that it has trained last, not with the global one."""
 
@@ -286,11 +285,10 @@ class Method:
     @property
     def described(self) -> str:
         """The name with the rule, and with the arguments that are numbers and text, for logs."""
-        options = [
-            f"{key}={value}"
-            for key, value in vars(self).items()
-            if isinstance(value, int | float | str) and not key.startswith("_")
-        ]
+        own = {
+            key: value for key, value in vars(self).items() if isinstance(value, int | float | str) and key[0] != "_"
+        }
+        options = [f"{key}={value}" for key, value in own.items()]
         options = [self._rule_name, *options] if self.registered else options
         return f"{self.name}({', '.join(options)})" if options else self.name
 
@@ -314,8 +312,7 @@ class Method:
         """
         if private and self.sends:
             return "privacy=", (
-                "a client sends more than a posterior there, and noise protects that alone. Take a method that sends "
-                "nothing beside it"
+                "a client sends more than a posterior, and noise protects only that. Take a method that sends no more"
             )
         return None
 

@@ -23,14 +23,22 @@ from benchmarks.untrusted.adversaries import (
     RandomUpdate,
     ScaledUpdate,
     SignFlip,
+    assign,
     flip_labels,
     largest_unnoticed_shift,
 )
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
 
-UPDATE_ATTACKS = (GaussianVector(0.5), SignFlip(0.5), ScaledUpdate(0.5), RandomUpdate(0.5), ALittleIsEnough(0.5),
-    InnerProductManipulation(0.5), NotANumber(0.5))  # fmt: skip
+UPDATE_ATTACKS = (
+    GaussianVector(0.5),
+    SignFlip(0.5),
+    ScaledUpdate(0.5),
+    RandomUpdate(0.5),
+    ALittleIsEnough(0.5),
+    InnerProductManipulation(0.5),
+    NotANumber(0.5),
+)
 
 
 def vector(seed: int, size: int = 10) -> Tensor:
@@ -108,6 +116,14 @@ def test_gaussian_vector_has_its_moments_and_ignores_the_model(std):
     assert torch.equal(sent, other)
 
 
+@pytest.mark.parametrize("attack", [GaussianVector(0.5), RandomUpdate(0.5)], ids=repr)
+def test_draws_come_from_the_generator_alone(attack):
+    state = torch.random.get_rng_state()
+    assert torch.equal(falsify(attack, seed=1), falsify(attack, seed=1))
+    assert not torch.equal(falsify(attack, seed=1), falsify(attack, seed=2))
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
 def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
     sent = NotANumber(0.5).send(posterior(), knowledge())
     assert all(mean.isnan().all() for mean in sent.mean.values())
@@ -131,6 +147,13 @@ def test_a_little_is_enough_shifts_the_honest_mean(z):
     torch.testing.assert_close(falsify(ALittleIsEnough(0.5, z=z), honest=5), expected)
 
 
+def test_a_little_is_enough_takes_the_largest_unnoticed_shift():
+    """n = 12 and m = 3: s = 7 − 3 = 4 of 9."""
+    z = NormalDist().inv_cdf(5 / 9)
+    expected = falsify(ALittleIsEnough(0.5, z=z), honest=5)
+    torch.testing.assert_close(falsify(ALittleIsEnough(0.5), honest=5), expected)
+
+
 @pytest.mark.parametrize(
     ("cohort", "adversaries", "quantile"),
     [(51, 12, 25 / 39), (10, 3, 4 / 7), (10, 1, 4 / 9), (4, 1, 1 / 3), (10, 5, 4 / 5), (10, 6, 3 / 4), (10, 8, 1 / 2)],
@@ -140,10 +163,31 @@ def test_largest_unnoticed_shift(cohort, adversaries, quantile):
     assert NormalDist().cdf(largest_unnoticed_shift(cohort, adversaries)) == pytest.approx(quantile)
 
 
+@given(cohort=st.integers(1, 200), share=st.floats(0, 1))
+@settings(deadline=None)
+def test_the_largest_unnoticed_shift_is_finite(cohort, share):
+    assert math.isfinite(largest_unnoticed_shift(cohort, max(round(share * cohort), 1)))
+
+
 def test_inner_product_manipulation_reverses_the_mean_honest_update():
     updates = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
     sent = falsify(InnerProductManipulation(0.5, epsilon=0.5), honest=5)
     torch.testing.assert_close(sent - vector(0), -0.5 * updates.mean(0))
+
+
+def test_inner_product_of_an_average_turns_negative_at_the_documented_strength():
+    """n = 8, m = 3: ε m > n − m from ε = 5/3 on."""
+    honest = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
+    for epsilon, sign in ((1.6, 1), (1.7, -1)):
+        sent = falsify(InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
+        fused = (honest.sum(0) + 3 * sent) / 8
+        assert torch.sign(fused @ honest.mean(0)) == sign
+
+
+@pytest.mark.parametrize("attack", [ALittleIsEnough(0.5), InnerProductManipulation(0.5)], ids=repr)
+def test_without_an_honest_client_the_own_update_is_sent(attack):
+    honest = posterior()
+    assert attack.send(honest, knowledge(honest=0)) is honest
 
 
 @given(
@@ -157,6 +201,11 @@ def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, pic
     assert flipped.dtype == labels.dtype
     assert flipped.tolist() == [classes[-1 - classes.index(label)] for label in labels.tolist()]
     assert torch.equal(flip_labels(flipped, classes), labels)
+
+
+def test_labels_without_gaps_become_the_last_minus_themselves():
+    labels = torch.arange(10)
+    assert torch.equal(flip_labels(labels, range(10)), 9 - labels)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +222,24 @@ def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, pic
 def test_invalid_strengths_are_refused(attack, options):
     with pytest.raises(FederationError, match=f"{next(iter(options))}=.*give a finite number"):
         attack(0.5, **options)
+
+
+def test_shares_are_disjoint_draws_and_names_are_numbers():
+    names = [f"site {k}" for k in range(20)]
+    first, second = SignFlip(0.3), ScaledUpdate(0.5)
+    found = assign([first, second], names, seed=0)
+    assert sorted(len([c for c, own in found.items() if own == (each,)]) for each in (first, second)) == [6, 10]
+    counts = torch.zeros(20)
+    for seed in range(2000):
+        counts[list(assign([first], names, seed))] += 1
+    assert (counts / 2000 - 0.3).abs().max() < 4 * math.sqrt(0.21 / 2000)
+    named = [SignFlip(["site 3", 5]), ScaledUpdate([5])]
+    assert assign(named, names, 0) == {3: (named[0],), 5: (named[0], named[1])}
+
+
+@pytest.mark.parametrize(
+    "attacks", [[SignFlip([20])], [SignFlip(["nobody"])], [SignFlip(0.01)], [SignFlip(0.6), ScaledUpdate(0.6)]], ids=str
+)
+def test_what_cannot_be_assigned_is_refused(attacks):
+    with pytest.raises(FederationError, match=r"there is no client|of 20 clients"):
+        assign(attacks, [str(k) for k in range(20)], 0)

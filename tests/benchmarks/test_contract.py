@@ -1,12 +1,16 @@
 """Our layers obey every law of the contract, and a layer that breaks every law fails every one."""
 
+import random
+
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
 
-from benchmarks.contract.adaptors import LIBRARIES
+from benchmarks.contract import laws
+from benchmarks.contract.adaptors import LIBRARIES, Library, NotClaimed
 from benchmarks.contract.laws import LAWS, examine
-
-pytestmark = pytest.mark.slow
+from benchmarks.contract.run import shown, table
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +22,122 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+class WrongLayer(nn.Module):
+    """Breaks every law: too wide a posterior, noise that is stored and shared, a sign per pixel for the whole batch."""
+
+    def __init__(self, template, flipout, prior_std):
+        super().__init__()
+        self.template, self.flipout, self.prior_std = [template], flipout, prior_std  # in a list: not a submodule
+        for name, p in template.named_parameters():
+            self.register_parameter(f"mu_{name}", nn.Parameter(p.detach().clone()))
+            self.register_parameter(f"rho_{name}", nn.Parameter(torch.zeros_like(p)))
+            self.register_buffer(f"eps_{name}", torch.zeros_like(p))
+
+    def std(self, name):
+        return getattr(self, f"rho_{name}").exp().log1p()
+
+    def kl_loss(self):
+        prior = torch.distributions.Normal(0.0, self.prior_std**2)
+        q = [
+            torch.distributions.Normal(getattr(self, f"mu_{name}"), self.std(name), validate_args=False)
+            for name, _ in self.template[0].named_parameters()
+        ]
+        return torch.stack([torch.distributions.kl_divergence(each, prior).mean() for each in q]).sum()
+
+    def forward(self, x):
+        means, noise = {}, {}
+        for name, p in self.template[0].named_parameters():
+            eps = torch.tensor([random.gauss(0, 1) for _ in range(p.numel())]).view_as(p)  # the same in every lane
+            setattr(self, f"eps_{name}", eps)
+            means[name], noise[name] = getattr(self, f"mu_{name}"), 1.5 * self.std(name) * eps
+        call = functional_call
+        if not self.flipout:
+            self.kept = call(self.template[0], {name: means[name] + noise[name] for name in means}, (x,))
+            return self.kept
+        mean = call(self.template[0], means, (x,))
+        self.kept = mean + call(self.template[0], noise, (x,)) * torch.randn_like(mean[:1]).sign()
+        return self.kept
+
+
+class Wrong(Library):
+    """Adaptor of :class:`WrongLayer`."""
+
+    name, package, requirement = "wrong", "torch", None
+    estimators = ("reparameterization", "flipout")
+    claims = ("vmap", "compile")
+    parameters = (("mu_weight", "rho_weight"), ("mu_bias", "rho_bias"))
+
+    def layer(self, template, estimator, prior_mean, prior_std):
+        return WrongLayer(template, estimator == "flipout", prior_std)
+
+    def output(self, network, x):
+        return torch.zeros(len(x), 3) if torch.compiler.is_compiling() else network(x)
+
+    def kl(self, network, x):
+        return torch.stack([layer.kl_loss() for layer in network.children() if isinstance(layer, WrongLayer)]).sum()
+
+    def mean_output(self, network, x):
+        return network(x)
+
+    def convert(self, network):
+        for layer in network.children():
+            if isinstance(layer, nn.Conv2d):
+                layer.padding_mode = "zeros"
+        return self.build(network, "reparameterization", 0.0, 1.0)
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_our_layers_obey(law):
     verdict = examine(law, LIBRARIES["lightning-fedbayes"])
     assert verdict.verdict == "pass", verdict
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_wrong_layer_fails(law, monkeypatch):
+    monkeypatch.setattr(laws, "DRAWS", 200)
+    monkeypatch.setattr(laws, "SOME", 200)
+    random.seed(0)
+    verdict = examine(law, Wrong())
+    assert verdict.verdict == "fail", verdict
+    raises = {"deepcopy": "graph leaves", "bfloat16": "dtype"}
+    assert raises[law] in verdict.note if law in raises else verdict.figure is not None
+
+
+class Silent(Wrong):
+    """Claims nothing, and raises under every transformation."""
+
+    claims = ()
+    estimators = ("reparameterization",)
+
+    def output(self, network, x):
+        if not isinstance(x, torch.nn.Parameter):
+            raise ValueError("no\nmore")
+        return x
+
+    def convert(self, network):
+        raise NotClaimed("none")
+
+
+@pytest.mark.parametrize(
+    ("law", "expected", "note"),
+    [
+        ("vmap", "n/a", "ValueError: no"),
+        ("moments", "fail", "ValueError: no"),
+        ("conversion", "n/a", "none"),
+        ("Flipout, pooled", "n/a", "no Flipout"),
+    ],
+)
+def test_only_what_a_library_claims_can_fail(law, expected, note):
+    verdict = examine(law, Silent())
+    assert (verdict.verdict, verdict.note) == (expected, note)
+
+
+def test_a_library_that_cannot_be_installed_keeps_its_column():
+    obeys = {"verdict": "pass", "figure": 1.0, "note": ""}
+    fails = {"verdict": "fail", "figure": None, "note": "ValueError: no"}
+    verdicts = {law: fails if law == "vmap" else obeys for law in LAWS}
+    rows = table({"one": {"version": "1.0", "verdicts": verdicts}, "two": {"reason": "no wheel"}}).splitlines()
+    assert rows[0].split(" | ")[2:] == ["one 1.0", "two |"]
+    assert "**fails** ValueError" in next(row for row in rows if "vmap" in row)
+    assert rows[-1].endswith("| 12 of 13 | not measured: no wheel |")
+    assert shown(examine("conversion", Silent())) == "n/a"

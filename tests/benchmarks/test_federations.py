@@ -2,15 +2,18 @@
 
 import csv
 import math
+import statistics
 
 import pytest
 import torch
 
+import lightning_fedbayes as fb
+from benchmarks import cells as study
 from benchmarks.federations import methods, run
-from benchmarks.federations.data import Examples, Federation, Parts, from_csv, halves
-from benchmarks.federations.methods import KINDS, METHODS, Prediction, summary
-
-pytestmark = pytest.mark.slow
+from benchmarks.federations.data import FEDERATIONS, Examples, Federation, Parts, cut, from_csv, halves
+from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
+from benchmarks.federations.report import PARTS, brief, by_choice, choices, federations, gains, optimism, tables
+from lightning_fedbayes.modules import mlp
 
 
 @pytest.fixture
@@ -45,6 +48,93 @@ def test_a_table_becomes_clients_with_four_parts_each(table):
     assert from_csv([table], "town", "cost", seed=0, drop=("row", "ill")).task == "regression"
 
 
+def test_the_task_of_a_table_can_be_said(table):
+    options = {"client": "town", "seed": 0, "drop": ("ill",)}
+    numbers = from_csv([table], target="row", task="regression", **options)
+    assert (numbers.task, numbers.outputs) == ("regression", 1)
+    assert from_csv([table], target="cost", task="classification", **options).outputs == 92
+    network = methods.network_of(from_csv([table], target="cost", hidden=(7,), **options))
+    assert [tuple(each.shape) for each in network.parameters()] == [(7, 3), (7,), (1, 7), (1,)]
+    with pytest.raises(SystemExit, match=r"'sex' is not a number in every row, which regression needs"):
+        from_csv([table], target="sex", task="regression", **options)
+
+
+def test_times_and_events_of_a_table_are_survival(tmp_path):
+    path = tmp_path / "patients.csv"
+    lines = [f"{'ab'[n % 2]},{n},{100 - n},{int(n % 3 > 0)}" for n in range(60)]
+    path.write_text("\n".join(["ward,age,time,died", *lines]))
+    federation = from_csv([path], "ward", "time", seed=0, event="died")
+    assert (federation.task, federation.outputs, federation.batch) == ("survival", 1, 512)
+    targets = torch.cat([part.targets for own in federation.clients.values() for part in own])
+    assert targets[:, 0].sum() == 40
+    assert (targets[:, 1] > 40).all()
+    assert federation.clients["a"].train.inputs.shape == (18, 1)
+    found = methods.train(federation, METHODS["FedAvg"], {"rate": 0.03}, 5, seed=0)
+    every = methods.scores(federation, found.module, found.posteriors[0.0], "test")
+    assert every["pooled"] > 0.9  # the old die first
+    with pytest.raises(SystemExit, match=r"events of 0 or 1 \('age'\)"):
+        from_csv([path], "ward", "time", seed=0, event="age")
+
+
+def test_several_files_are_one_federation(table, tmp_path):
+    head, *lines = table.read_text().splitlines()
+    files = [tmp_path / "first.csv", tmp_path / "second.csv"]
+    for file, own in zip(files, (lines[:60], lines[60:]), strict=True):
+        file.write_text("\n".join([head, *own]))
+    options = {"target": "ill", "seed": 0, "drop": ("row", "cost")}
+    together, apart = from_csv([table], "town", **options), from_csv(files, "town", **options)
+    for name, parts in together.clients.items():
+        assert all(map(torch.equal, parts.test, apart.clients[name].test))
+    each = from_csv(files, None, **options)
+    assert [sum(len(part.targets) for part in parts) for parts in each.clients.values()] == [60, 32]
+    (tmp_path / "third.csv").write_text("town,ill\na,yes")
+    with pytest.raises(SystemExit, match=r"third.csv: there is no column row, age, sex, cost;"):
+        from_csv([*files, tmp_path / "third.csv"], "town", **options)
+    (tmp_path / "third.csv").write_text(head)
+    with pytest.raises(SystemExit, match=r"third.csv has no rows"):
+        from_csv([tmp_path / "third.csv"], "town", **options)
+
+
+def test_the_command_takes_several_files(table, tmp_path):
+    folder = tmp_path / "hospitals"
+    folder.mkdir()
+    files = [str(table.rename(folder / "north.csv")), str(folder / "south.csv")]
+    (folder / "south.csv").write_text((folder / "north.csv").read_text())
+    arguments = [
+        "--csv",
+        *files,
+        "--target",
+        "ill",
+        "--drop",
+        "row",
+        "town",
+        "cost",
+        "--seeds",
+        "1",
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--methods",
+        "FedAvg",
+        "--out",
+    ]
+    run.main([*arguments, str(tmp_path / "out")])
+    *_, result = study.read(tmp_path / "out" / "cells.jsonl", run.Cell).values()
+    assert len(result[""]["nlls"]) == 2
+    assert "## hospitals" in (tmp_path / "out" / "tables.md").read_text()
+    with pytest.raises(SystemExit):
+        run.main([*arguments[:1], files[0], *arguments[3:], str(tmp_path / "one")])
+
+
+def test_survival_needs_a_column_of_events(table, tmp_path):
+    arguments = ["--csv", str(table), "--client", "town", "--target", "cost", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        run.main([*arguments, "--task", "survival"])
+    with pytest.raises(SystemExit):
+        run.main([*arguments, "--task", "regression", "--event", "ill"])
+
+
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
     arguments = [
         "--csv",
@@ -77,6 +167,12 @@ def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path,
     assert (tmp_path / "out" / "towns.png").exists()
 
 
+def test_the_committed_pages_show_the_committed_cells():
+    results = run.in_order(study.read(run.HERE / "results" / "cells.jsonl", run.Cell), list(FEDERATIONS))
+    assert tables(results) in (run.HERE / "README.md").read_text()
+    assert brief(results) in (run.ROOT / "README.md").read_text()
+
+
 def federation_of(task, targets, outputs=2):
     """Clients whose parts are all the same."""
     clients = {name: Parts(*[Examples(torch.zeros(len(y), 1), y)] * 4) for name, y in targets.items()}
@@ -98,6 +194,28 @@ def test_scores_of_known_probabilities():
     assert scores["calibration"] == pytest.approx(0.8 - 1 / 3)
 
 
+def test_pairs_of_survival_are_compared_within_clients():
+    targets = {"a": torch.tensor([[1.0, 1.0], [1.0, 2.0]]), "b": torch.tensor([[1.0, 9.0], [0.0, 10.0]])}
+    federation = federation_of("survival", targets, 1)
+    risk = torch.tensor([2.0, 1.0])  # the right order within each client, and the same risks at both
+    scores = summary(federation, {name: (Prediction(risk), y) for name, y in targets.items()})
+    assert scores["metric"] == 1
+    assert scores["pooled"] < 1
+
+
+def test_a_client_chooses_the_posterior_that_predicts_its_own_part():
+    targets = {"zeros": torch.zeros(40).long(), "ones": torch.ones(40).long()}
+    federation = federation_of("classification", targets)
+    module = fb.HybridBayesianClassifier(mlp(1, 2, []), bayesian_last=0)
+
+    both = {weight: {"zeros": constant(module, -weight), "ones": constant(module, weight)} for weight in WEIGHTS}
+    assert all(own == {"zeros": 1.0, "ones": 1.0} for own in personal_weights(federation, module, both).values())
+    one = {weight: {"zeros": constant(module, -weight), "ones": constant(module, -4 * weight)} for weight in WEIGHTS}
+    chosen = personal_weights(federation, module, one)
+    assert chosen["own choice"] == {"zeros": 1.0, "ones": 0.0}
+    assert chosen["one weight"]["zeros"] == chosen["one weight"]["ones"] == 0.0
+
+
 def numbered(size):
     return Examples(torch.arange(float(size))[:, None], torch.arange(size))
 
@@ -116,9 +234,117 @@ def test_a_method_is_tuned_without_a_look_at_validation_and_test_parts(table, na
     assert methods.tuned(without("tuning"), METHODS[name], seed=0)["tuning"] != seen["tuning"]
 
 
+def constant(module, logit):
+    """Return a point mass whose logits of the two classes differ by ``logit`` everywhere."""
+    names = [name for name, _ in module.named_parameters()]
+    return fb.GaussianPosterior.point_mass(dict(zip(names, [torch.zeros(2, 1), torch.tensor([0.0, logit])])))
+
+
+def test_validation_parts_are_not_flattered_by_the_choice_of_lambda():
+    """Fair coins, and two posteriors that say heads or tails with logit c: both cost the same, log(1 + e^c) − c/2.
+
+    With k heads among n coins the better of the two gains c |k/n − 1/2|, k binomial.
+    """
+    count, n, logit = 800, 6, 2.0
+    random = torch.Generator().manual_seed(0)
+    clients = {}
+    for number in range(count):
+        coins = Examples(torch.zeros(2 * n, 1), torch.randint(2, (2 * n,), generator=random))
+        clients[str(number)] = Parts(coins, *halves(coins, number), coins)
+    federation = Federation("classification", clients, 2)
+    module = fb.HybridBayesianClassifier(mlp(1, 2, []), bayesian_last=0)
+    posteriors = {weight: dict.fromkeys(clients, constant(module, logit if weight else -logit)) for weight in WEIGHTS}
+    chosen = personal_weights(federation, module, posteriors)["own choice"]
+    mixed = {name: posteriors[weight][name] for name, weight in chosen.items()}
+    every = math.log1p(math.exp(logit)) - logit / 2
+    gain = logit * sum(math.comb(n, k) * abs(k / n - 0.5) for k in range(n + 1)) / 2**n
+    error = logit / 2 / math.sqrt(n * count)
+    parts = {part: methods.scores(federation, module, mixed, part)["clients"] for part in ("tuning", "validation")}
+    assert parts["validation"] == pytest.approx(every, abs=4 * error)
+    assert parts["tuning"] == pytest.approx(every - gain, abs=4 * error)
+    assert gain > 20 * error
+
+
+def test_a_client_without_an_example_has_no_score_and_takes_the_others_choice():
+    targets = {"some": torch.ones(10).long(), "none": torch.zeros(0).long()}
+    federation = federation_of("classification", targets)
+    module = fb.HybridBayesianClassifier(mlp(1, 2, []), bayesian_last=0)
+    posteriors = {weight: dict.fromkeys(targets, constant(module, weight)) for weight in WEIGHTS}
+    found = methods.scores(federation, module, posteriors[1.0], "validation")
+    assert found["clients"] == found["nll"] == pytest.approx(math.log1p(math.exp(-1)))
+    assert math.isnan(found["nlls"][1])
+    chosen = personal_weights(federation, module, posteriors)
+    assert [chosen[kind]["none"] for kind in KINDS] == [0.0, 1.0, 1.0]
+    predicted = methods.predictions(federation, module, posteriors[1.0], "tuning")
+    assert methods.conformal_size(federation, predicted, predicted)["set_coverage"] == 1
+    survival = federation_of("survival", {"one": torch.tensor([[1.0, 1.0]]), "none": torch.zeros(0, 2)}, 1)
+    risks = {
+        name: (Prediction(torch.zeros(len(own.test.targets))), own.test.targets)
+        for name, own in survival.clients.items()
+    }
+    scores = summary(survival, risks)
+    assert scores["clients"] == 0
+    assert math.isnan(scores["worst_metric"])
+
+
+def test_parts_keep_their_order():
+    assert [own.targets.tolist() for own in cut(numbered(10), 0)] == [[0, 1, 2, 3, 4, 5], [6], [7], [8, 9]]
+    assert [own.targets.tolist() for own in cut(numbered(15), 1)] == [[*range(9)], [9], [10, 11], [12, 13, 14]]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11])
 def test_halves_are_of_one_size_over_two_clients(size):
     both = [halves(numbered(size), number) for number in range(2)]
     assert sum(len(tuning.targets) for tuning, _ in both) == sum(len(validation.targets) for _, validation in both)
     for parts in both:
         assert torch.cat([part.targets for part in parts]).tolist() == list(range(size))
+
+
+def test_gains_are_paired():
+    own = {
+        "global": {0: {"clients": 2.0}, 1: {"clients": 2.0}},
+        "local": {0: {"clients": 3.0}, 1: {"clients": 3.0}},
+        "one weight": {0: {"clients": 1.5}, 1: {"clients": 2.5}},
+    }
+    assert gains(own, "one weight", "clients") == [0.5, -0.5]
+
+
+def scored_rows(**methods):
+    """Return rows of two seeds: tuning, validation and test scores of each, in this order."""
+    keys = ("tuning", "validation", "clients")
+    return {
+        name: {seed: dict(zip(keys, own, strict=True)) for seed, own in enumerate(seeds)}
+        for name, seeds in methods.items()
+    }
+
+
+def test_a_choice_is_made_on_its_part_and_paid_for_on_the_test_part():
+    found = {
+        "one": scored_rows(FedAvg=[(3, 3, 3)] * 2, flattered=[(1, 4, 5)] * 2, good=[(2, 2, 2), (2, 2, 1)]),
+        "two": scored_rows(FedAvg=[(1, 1, 2), (5, 5, 2)], good=[(2, 2, 4)] * 2),
+    }
+    costs = by_choice(found)
+    assert costs["validation parts"] == [1.5, 4]
+    assert costs["validation parts, each seed by itself"] == [1.5, 3]  # of "two" the first seed takes FedAvg
+    assert costs[PARTS["tuning"]] == [5, 4]
+    assert costs["test parts, in hindsight"] == [1.5, 2]
+    assert list(costs.items())[-1] == ("test parts, one for all: FedAvg", [3, 2])
+    assert "| test parts, in hindsight | 1.750 | -0.750 ± 0.750 |" in choices(found)
+    assert "| flattered | 1 | -3.000 | -3.000 |" in optimism(found)
+    assert "| good | 2 | 0.000 ± 0.000 | 0.000 ± 0.000 |" in optimism(found)
+
+
+def test_the_choice_on_validation_parts_is_as_good_as_the_best_single_method():
+    results = study.read(run.HERE / "results" / "cells.jsonl", run.Cell)
+    costs = by_choice(federations(results))
+    *_, single = costs.values()
+    assert statistics.fmean(costs["validation parts"]) <= statistics.fmean(single) + 0.01
+
+
+def test_every_method_of_every_task_has_settings_to_choose_from():
+    for method in METHODS.values():
+        for hidden in ((), (8,)):
+            federation = federation_of("classification", {"a": torch.zeros(5).long()})._replace(hidden=hidden)
+            found = methods.settings_of(method, federation)
+            assert found
+            assert all(found.count(each) == 1 for each in found)

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.foundation import curves, peers, run
+from benchmarks.foundation import adapters, curves, peers, run
 from lightning_fedbayes.core.quiet import quietly
-
-pytestmark = pytest.mark.slow
 
 
 def made_up():
@@ -77,3 +75,59 @@ def test_the_ridge_of_the_clients_sums_is_that_of_the_pooled_data():
     rows = (number * peers.RIDGE) ** 0.5 * torch.eye(6).double()
     pooled = torch.linalg.lstsq(torch.cat([x, rows]), torch.cat([y, torch.zeros(6, 10).double()]))
     assert torch.allclose(peers.ours(task), pooled.solution)
+
+
+def test_adapters_share_no_example_between_seeds_and_hold_a_third_of_each_client():
+    size = adapters.SEEDS * (adapters.TRAINED + adapters.HELD_OUT + adapters.TESTED)
+    numbers = torch.arange(3 * size)
+    found = {"inputs": numbers, "labels": numbers % 3, "clients": numbers // size}
+    seen = [adapters.parts_of(found, adapters.Cell("plays", "", "", seed)) for seed in range(2)]
+    every = torch.cat([part.inputs for parts in seen for part in parts])
+    assert len(every.unique()) == len(every)
+    images = torch.arange(2 * adapters.IMAGES)
+    pictures = {"train": images, "train_labels": images % 10, "test": images[:10], "test_labels": images[:10] % 10}
+    train, held, _ = adapters.parts_of(pictures, adapters.Cell("CIFAR-10", "", "", 1))
+    assert torch.equal(torch.cat([train.inputs, held.inputs]).sort().values, images[adapters.IMAGES :].float())
+    for client in range(10):
+        sizes = [int((part.clients == client).sum()) for part in (train, held)]
+        assert sizes[1] == sum(sizes) // 3
+
+
+class Top(torch.nn.Module):
+    """Stands for the last layers of a pretrained network."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = 8
+        self.query = torch.nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.query(x).relu()
+
+
+def test_adapters_are_scored_and_tabulated(monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(adapters, "ROUNDS", 2)
+    monkeypatch.setattr(adapters, "IMAGES", 200)
+    monkeypatch.setattr(adapters, "TOPS", {"CIFAR-10": Top})
+    monkeypatch.setattr(adapters, "TARGETS", {"CIFAR-10": ["query"]})
+    x, y = torch.randn(200, 6), torch.arange(200) % 10
+    found = {"train": x, "train_labels": y, "test": x, "test_labels": y}
+    done = {}
+    with quietly():
+        for cell in adapters.cells_of("CIFAR-10", 1, done):
+            done[cell] = adapters.run(cell, found)
+    trained = {cell.choice.split(", ")[-1]: scores["trained"] for cell, scores in done.items()}
+    assert trained["B"] == 8 * 8 + 90
+    assert trained["A and B"] == 8 * 6 + 8 * 8 + 90
+    assert trained["temperature 1"] == trained["B"]
+    assert adapters.table(done, "CIFAR-10").count("its mean") == 1
+    assert adapters.tries(done, "CIFAR-10").count("rate") == 12
+
+
+def test_draws_are_averaged_in_probability():
+    module = torch.nn.Linear(1, 2, bias=False)
+    weights = [torch.tensor([[0.0], [4.0]]), torch.tensor([[0.0], [-2.0]])]
+    found = adapters.averaged(module, [{"weight": each} for each in weights], torch.ones(3, 1))
+    expected = torch.stack([each[:, 0].softmax(0) for each in weights]).mean(0).log()
+    assert torch.allclose(found, expected.expand(3, 2))

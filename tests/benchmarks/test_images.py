@@ -5,17 +5,27 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from matplotlib.figure import Figure
+from PIL import Image
 
+import lightning_fedbayes as fb
 from benchmarks.images import run
-from benchmarks.images.federation import run_cell
-from benchmarks.images.report import failures
-from benchmarks.images.settings import Settings
+from benchmarks.images.cell import check, make_optimizer, make_rule
+from benchmarks.images.data import make_data
+from benchmarks.images.federation import PATIENCE, begin, run_cell
+from benchmarks.images.figures import FRACTIONS, MEASURES, PALETTE, draw, save
+from benchmarks.images.report import METRICS, common_settings, failures, mean_and_error
+from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
+from benchmarks.images.study import only, read_study
+from benchmarks.published import rows
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 from .writer import put_many
 
-pytestmark = pytest.mark.slow
+CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
 def study(tmp_path: Path, **changes) -> Path:
@@ -88,6 +98,44 @@ def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "report.md").read_text() == report
 
 
+def test_a_cell_is_reproducible():
+    settings = Settings(rounds=1, local_epochs=1, examples=100, clients=3, partition="iid", validation_fraction=0.2)
+    first, second = (run_cell(settings, None) for _ in range(2))
+    for changing in ("seconds", "scores"):
+        first_value, second_value = first.pop(changing), second.pop(changing)
+        if changing == "scores":
+            first_value.pop("seconds_per_round")
+            second_value.pop("seconds_per_round")
+            assert first_value == second_value
+    assert first == second
+    assert len(first["by_round"]) == 1
+    assert all(curve[-1] == pytest.approx(first_value["accuracy"], abs=1e-4) for curve in first["retained"].values())
+
+
+@pytest.mark.parametrize("start", ["bayesian", "moped"])
+def test_a_federation_starts_from_a_pretrained_network(start):
+    settings = Settings(
+        rounds=1,
+        local_epochs=1,
+        clients=3,
+        partition="iid",
+        start=start,
+        start_share=0.3,
+        learning_rate=0.05,
+        batch_size=16,
+    )
+    data = make_data(settings, None)
+    data.setup()
+    torch.manual_seed(0)
+    network, epochs = begin(settings, data)
+    inputs, labels = data.test.tensors
+    with torch.no_grad():
+        accuracy = (network.eval()(inputs).argmax(-1) == labels).float().mean()
+    assert epochs > PATIENCE
+    assert accuracy > 0.5
+    assert hasattr(network[-1], "mu_weight")
+
+
 @pytest.mark.parametrize("rounds", [2, 4])  # three in a row end a federation, and so does a fit that has fused none
 def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds):
     path = study(
@@ -101,6 +149,66 @@ def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds):
     assert "precision" in (tmp_path / "out" / "report.md").read_text()
     part = failures({Settings(rounds=rounds): {"failed_rounds": 1}}, ["fusion"])
     assert f"1 of {rounds} rounds could not be fused and left the posterior as it was" in part
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_study_can_be_run_offline(config):
+    read = read_study(config)
+    for budget in read.budgets:
+        every = read.cells(budget, seeds=2, offline=True)
+        assert len(every) == len(set(every))
+        for cell in every[: len(every) // 2]:
+            check(cell, None)
+
+
+def test_published_values_belong_to_cells():
+    read = {config: read_study(config) for config in CONFIGS}
+    cells = {
+        config: [cell for budget in each.budgets for cell in each.cells(budget, seeds=1, offline=False)]
+        for config, each in read.items()
+    }
+    for table in {table for each in read.values() for table in each.published}:
+        using = [cell for config, each in read.items() if table in each.published for cell in cells[config]]
+        for row in rows(table):
+            wanted = {key: value for key, value in row.items() if key not in METRICS}
+            assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in using), row
+
+
+def test_a_grid_has_budgets_of_its_own(tmp_path):
+    path = study(
+        tmp_path,
+        grids=[
+            {"fusion": ["conflation", "weighted_sum"], "local_epochs": [1]},
+            {"fusion": ["conflation"], "local_epochs": [5], "budgets": {"full": {"rounds": 200, "local_epochs": 9}}},
+        ],
+        budgets={"tiny": {"rounds": 2}, "laptop": {"rounds": 20}, "full": {"rounds": 400}},
+    )
+    read = read_study(path)
+    assert read.factors == ["fusion", "local_epochs"]
+    found = {
+        budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
+        for budget in read.budgets
+    }
+    assert found == {
+        "tiny": [(2, 1), (2, 1), (2, 5)],
+        "laptop": [(20, 1), (20, 1), (20, 5)],
+        "full": [(400, 1), (400, 1), (200, 5)],
+    }
+    line = common_settings(read.cells("full", 2, offline=True), read.factors)
+    assert "rounds 400 or 200" in line
+    assert "fusion" not in line
+    assert "seed" not in line
+
+
+@pytest.mark.parametrize(
+    "config", [each for each in CONFIGS if each.stem in ("dropout", "prior", "skew")], ids=lambda path: path.stem
+)
+def test_the_full_budget_is_that_of_the_paper(config):
+    """[FBDL] §3.3 to §3.5: 400 rounds at E = 1 and 200 at E = 5, 5,000 images of a client, as many of each class."""
+    cells = read_study(config).cells("full", seeds=1, offline=False)
+    assert {(cell.rounds, cell.local_epochs) for cell in cells if cell.clients == 10} <= {(400, 1), (200, 5)}
+    assert {(cell.validation_fraction, cell.examples, cell.network) for cell in cells} == {(None, None, "resnet20")}
+    assert any(cell.partition == "classes(10)" for cell in cells)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +250,51 @@ def test_mistakes_are_found_before_training(tmp_path, monkeypatch, changes, mess
     assert message in str(error.value)
 
 
+def test_an_unknown_budget_is_found_before_training(tmp_path):
+    path = study(tmp_path)
+    with pytest.raises(SystemExit, match="unknown budget 'laptpo'; did you mean 'laptop'"):
+        run.main([str(path), "--budget", "laptpo", "--out", str(tmp_path / "out")])
+
+
+def test_missing_data_are_found_before_training(tmp_path):
+    path = study(tmp_path, fixed={"dataset": "cifar10"})
+    with pytest.raises(SystemExit, match="data_batch_1"):
+        run.main(command(path, "--data", str(tmp_path)))
+    with pytest.raises(SystemExit, match="unknown data set"):
+        run.main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"), [("fusion", "KEY=VALUE"), ("fusoin=x", "did you mean"), ("bayesian_last=2", "no cell has")]
+)
+def test_only_names_cells(tmp_path, wanted, message):
+    every = read_study(study(tmp_path)).cells("tiny", 1, offline=True)
+    with pytest.raises(FederationError, match=message):
+        only(every, [wanted])
+    assert [cell.bayesian_last for cell in only(every, ["bayesian_last=1"])] == [1]
+
+
+@pytest.mark.parametrize("text", ["dirichlet(", "a.b(1)", "x + 1", "f(g(1))"])
+def test_calls_that_cannot_be_read(text):
+    with pytest.raises(FedBayesError, match="cannot be read"):
+        parse_call(text)
+
+
+def test_the_optimizer_of_a_cell():
+    adam = make_optimizer(Settings(optimizer="adam", learning_rate=0.1, weight_decay=0.2), torch.nn.Linear(3, 2))
+    assert isinstance(adam, torch.optim.Adam)
+    assert (adam.defaults["lr"], adam.defaults["weight_decay"]) == (0.1, 0.2)
+    sgd = make_optimizer(Settings(momentum=0.8), torch.nn.Linear(3, 2))
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.01, 0.8)
+
+
+def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
+    client = fb.GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 3.0])})
+    fused = fb.fuse(make_rule("normalised_weighted_sum"), [client, client, client], weights=[1.0, 2.0, 3.0])
+    torch.testing.assert_close((fused.mean["w"], fused.variance["w"]), (client.mean["w"], client.variance["w"]))
+
+
 def test_processes_that_share_a_store_lose_no_cell(tmp_path):
     file, context = tmp_path / "cells.jsonl", multiprocessing.get_context("spawn")
     processes = [context.Process(target=put_many, args=(file, 40 * number)) for number in range(2)]
@@ -152,3 +305,66 @@ def test_processes_that_share_a_store_lose_no_cell(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     finished = Store(file).finished(Settings(seed=seed) for seed in range(81))
     assert {cell.seed: result["by_round"][-1] for cell, result in finished.items()} == {s: s for s in range(80)}
+
+
+def test_a_line_cut_short_is_ignored_and_reported(tmp_path, capsys):
+    store, cells = Store(tmp_path / "cells.jsonl"), [Settings(seed=seed) for seed in (2, 1, 0)]
+    for cell in cells:
+        store.put(cell, {"steps": cell.seed})
+    store.file.write_bytes(store.file.read_bytes()[:-5])
+    assert list(store.finished(cells)) == cells[:2]
+    assert "cells.jsonl, line 3: incomplete" in capsys.readouterr().err
+    store.put(cells[2], {"steps": 7})  # on a line of its own
+    assert [result["steps"] for result in store.finished(cells).values()] == [2, 1, 7]
+    store.sort()
+    assert [json.loads(line)["settings"]["seed"] for line in store.file.read_text().splitlines()] == [0, 1, 2]
+    capsys.readouterr()
+    assert len(store.finished(cells)) == 3
+    assert not capsys.readouterr().err
+
+
+def test_a_cell_from_before_a_setting_was_added_is_still_finished(tmp_path):
+    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
+    old = {name: value for name, value in cell.as_dict().items() if name != "hessian_init"}
+    store.file.write_text(json.dumps({"settings": old, "seconds": 3}) + "\n")
+    assert store.finished([cell])[cell]["seconds"] == 3
+    assert not store.finished([cell.but(hessian_init=0.1)])
+
+
+def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_path):
+    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
+    assert store.finished([cell]) == {}
+    for steps in (1, 2):
+        store.put(cell, {"steps": steps})
+    store.sort()
+    assert len(store.file.read_text().splitlines()) == 1
+    assert [result["steps"] for result in store.finished([cell, cell.but(rounds=51)]).values()] == [2]
+
+
+def test_mean_and_error():
+    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+
+
+def test_results_from_before_a_measure_was_added_are_drawn():
+    curve = [0.5] * len(FRACTIONS)
+    rows = {
+        Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
+        for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])
+    }
+    figure = draw({"kind": "retained", "series": "fusion", "panels": "partition"}, rows)
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes] == ["dirichlet(0.5), entropy", "dirichlet(0.5), kwon_epistemic"]
+
+
+def test_a_figure_keeps_the_colours_of_its_lines(tmp_path):
+    figure, palette = Figure(figsize=(9.3, 3.5), layout="constrained"), PALETTE
+    for panel, axes in enumerate(figure.subplots(1, 3)):
+        for number, colour in enumerate(palette):
+            across, up = ([1.0], [0.1]) if number == 0 else ([1, 2, 3], [number, 2.5 - panel, number**0.5])
+            axes.errorbar(across, up, [0.3] * len(across), color=colour, marker="o", markersize=4, capsize=2)
+    save(figure, tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as picture:
+        counts = picture.convert("RGB").getcolors()
+    for wanted in palette:
+        red, green, blue = (int(wanted[place : place + 2], 16) for place in (1, 3, 5))
+        assert any(count > 50 and max(abs(r - red), abs(g - green), abs(b - blue)) <= 4 for count, (r, g, b) in counts)

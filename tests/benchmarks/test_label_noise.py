@@ -7,8 +7,6 @@ import torch
 
 from benchmarks.posterior import label_noise
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("share", label_noise.SHARES)
 def test_a_share_of_the_training_labels_is_wrong_and_none_of_those_held_out(share):

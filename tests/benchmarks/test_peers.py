@@ -7,8 +7,6 @@ import pytest
 
 from benchmarks.posterior import peers
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def dealt(tmp_path):
@@ -28,6 +26,14 @@ def test_every_example_is_at_the_client_that_it_was_dealt_to(dealt):
     for number, own in clients.items():
         assert np.allclose(own.tensors[0], inputs[client == int(number)] / inputs.max())
     assert np.allclose(test.tensors[0], inputs[:8] / inputs.max())
+
+
+def test_settings_are_chosen_on_a_fifth_of_every_clients_training_examples(dealt):
+    file, inputs, _ = dealt
+    clients, held = peers.load(file, validate=True)
+    assert [len(own) for own in clients.values()] == [8, 20, 4]
+    seen = np.concatenate([*(own.tensors[0] for own in clients.values()), held.tensors[0]]) * inputs.max()
+    assert sorted(map(tuple, seen.round())) == sorted(map(tuple, inputs.round()))
 
 
 def test_a_federation_is_scored(dealt):

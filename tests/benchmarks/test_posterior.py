@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from benchmarks import cells as study
+from benchmarks.page import BEGIN, END, include
 from benchmarks.posterior import images, logistic
-from benchmarks.posterior.report import reached
-from benchmarks.posterior.run import Cell, result_of
+from benchmarks.posterior.report import fashion_mnist_bars, reached, rows_of, tables
+from benchmarks.posterior.run import HERE, Cell, cells, result_of
 from lightning_fedbayes.modules import mlp
 from tests.benchmarks.image_files import write_idx
-
-pytestmark = pytest.mark.slow
 
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:
@@ -73,3 +73,51 @@ def test_the_images_in_a_folder_are_trained_on_and_scored(rule, tmp_path, monkey
     parameters, gaussian = 44_426, 41_854  # of LeNet, and of its last three layers
     numbers = 2 * parameters + gaussian + 2 if rule == "sites" else parameters
     assert result["megabytes"] == pytest.approx(2 * 4e-6 * numbers)
+
+
+def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
+    def cell(rule, nll, ece, accuracy, split="Dirichlet(0.1)"):
+        scores = {"nll": nll, "ece": ece, "accuracy": accuracy}
+        return {Cell("fashion_mnist", split, rule, "fixed", 0): scores}
+
+    results = {
+        **cell("sites", 0.4, 0.05, 0.8),
+        **cell("fedavg", 0.3, 0.01, 0.806),
+        **cell("linear_pool", 0.5, 0.02, 0.7),
+        **cell("conflation", 0.45, 0.09, 0.7),
+        **cell("weighted_sum", 0.1, 0.0, 0.9, "IID"),
+    }
+    line = fashion_mnist_bars(rows_of(results, "fashion_mnist")).splitlines()[-1]
+    assert [each.strip() for each in line.strip("|").split("|")] == [
+        "Dirichlet(0.1)",
+        "0",
+        "0.400",
+        "0.450 (conflation, fixed)",
+        "0.050",
+        "0.020 (linear_pool, fixed)",
+        "-0.6",
+        "yes",
+        "**no**",
+        "**no**",
+    ]
+
+
+def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
+    cell = Cell("logistic", "IID", "sites", "fixed", 0)
+    result = {"kl": [0.1, 0.01], "mean_error": [0.5, 0.1], "variance_ratio": [1.0, 1.0]}
+    study.keep(tmp_path / "cells.jsonl", cell, result)
+    assert study.read(tmp_path / "cells.jsonl", Cell) == {cell: result}
+    assert reached(result) == 2
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\noutdated\n{END}\nafter\n")
+    include(page, tables({cell: result}))
+    assert "outdated" not in page.read_text()
+    assert page.read_text().startswith("before")
+    assert page.read_text().endswith("after\n")
+
+
+def test_the_page_shows_the_cells_that_are_stored():
+    assert (
+        tables(study.in_order(study.read(HERE / "results" / "cells.jsonl", Cell), cells()))
+        in (HERE / "README.md").read_text()
+    )

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.federations.published import STUDIES, UNPASSED
 from benchmarks.published import OTHER, rows, sources
+from benchmarks.uci.scores import published
+from benchmarks.untrusted.report import PUBLISHED
+from lightning_fedbayes.core.errors import FederationError
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -111,7 +115,75 @@ def score_of(heads, sources_):
     return next((key for text, key in shown.items() if text in heads), None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_quote_what_is_published(page):
     assert wrong_quotes((ROOT / page).read_text(), PAGES[page]) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "sources_"),
+    [
+        ("gains 1.5 (published 1.9)", ["ba-bfl"]),
+        ("we have 5.4, published 5.8 and 9.5 %", ["ba-bfl"]),
+        ("of (published: ResNet-20,\n45,000 images)", ["fbdl"]),
+        ("| rule | published |\n|---|---|\n| IVAR-VB | 0.51 |", ["untrusted"]),
+        ("| rule | published |\n|---|---|\n| IVAR-VB | 0.52 |", ["untrusted"]),  # that of another rule
+        ("| rule | NLL (published) |\n|---|---|\n| `weighted_sum` | 1.77 ± 0.01 (0.388, 0.389) |", ["ba-bfl", "fbdl"]),
+        ("| data set | accuracy | FLamby |\n|---|---|---|\n| Fed-Heart | FedAdam | 0.785 ± 0.015 |", ["flamby"]),
+    ],
+)
+def test_a_wrong_quote_is_found(page, sources_):
+    assert len(wrong_quotes(page, sources_)) == 1
+
+
+def test_no_figure_is_typed_twice():
+    """Of at least four significant digits: shorter ones are numbers of anything."""
+    means = {
+        text.split(" ± ")[0]
+        for source in sources()
+        for name in sources()[source]
+        if name not in OTHER
+        for row in rows(f"{source} {name}")
+        for text in row.values()
+        if is_score(text)
+    }
+    long = {mean for mean in means if len(mean.replace(".", "").lstrip("-0")) >= 4}
+    assert len(long) > 130
+    for file in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("benchmarks/**/*.yaml")]:
+        if file.name != "published.yaml":
+            found = long & set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w])", file.read_text()))
+            assert not found, file
+
+
+def test_every_row_stands_once():
+    for source in sources():
+        for name in sources()[source]:
+            keys = (
+                []
+                if name in OTHER
+                else [tuple((k, v) for k, v in row.items() if not is_score(v)) for row in rows(f"{source} {name}")]
+            )
+            assert len(keys) == len(set(keys))
+
+
+def test_what_pages_derive_follows():
+    for source, content in sources().items():
+        known = figures([source])
+        for text, formula in content.get("derived", {}).items():
+            first, sign, second = formula.split(" ")
+            assert {float(first), float(second)} <= known
+            value = float(first) - float(second) if sign == "-" else float(first) / float(second)
+            assert is_known(text, [value]), (source, text, value)
+
+
+def test_benchmarks_read_the_file():
+    assert published("nll", "bostonHousing", "fedag") == (2.58, 0.06)
+    assert published("sharpness", "yacht", "fedag") == (2.85, None)
+    assert published("crps", "yacht", "fedag") is None
+    assert published("nll", "diabetes", "fedag") is None
+    assert PUBLISHED["shakespeare"]["ivar_mle"] == "0.50"
+    assert "icov_mle" not in PUBLISHED["shakespeare"]
+    heart = STUDIES["Fed-Heart, FLamby's settings"].methods
+    assert heart["cyclic"] == heart[UNPASSED] == (0.7850, 0.0123)
+    with pytest.raises(FederationError, match=r"no table 'fbdl table 6'; did you mean 'fbdl table"):
+        rows("fbdl table 6")

@@ -47,6 +47,18 @@ def test_images_are_what_was_written_and_standardised_over_those_of_training(nam
     assert (len(module.validation), len(module.test)) == (TRAIN // 4, TEST)
 
 
+def test_fewer_examples_are_some_of_more_and_none_held_out_means_the_test_part(tmp_path):
+    grey(tmp_path)
+    few, more = (ImageDataModule("mnist", tmp_path, 8, None, count) for count in (60, 120))
+    for module in (few, more):
+        module.setup()
+    labels, more_labels = few.train.tensors[1], more.train.tensors[1]
+    assert (len(labels), len(more_labels)) == (60, 120)
+    assert few.validation is few.test
+    with pytest.raises(FederationError, match=r"holds no file data_batch_1\.bin"):
+        read_images("cifar10", tmp_path)
+
+
 def test_tables_and_their_columns(tmp_path):
     (tmp_path / "table.txt").write_text("\n 1.5\t2  3e2 \n\n-4 5 6\r\n\n")
     assert read_table(tmp_path / "table.txt").tolist() == [[1.5, 2, 300], [-4, 5, 6]]

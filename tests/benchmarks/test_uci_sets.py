@@ -1,12 +1,19 @@
 """UCI regression: shapes, scales and splits of a folder made on the spot, and what is said of damaged ones."""
 
+import math
+
+import lightning as L
 import pytest
 import torch
+from torch.distributions import Normal
 from torch.utils.data import TensorDataset
 
-from benchmarks.uci.sets import UCIDataModule
+import lightning_fedbayes as fb
+from benchmarks.uci.sets import UCIDataModule, available_datasets
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import labels_of
+from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll
+from lightning_fedbayes.modules import mlp
 
 ROWS, TEST = 40, 8
 
@@ -56,6 +63,13 @@ def indices_of(folder, part, split=0):
     return [int(line) for line in (folder / f"index_{part}_{split}.txt").read_text().split()]
 
 
+def test_facts_are_known_before_any_data_are_read(folder):
+    (folder / "data.txt").write_text("not read yet")
+    module = build(folder)
+    assert (module.num_features, module.num_targets, module.num_splits) == (3, 1, 3)
+    assert available_datasets(folder.parents[1]) == ("toy",)
+
+
 @pytest.mark.parametrize("split", range(3))
 def test_the_published_split_standardised_on_its_training_part(folder, split):
     data = ready(folder, split=split)
@@ -70,6 +84,66 @@ def test_the_published_split_standardised_on_its_training_part(folder, split):
         assert torch.allclose(data.target_mean + data.target_std * y.double(), values[rows][:, 3:4], atol=1e-4)
     assert isinstance(data.train, TensorDataset)
     assert labels_of(data.train) is None
+
+
+def test_scores_go_to_original_units(folder):
+    data = ready(folder)
+    y, mean, variance = torch.randn(3, 20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    variance = variance.exp()
+    m, s = data.target_mean, data.target_std
+    original = Normal(m + s * mean, s * variance.sqrt())
+    nll = gaussian_nll(mean, variance, y).squeeze() + math.log(s)
+    assert torch.allclose(nll, -original.log_prob(m + s * y).squeeze())
+    crps = gaussian_crps(m + s * mean, s**2 * variance, m + s * y)
+    assert torch.allclose(crps, s * gaussian_crps(mean, variance, y))
+
+
+def test_validation_is_the_test_split_or_a_part_of_training(folder):
+    published, tuning, again = (
+        ready(folder),
+        ready(folder, validation_fraction=0.25),
+        ready(folder, seed=1, validation_fraction=0.25),
+    )
+    targets = {
+        name: torch.cat([y for _, y in getattr(published, f"{name}_dataloader")()])
+        for name in ("val", "test", "predict")
+    }
+    assert torch.equal(targets["val"], published.test.tensors[1])
+    assert torch.equal(targets["test"], targets["val"])
+    assert torch.equal(targets["predict"], targets["val"])
+    assert (len(tuning.train), len(tuning.validation), len(tuning.test)) == (24, 8, 8)
+
+    def original(module, part):
+        y = getattr(module, part).tensors[1].double()
+        return (module.target_mean + module.target_std * y).flatten()
+
+    everything = torch.cat([original(tuning, "train"), original(tuning, "validation")]).sort().values
+    assert torch.allclose(everything, original(published, "train").sort().values, atol=1e-4)
+    assert torch.allclose(original(tuning, "test"), original(published, "test"), atol=1e-4)
+    assert tuning.train.tensors[1].mean().abs() < 1e-6  # not of the examples that are held out
+    assert tuning.target_mean != published.target_mean
+    assert not torch.equal(tuning.validation.tensors[1], again.validation.tensors[1])
+
+
+def test_ten_clients_learn_from_it_and_the_checkpoint_is_plain(folder, tmp_path):
+    L.seed_everything(0, verbose=False)
+    data = build(folder, batch_size=1)
+    model = fb.HybridBayesianRegressor(mlp(data.num_features, 1, (8,)), bayesian_last=1, learning_rate=0.02)
+    trainer = L.Trainer(
+        max_epochs=6,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[fb.FederatedBayes(fb.IIDPartition(10), local_epochs=3)],
+    )
+    trainer.fit(model, datamodule=data)
+    assert trainer.callback_metrics["val/rmse"] < 0.7
+    trainer.save_checkpoint(tmp_path / "federation.ckpt")
+    checkpoint = torch.load(tmp_path / "federation.ckpt", weights_only=True)
+    assert checkpoint["datamodule_hyper_parameters"]["dataset"] == "toy"
 
 
 def replace(folder, file, text):
@@ -123,3 +197,18 @@ def test_a_damaged_folder_is_refused_before_training(folder, damage, message):
     damage(folder)
     with pytest.raises(FederationError, match=message):
         ready(folder)
+
+
+def test_arguments_that_cannot_be(folder, tmp_path):
+    with pytest.raises(FederationError, match=r"dataset='tory': did you mean 'toy'\? Known: toy"):
+        UCIDataModule(folder.parents[1], "tory")
+    with pytest.raises(FederationError, match="split=3: toy has 3 splits, numbered 0 to 2"):
+        build(folder, split=3)
+    with pytest.raises(FederationError, match="split=-1"):
+        build(folder, split=-1)
+    with pytest.raises(FederationError, match="in \\(0, 1\\); None"):
+        build(folder, validation_fraction=0.0)
+    with pytest.raises(FederationError, match="there is no directory"):
+        UCIDataModule(tmp_path / "nowhere", "toy")
+    with pytest.raises(FederationError, match=r"holds no data set, but data; give the directory that holds"):
+        UCIDataModule(folder.parent, "toy")

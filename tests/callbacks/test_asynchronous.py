@@ -14,9 +14,13 @@ from tests.federations import Plain, assert_equal, bayesian, federate, loader, n
 
 SIZES = (30, 24, 16, 12, 8)
 DELAYS = fb.Delays(slow={0: 10.0}, away=((3, 2.0, 5.0),))
-SETTINGS = {"sites": {"fusion": "sites", "local_epochs": 2}, "ivon": {"fusion": "sites"},
+SETTINGS = {
+    "sites": {"fusion": "sites", "local_epochs": 2},
+    "ivon": {"fusion": "sites"},
     "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
-    "adam": {"fusion": "fedadam", "keep": ["optimizer"]}, "barycenter": {"fusion": "rklb"}}  # fmt: skip
+    "adam": {"fusion": "fedadam", "keep": ["optimizer"]},
+    "barycenter": {"fusion": "rklb"},
+}
 SAME = ("seconds", "schedule/")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")

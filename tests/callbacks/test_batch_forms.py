@@ -110,8 +110,14 @@ def odd(examples):
     return {"x": x, "answer": y, "names": ["a"] * len(x)}
 
 
-FORMS = {"dicts": (Dicts, dicts), "keywords": (Keywords, dicts), "objects": (Objects, objects), "steps": (Steps, dicts),
-    "longer": (Longer, longer), "odd": (Odd, odd)}  # fmt: skip
+FORMS = {
+    "dicts": (Dicts, dicts),
+    "keywords": (Keywords, dicts),
+    "objects": (Objects, objects),
+    "steps": (Steps, dicts),
+    "longer": (Longer, longer),
+    "odd": (Odd, odd),
+}
 
 
 class Examples(Dataset):

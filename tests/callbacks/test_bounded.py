@@ -1,23 +1,154 @@
 """Whatever the number of clients and classes, what people read is bounded: lines, tables, settings and pictures."""
 
+import csv
 import warnings
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import Subset, TensorDataset
+import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.callback import check_apart
+from lightning_fedbayes.callbacks.report import FederationReport
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
+from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.clients import Clients, check_classes, clients_of
+from lightning_fedbayes.methods import Ditto
+from lightning_fedbayes.server import RoundResult
+from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
 from lightning_fedbayes.trainer.checks import check_same_federation
 
 SIZES = {"small": (100, 10), "large": (10_000, 1_000)}
 LONGER = 100
 """Most characters by which the longest line of the large federation may exceed that of the small one."""
+
+
+def data_of(clients, classes):
+    """One example or two for each client; every seventh cannot be trained on, and every tenth stands out."""
+    torch.manual_seed(0)
+    parts = {}
+    for client in range(clients):
+        inputs = torch.randn(1 + client % 2, 2) * (30.0 if client % 10 == 3 else 1.0)
+        inputs[0, 0] = torch.nan if client % 7 == 0 else inputs[0, 0]
+        parts[f"clinic {client}"] = TensorDataset(inputs, (torch.arange(len(inputs)) * 5 + client) % classes)
+    return fb.ClientDatasets(parts)
+
+
+class Softmax(L.LightningModule):
+    """A classifier whose training diverges from the second round on."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(2, classes)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1]) + 100 * self.current_epoch
+
+    def validation_step(self, batch, batch_idx):
+        return {"probs": self.layer(batch[0]).softmax(-1), "target": batch[1]}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def federate(folder, clients, classes):
+    """Two rounds of a federation that logs into ``folder``."""
+    torch.manual_seed(0)
+    loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
+    run = L.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=loggers,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[fb.FederatedBayes(fusion="weighted_average", engine="vectorized")],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    held_out = TensorDataset(torch.randn(classes, 2), torch.arange(classes))
+    run.fit(Softmax(classes), DataLoader(data_of(clients, classes), 2), DataLoader(held_out, 256))
+
+
+def watched(folder, clients, classes):
+    """Folder, lines, pictures and texts for TensorBoard of a federation."""
+    lines, figures, texts = [], [], {}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for module in ("callbacks.report", "callbacks.federated_bayes", "clients.setup", "clients.federation"):
+            patch.setattr(f"lightning_fedbayes.{module}.rank_zero_info", lines.append)
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        writer = "torch.utils.tensorboard.SummaryWriter"
+        patch.setattr(f"{writer}.add_text", lambda _, tag, text, **__: texts.update({tag: text}))
+        federate(folder, clients, classes)
+    return folder, [*lines, *(str(each.message) for each in said)], figures, texts
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return {name: watched(tmp_path_factory.mktemp(name), *size) for name, size in SIZES.items()}
+
+
+def test_no_line_of_the_log_grows_with_clients_and_classes(runs):
+    small, large = (runs[name][1] for name in SIZES)
+    assert max(map(len, large)) <= max(map(len, small)) + LONGER
+    assert len(large) <= len(small)
+    for lines in (small, large):
+        for text in ("are left out; the first: FusionError", "stand out", "has diverged"):
+            assert any(text in line for line in lines)
+
+
+def test_tables_hold_a_hundred_rows_the_failing_clients_first(runs):
+    for name, (clients, _) in SIZES.items():
+        folder, _, _, texts = runs[name]
+        head, *rows = csv.reader((folder / "federation_clients.csv").read_text().splitlines())
+        assert len(rows) == MOST_ROWS
+        assert texts["federation/clients"].count("\n") == MOST_ROWS + 1  # and the head with its rule
+        failures = [row[head.index("failures")] for row in rows]
+        if name == "small":
+            assert [row[0] for row in rows] == [f"clinic {client}" for client in range(clients)]
+        else:
+            assert failures[:-1] == ["2"] * 99
+            assert rows[-1][0] == "9,901 others, no worse"
+
+
+def test_settings_hold_the_sizes_of_few_clients_and_a_summary_of_many(runs):
+    small, large = (
+        yaml.safe_load((runs[name][0] / "hparams.yaml").read_text())["federation"]["client_sizes"] for name in SIZES
+    )
+    assert small == [1, 2] * 50
+    assert {key: large[key] for key in ("smallest", "median", "largest", "total")} == {
+        "smallest": 1,
+        "median": 1.5,
+        "largest": 2,
+        "total": 15_000,
+    }
+    assert len(large) == 5
+    for name in SIZES:
+        assert all(len(line) < 1_000 for line in runs[name][3]["federation/settings"].splitlines())
+
+
+def test_curves_and_axes_do_not_grow(runs):
+    small, large = (next(csv.reader((runs[name][0] / "metrics.csv").read_text().splitlines())) for name in SIZES)
+    assert small == large
+
+
+def test_pictures_hold_a_hundred_rows_and_say_so(runs):
+    for name in SIZES:
+        heat_map, *others = runs[name][2]
+        assert heat_map.axes[0].images[0].get_array().shape == ((100, 10) if name == "small" else (100, 100))
+        for axes in [axes for figure in (heat_map, *others) for axes in figure.axes]:
+            assert len(axes.get_xticks()) <= MOST_ROWS
+            assert len(axes.get_yticks()) <= MOST_ROWS
+    assert runs["large"][2][0].axes[0].get_title().endswith("\n100 of 10,000 clients, 100 of 1,000 classes")
+    assert runs["small"][2][0].axes[0].get_title() == "Examples per client and class"
 
 
 # -- reports that a run of many clients would take long for ------------------------------------------------------------
@@ -27,6 +158,78 @@ def trainer(folder=None):
     """A Trainer that logs into ``folder``."""
     logger = False if folder is None else CSVLogger(folder, name="", version="")
     return L.Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False)
+
+
+def result_of(clients):
+    """A round whose rule has inferred the reliability of each client, and left every hundredth out."""
+    shares = {client: client / clients**2 for client in range(clients)}
+    q = fb.GaussianPosterior.point_mass({"w": torch.zeros(1)})
+    aggregate = Aggregate(q, {}, shares, {}, True, dict.fromkeys(range(0, clients, 100), "far"), {}, ())
+    return RoundResult(0, q, {}, aggregate, None, (), {})
+
+
+@pytest.mark.parametrize("clients", [100, 10_000])
+def test_reliabilities_are_a_hundred_rows(clients, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    report = FederationReport()
+    report.set_clients(Clients(tuple(map(str, range(clients))), (TensorDataset(torch.zeros(1)),) * clients))
+    report.fused(result_of(clients))
+    report.finish(trainer(tmp_path), UncertaintyReport(None), [])
+    _, *rows = csv.reader((tmp_path / "federation_reliability_by_round.csv").read_text().splitlines())
+    assert len(rows) == MOST_ROWS
+    assert figures[0].axes[0].images[0].get_array().shape == (100, 1)
+    if clients > MOST_ROWS:
+        assert {row[3] for row in rows[:-1]} == {"far"}  # 100 are
+        assert rows[-1] == ["nan", "9,901 others, no worse", "nan", ""]
+        assert "100 of 10,000 clients" in figures[0].axes[0].get_title()
+
+
+def scores_of(clients):
+    """Scores of clients, the worst of which is the last but one; the last has none."""
+    accuracy = torch.linspace(1, 0.5, clients)
+    accuracy[-1] = torch.nan
+    names = tuple(map(str, range(clients)))
+    return ClientScores(names, (3,) * clients, {"accuracy": accuracy, "nll": torch.ones(clients)})
+
+
+def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
+    scores = scores_of(10_000)
+    head, rows = scores.table()
+    assert head == ["client", "examples", "accuracy", "nll"]
+    assert [row[0] for row in rows] == [*map(str, range(9_998, 9_899, -1)), "9,901 others, no worse"]
+    assert scores.markdown().count("\n") == 1 + MOST_ROWS + 3  # and mean, worst and spread
+    assert scores._repr_html_().count("<tr>") == 1 + MOST_ROWS + 3
+    scores.to_csv(tmp_path / "scores.csv")
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 10_001
+    assert len(ClientScores(scores.names, scores.num_examples, {}).table()[1]) == MOST_ROWS
+    few = scores_of(100)
+    assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
+
+
+def test_tables_of_scores_are_logged_so(tmp_path):
+    report = fb.ClientReport()
+    report.scores = {"val": scores_of(10_000), "personal/val": scores_of(10_000)}
+    report.on_train_end(trainer(tmp_path), Softmax(2))
+    for name in ("val_clients.csv", "val_personal.csv"):
+        assert len((tmp_path / name).read_text().splitlines()) == 1 + MOST_ROWS
+
+
+def test_a_table_of_weights_and_biases_takes_the_last_row():
+    import wandb
+
+    head, rows = scores_of(1_000).table()
+    assert len(wandb.Table(columns=head, data=[list(row) for row in rows]).data) == MOST_ROWS
+
+
+def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
+    metric = fb.metrics.ClientAccuracy(10_000)
+    for client in range(0, 10_000, 10):
+        metric.update(torch.tensor([[0.9, 0.1]] * 2), torch.tensor([0, client % 3 > 0]), client)
+    axes = metric.plot()[0].axes[0]
+    assert len(axes.patches) == MOST_ROWS
+    assert len(axes.get_xticks()) <= 20
+    assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
 
 
 # -- the sizes of the clients ------------------------------------------------------------------------------------------
@@ -55,6 +258,89 @@ def test_a_federation_with_one_client_of_another_size_is_another(clients):
 
 
 # -- lines of a round --------------------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Linear):
+    """A layer that keeps a list of its own, as those of Hugging Face keep a configuration."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append(len(inputs))
+        return super().forward(inputs)
+
+
+class Regression(L.LightningModule):
+    """A regression, with one layer after another, of targets that may be torn."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        if bool(batch[1].isnan().any()):
+            raise OSError("torn")
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def lines_of(module, method, targets):
+    """Lines of one round of a federation of a client for each target, whose error ends it."""
+    parts = {str(k): TensorDataset(torch.ones(1, 1), target.view(1, 1)) for k, target in enumerate(targets)}
+    federation = fb.FederatedBayes(
+        fusion=method, engine="sequential", safeguards=fb.Safeguards(max_failed_rounds=1, min_clients=1)
+    )
+    run = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[federation],
+    )
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (
+            "clients.sequential.rank_zero_info",
+            "callbacks.report.rank_zero_info",
+            "clients.federation.rank_zero_warn",
+        ):
+            patch.setattr(f"lightning_fedbayes.{place}", lines.append)
+        try:
+            run.fit(module, DataLoader(fb.ClientDatasets(parts), 1))
+        except FederationError as error:
+            lines.append(str(error))
+    return lines
+
+
+@pytest.mark.parametrize("layers", [1, 3, 300])
+def test_attributes_that_clients_share_are_named_up_to_a_few(layers):
+    (line,) = lines_of(Regression(Remembering() for _ in range(layers)), "weighted_average", torch.zeros(2))
+    names = "self.layers.0.seen" + {1: "", 3: ", self.layers.1.seen, self.layers.2.seen"}.get(
+        layers, ", self.layers.1.seen, self.layers.10.seen and 297 others"
+    )
+    assert line == f"Clients share {names}, which training changes and which cannot be put back."
+
+
+def test_clients_whose_own_networks_fail_are_one_line():
+    lines = lines_of(Regression([nn.Linear(1, 1)]), Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
+    assert lines == [
+        "Clients whose own networks stay as they were, because their training failed: 0, 1, 2 and 6 others; the first: "
+        "torn",
+        "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn",
+    ]
+
+
+def test_failures_are_told_where_they_end_the_run():
+    lines = lines_of(Regression([nn.Linear(1, 1)]), "weighted_average", torch.full((9,), torch.nan))
+    assert lines[0] == "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
+    assert "1 round in a row had fewer than min_clients=1 valid updates" in lines[1]
+    assert len(lines) == 2
 
 
 # -- warnings and errors -----------------------------------------------------------------------------------------------
@@ -115,7 +401,6 @@ def unknown_threshold(clients, classes):
     conformal.threshold_of("clinic")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [

@@ -23,24 +23,68 @@ from .wandb_file import read_run
 pytestmark = pytest.mark.slow
 
 ROUNDS, CLIENTS = 3, 3
-VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/epistemic", "val/kwon_aleatoric",
-    "val/kwon_epistemic", "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
-    "val/retained_area_kwon_aleatoric", "val/retained_area_kwon_epistemic", "val/retained_area_epistemic"}  # fmt: skip
+VALIDATION = {
+    "val/accuracy",
+    "val/nll",
+    "val/ece",
+    "val/brier",
+    "val/entropy",
+    "val/epistemic",
+    "val/kwon_aleatoric",
+    "val/kwon_epistemic",
+    "val/client_accuracy",
+    "val/worst_client_accuracy",
+    "val/retained_area_entropy",
+    "val/retained_area_kwon_aleatoric",
+    "val/retained_area_kwon_epistemic",
+    "val/retained_area_epistemic",
+}
 CONSTANT = {"federation/failed_clients", "federation/failed_rounds", "federation/excluded_clients"}
-FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
-    "federation/posterior_variance", "federation/disagreement", "federation/effective_clients",
-    "federation/train_loss"}  # fmt: skip
+FEDERATION = {
+    "federation/seconds",
+    "federation/megabytes_up",
+    "federation/megabytes_down",
+    "federation/posterior_variance",
+    "federation/disagreement",
+    "federation/effective_clients",
+    "federation/train_loss",
+}
 OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS,
-    "test/calibration": ROUNDS, "test/accuracy_retained": ROUNDS}  # fmt: skip
-SETTINGS = {"clients": CLIENTS, "fusion": fb.Sites().described, "weighting": "train_size", "seed": 7, "local_epochs": 1,
-    "fraction": 1.0, "engine": "vectorized", "buffers": "average", "keep": [], "min_clients": 1,
-    "local_parameters": []}  # fmt: skip
-COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
-    "last_failure"]  # fmt: skip
+IMAGES = {
+    "federation/clients_by_class": 0,
+    "val/calibration": ROUNDS,
+    "val/accuracy_retained": ROUNDS,
+    "test/calibration": ROUNDS,
+    "test/accuracy_retained": ROUNDS,
+}
+SETTINGS = {
+    "clients": CLIENTS,
+    "fusion": fb.Sites().described,
+    "weighting": "train_size",
+    "seed": 7,
+    "local_epochs": 1,
+    "fraction": 1.0,
+    "engine": "vectorized",
+    "buffers": "average",
+    "keep": [],
+    "min_clients": 1,
+    "local_parameters": [],
+}
+COLUMNS = [
+    "client",
+    "examples",
+    "rounds",
+    "failures",
+    "weight",
+    "train_loss",
+    "accuracy",
+    "seconds",
+    "megabytes_up",
+    "last_failure",
+]
 PNG = b"\x89PNG"
 
 

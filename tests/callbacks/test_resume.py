@@ -58,8 +58,12 @@ class OnPlateau(Everything):
 
 SETTINGS = {
     "plain": {},
-    "everything kept": {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["network.6.*"],
-        "local_epochs": 2},
+    "everything kept": {
+        "keep": ["optimizer"],
+        "buffers": "local",
+        "local_parameters": ["network.6.*"],
+        "local_epochs": 2,
+    },
     "global prior": {"fusion": Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {"fusion": Reliability("ivar_vb", then="rklb"), "adversaries": GaussianVector(clients=[1])},
     "state of covariance": {"fusion": "icov_vb", "adversaries": RandomUpdate(clients=[0])},
@@ -69,7 +73,7 @@ SETTINGS = {
     "ivon": {"fusion": "sites", "keep": ["posterior"]},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
-}  # fmt: skip
+}
 MODULES = {
     "ivon": lambda: Plain(network(batch_norm=True), optimizer=fb.IVON),
     "laplace": lambda: Plain(network(batch_norm=True)),

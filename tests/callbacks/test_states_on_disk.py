@@ -12,11 +12,18 @@ from tests.callbacks.test_resume import Everything, kill, killed, state
 from tests.federations import Plain, assert_equal, federate, loader
 
 ROUNDS = 4
-SETTINGS = {"sites": {"fusion": "sites", "local_epochs": 2}, "everything": {"buffers": "local",
-    "local_parameters": ["network.6.*"], "fusion": "fedavg"}, "ditto": {"fusion": "ditto"},
-    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])}, "ivon": {"fusion": "sites"},
-    "late": {"fusion": "sites", "fraction": 1.0, "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}),
-    max_staleness=4)}}  # fmt: skip
+SETTINGS = {
+    "sites": {"fusion": "sites", "local_epochs": 2},
+    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
+    "ditto": {"fusion": "ditto"},
+    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])},
+    "ivon": {"fusion": "sites"},
+    "late": {
+        "fusion": "sites",
+        "fraction": 1.0,
+        "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}), max_staleness=4),
+    },
+}
 WHAT = ["optimizer", "posterior"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
@@ -126,8 +133,12 @@ def kill_at(calls: int, name: str):
     setattr(Store, name, counted)
 
 
-KILLED = {"everything": ("sequential", 8, "put"), "sites": ("vectorized", 3, "mark"), "ivon": ("vectorized", 3,
-    "finish"), "late": ("sequential", 8, "put")}  # fmt: skip
+KILLED = {
+    "everything": ("sequential", 8, "put"),
+    "sites": ("vectorized", 3, "mark"),
+    "ivon": ("vectorized", 3, "finish"),
+    "late": ("sequential", 8, "put"),
+}
 """Setting → engine, and the call at which the process is killed."""
 
 

@@ -17,8 +17,12 @@ from lightning_fedbayes.metrics.functional import (
 from tests.federations import Plain, bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
-AREAS = {"entropy": predictive_entropy, "epistemic": mutual_information, "kwon_aleatoric": kwon_aleatoric,
-    "kwon_epistemic": kwon_epistemic}  # fmt: skip
+AREAS = {
+    "entropy": predictive_entropy,
+    "epistemic": mutual_information,
+    "kwon_aleatoric": kwon_aleatoric,
+    "kwon_epistemic": kwon_epistemic,
+}
 
 
 class Own(L.LightningModule):

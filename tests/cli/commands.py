@@ -9,8 +9,13 @@ from lightning_fedbayes.cli import main
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 DIGITS = str(CONFIGS / "digits.yaml")
-QUICK = ("--trainer.max_epochs=1", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
-    "--trainer.accelerator=cpu", "--trainer.num_sanity_val_steps=0")  # fmt: skip
+QUICK = (
+    "--trainer.max_epochs=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.accelerator=cpu",
+    "--trainer.num_sanity_val_steps=0",
+)
 lightnings_warnings = pytest.mark.filterwarnings(
     "ignore:.*dirpath has changed.*",  # of checkpoints that another run wrote
     "ignore::DeprecationWarning:lightning.pytorch.cli",  # Lightning against newer jsonargparse

@@ -11,10 +11,18 @@ from lightning_fedbayes.cli.federation import FederationCLI
 from tests.cli.commands import DIGITS, lightnings_warnings
 from tests.fuzz import EXAMPLES, many, only_own_errors
 
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 3), st.floats(), st.text(max_size=5), st.just(10**30),
-    st.lists(st.integers(0, 3), max_size=3), st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2),
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 3),
+    st.floats(),
+    st.text(max_size=5),
+    st.just(10**30),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2),
     st.just({"class_path": "IIDPartition", "init_args": {"clients": 3}}),
-    st.just({"class_path": "os.system"}))  # fmt: skip
+    st.just({"class_path": "os.system"}),
+)
 ran = 0
 
 

@@ -23,15 +23,19 @@ def unlike_priors(**prior) -> Plain:
     return Plain(torch.nn.Sequential(*layers))
 
 
-AVERAGES = {"weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
+AVERAGES = {
+    "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
     "SWAG": (Plain, {"posterior": fb.SWAG()}, r"SWAG() has no width that follows the data"),
-    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {},
-        "IVON(curvature='ivon') has no width that follows the data"),
+    "published IVON": (
+        partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")),
+        {},
+        "IVON(curvature='ivon') has no width that follows the data",
+    ),
     "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "has no normal prior"),
     "point masses": (Plain, {}, "no parameter has a posterior"),
-    "another prior": (partial(unlike_priors, prior=ScaleMixturePrior(0.5, 1.0, 0.1)), {},
-        "has no normal prior")}  # fmt: skip
+    "another prior": (partial(unlike_priors, prior=ScaleMixturePrior(0.5, 1.0, 0.1)), {}, "has no normal prior"),
+}
 
 
 @pytest.mark.parametrize(("make", "options", "says"), AVERAGES.values(), ids=AVERAGES)

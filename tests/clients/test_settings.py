@@ -8,11 +8,20 @@ from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.fusion.auto import AutoFusion
 
-WRONG = {"local_epochs=0": {"local_epochs": 0}, "safeguards=2": {"safeguards": 2}, "engine=0": {"engine": 0},
-    "fraction=0": {"fraction": 0}, "engine='fast'": {"engine": "fast"}, "keep='kept'": {"keep": "kept"},
-    "buffers='averaged'": {"buffers": "averaged"}, "did you mean 'conflation'": {"fusion": "conflatoin"},
-    "did you mean 'train_size'": {"weighting": "trainsize"}, "is no Partition": {"partition": 3},
-    "give a function of a round": {"adversaries": ["SignFlip"]}, "is no UpdatePrivacy": {"privacy": 1.0}}  # fmt: skip
+WRONG = {
+    "local_epochs=0": {"local_epochs": 0},
+    "safeguards=2": {"safeguards": 2},
+    "engine=0": {"engine": 0},
+    "fraction=0": {"fraction": 0},
+    "engine='fast'": {"engine": "fast"},
+    "keep='kept'": {"keep": "kept"},
+    "buffers='averaged'": {"buffers": "averaged"},
+    "did you mean 'conflation'": {"fusion": "conflatoin"},
+    "did you mean 'train_size'": {"weighting": "trainsize"},
+    "is no Partition": {"partition": 3},
+    "give a function of a round": {"adversaries": ["SignFlip"]},
+    "is no UpdatePrivacy": {"privacy": 1.0},
+}
 
 
 @pytest.mark.parametrize(("says", "arguments"), WRONG.items(), ids=WRONG)

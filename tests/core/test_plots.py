@@ -12,16 +12,19 @@ from lightning_fedbayes.core import plots
 
 CURVE = (torch.linspace(0.02, 1, 50), torch.linspace(1, 0.8, 50))
 FIGURES = {
-    "calibration": lambda: plots.calibration_diagram(torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5,
-        0.8]), torch.tensor([0, 10, 30]), 0.1),
-    "calibration_of_one_bin": lambda: plots.calibration_diagram(torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4),
-        torch.tensor(0.1)),
+    "calibration": lambda: plots.calibration_diagram(
+        torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5, 0.8]), torch.tensor([0, 10, 30]), 0.1
+    ),
+    "calibration_of_one_bin": lambda: plots.calibration_diagram(
+        torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4), torch.tensor(0.1)
+    ),
     "retained": lambda: plots.accuracy_retained({"entropy": CURVE, "epistemic": CURVE}),
     "retained_of_one_value": lambda: plots.accuracy_retained({"constant": (torch.tensor(1.0), torch.tensor(0.7))}),
     "heatmap": lambda: plots.client_heatmap(torch.arange(12).view(3, 4), "abcd"),
     "large_heatmap": lambda: plots.client_heatmap(torch.arange(60 * 40).view(60, 40), range(40)),
-    "reliability_of_clients": lambda: plots.client_reliability(torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a",
-        "b"]),
+    "reliability_of_clients": lambda: plots.client_reliability(
+        torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]
+    ),
     "across": lambda: plots.cross_heatmap(torch.rand(3, 3), "abc", "nll"),
     "across_not_finite": lambda: plots.cross_heatmap(torch.full((2, 2), torch.nan), "ab", "nll"),
     "across_of_many": lambda: plots.cross_heatmap(torch.rand(150, 150), range(150), "nll"),
@@ -29,10 +32,11 @@ FIGURES = {
     "accuracy_of_clients": lambda: plots.client_accuracy(torch.tensor([0.9, torch.nan, 0.5, 0.7])),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
-    "panels_of_rounds": lambda: plots.round_panels({f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3,
-        0.4 * i]} for i in range(5)}),
+    "panels_of_rounds": lambda: plots.round_panels(
+        {f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3, 0.4 * i]} for i in range(5)}
+    ),
     "one_panel": lambda: plots.round_panels({"accuracy": {"a": [0.1]}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import Store
 
-TENSORS = [torch.tensor(3.0), torch.arange(6.0, dtype=torch.float64).view(2, 3).T, torch.empty(0), torch.ones(2, 0, 3),
-    torch.tensor([1, -(2**60)]), torch.tensor([True, False]), torch.tensor([1.5], dtype=torch.bfloat16),
-    torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]]), torch.tensor([1 + 2j]),
-    torch.nn.Parameter(torch.ones(3)).detach()[1:]]  # fmt: skip
+TENSORS = [
+    torch.tensor(3.0),
+    torch.arange(6.0, dtype=torch.float64).view(2, 3).T,
+    torch.empty(0),
+    torch.ones(2, 0, 3),
+    torch.tensor([1, -(2**60)]),
+    torch.tensor([True, False]),
+    torch.tensor([1.5], dtype=torch.bfloat16),
+    torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]]),
+    torch.tensor([1 + 2j]),
+    torch.nn.Parameter(torch.ones(3)).detach()[1:],
+]
 
 
 @pytest.fixture

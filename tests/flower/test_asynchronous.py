@@ -236,9 +236,15 @@ def test_arguments_that_do_not_go_together_are_refused(options, says, tmp_path):
 
 GOOD = {"fusion": 1, "clients": 2, "began": [0], "arrived": [[0, 0]], "refused": []}
 SECOND = {**GOOD, "fusion": 2}
-BROKEN = {"another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD,
-    "clients": "2"}], "no order": [{"fusion": 1}], "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
-    "begun too early": [GOOD, SECOND], "no line": ["x"]}  # fmt: skip
+BROKEN = {
+    "another number": [SECOND],
+    "of the future": [{**GOOD, "arrived": [[0, 1]]}],
+    "a text": [{**GOOD, "clients": "2"}],
+    "no order": [{"fusion": 1}],
+    "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
+    "begun too early": [GOOD, SECOND],
+    "no line": ["x"],
+}
 
 
 @pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)

@@ -189,10 +189,18 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     )
 
 
-BAD = {"death": (lambda reply: None, "answer"), "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})),
-    "no finite gradient"), "not finite": (with_records(metrics=MetricRecord({"gradient": float("nan"), "curvature": 1.0,
-    "num-examples": 3})), "no finite gradient"), "no examples": (with_records(metrics=MetricRecord({"gradient": 1.0,
-    "curvature": 1.0, "num-examples": 0})), "num-examples=0")}  # fmt: skip
+BAD = {
+    "death": (lambda reply: None, "answer"),
+    "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
+    "not finite": (
+        with_records(metrics=MetricRecord({"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})),
+        "no finite gradient",
+    ),
+    "no examples": (
+        with_records(metrics=MetricRecord({"gradient": 1.0, "curvature": 1.0, "num-examples": 0})),
+        "num-examples=0",
+    ),
+}
 
 
 @pytest.mark.slow
@@ -205,9 +213,14 @@ def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, a
     assert scaling.temperature == pytest.approx(without.temperature, abs=1e-6)
 
 
-COUNTS = {"other cells": np.ones(7, np.int64), "negative": np.full(1024, -1), "floats": np.ones(1024),
-    "too many": np.full(1024, 2**62), "none": np.zeros(1024, np.int64), "a table": np.ones((2, 512),
-    np.int64)}  # fmt: skip
+COUNTS = {
+    "other cells": np.ones(7, np.int64),
+    "negative": np.full(1024, -1),
+    "floats": np.ones(1024),
+    "too many": np.full(1024, 2**62),
+    "none": np.zeros(1024, np.int64),
+    "a table": np.ones((2, 512), np.int64),
+}
 
 
 class Lying(LocalGrid):

@@ -28,13 +28,18 @@ class Wide(Plain):
         super().__init__(torch.nn.Linear(6, 9))
 
 
-REFUSALS = {"another network": (lambda: client_apps(make=Wide),
-        "the global model and this client's network name different"),
-    "too few parts": (lambda: [*client_apps()[:3], data_of_two()],
-        "this is client 3, but the data are those of 2 clients"),
+REFUSALS = {
+    "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
+    "too few parts": (
+        lambda: [*client_apps()[:3], data_of_two()],
+        "this is client 3, but the data are those of 2 clients",
+    ),
     "a schedule of a metric": (lambda: client_apps(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
-    "a Trainer that cuts rounds": (lambda: [client_app(hybrid(), BlobData(), trainer={"max_steps": 1})] * 4,
-        "max_steps=1 stops inside a round")}  # fmt: skip
+    "a Trainer that cuts rounds": (
+        lambda: [client_app(hybrid(), BlobData(), trainer={"max_steps": 1})] * 4,
+        "max_steps=1 stops inside a round",
+    ),
+}
 
 
 def data_of_two():
@@ -121,9 +126,14 @@ WRONG_STATES = {
     "another state": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"weights": 1}}},
     "no tensors": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"local": {"w": 1}}}},
     "no client": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {"x": {}}},
-    "half a posterior": {"federation": "a", "round": 3, "messages": {}, "before": {},
-        "after": {7: {"own": {"mean": {}}}}},
-}  # fmt: skip
+    "half a posterior": {
+        "federation": "a",
+        "round": 3,
+        "messages": {},
+        "before": {},
+        "after": {7: {"own": {"mean": {}}}},
+    },
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG_STATES)

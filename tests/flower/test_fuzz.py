@@ -17,10 +17,23 @@ from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
 PROBABILISTIC = {"w", "b"}
-ARRAYS = st.sampled_from([np.zeros((1, 2), np.float32), np.ones((1, 2), np.float16), np.ones((1, 2)),
-    np.asfortranarray(np.ones((2, 3))), np.full((1, 2), np.nan, np.float32), np.full((1, 2), 1e-45, np.float32),
-    -np.ones((1, 2), np.float32), np.ones((1, 2), np.complex64), np.ones((1, 2), np.int64), np.zeros((0,), np.float32),
-    np.array(1.0, np.float32), np.array(["x"]), np.ones((1, 2), bool)])  # fmt: skip
+ARRAYS = st.sampled_from(
+    [
+        np.zeros((1, 2), np.float32),
+        np.ones((1, 2), np.float16),
+        np.ones((1, 2)),
+        np.asfortranarray(np.ones((2, 3))),
+        np.full((1, 2), np.nan, np.float32),
+        np.full((1, 2), 1e-45, np.float32),
+        -np.ones((1, 2), np.float32),
+        np.ones((1, 2), np.complex64),
+        np.ones((1, 2), np.int64),
+        np.zeros((0,), np.float32),
+        np.array(1.0, np.float32),
+        np.array(["x"]),
+        np.ones((1, 2), bool),
+    ]
+)
 NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
 
 
@@ -83,8 +96,17 @@ def replies(draw):
     return reply(ArrayRecord(arrays), metrics, config)
 
 
-GOOD_STRATEGY = {"fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "safeguards": fb.Safeguards(),
-    "wait_for": 2, "evaluate": False, "across": False, "checkpoint": None, "seed": 0}  # fmt: skip
+GOOD_STRATEGY = {
+    "fusion": "linear_pool",
+    "weighting": "equal",
+    "fraction": 1.0,
+    "safeguards": fb.Safeguards(),
+    "wait_for": 2,
+    "evaluate": False,
+    "across": False,
+    "checkpoint": None,
+    "seed": 0,
+}
 
 
 @given(name=st.sampled_from(sorted(GOOD_STRATEGY)), value=st.sampled_from(POOL))

@@ -64,8 +64,11 @@ CASES = {
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
     "sites": (hybrid, {"fusion": "sites", "weighting": "equal"}, {"fusion": "sites"}),
-    "sites of cohorts": (hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites",
-        "local_epochs": 2}),
+    "sites of cohorts": (
+        hybrid,
+        {"fusion": "sites", "weighting": "equal", "fraction": 0.5},
+        {"fusion": "sites", "local_epochs": 2},
+    ),
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
@@ -76,18 +79,24 @@ CASES = {
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": FedProx(0.3)}),
-    "Laplace with sites": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites",
-        "posterior": fb.Laplace()}),
+    "Laplace with sites": (
+        Scheduled,
+        {"fusion": "sites", "fraction": 0.5},
+        {"fusion": "sites", "posterior": fb.Laplace()},
+    ),
     "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
     "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
     "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
-    "the method of docs/methods.md": (hybrid, {"fusion": OWN(0.1), "fraction": 0.5}, {"fusion": OWN(0.1),
-        "local_epochs": 2}),
+    "the method of docs/methods.md": (
+        hybrid,
+        {"fusion": OWN(0.1), "fraction": 0.5},
+        {"fusion": OWN(0.1), "local_epochs": 2},
+    ),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("make", "server", "client"), CASES.values(), ids=CASES)

@@ -49,15 +49,21 @@ BAD = {
     "wrong shape": (with_mean(np.zeros((2, 2), "f4")), "has shape"),
     "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
     "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
-    "an archive": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
-        "be read"),
+    "an archive": (
+        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
+        "be read",
+    ),
     "unreadable": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"x")}), "read"),
     "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
-    "certain of a deterministic parameter": (lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5,
-        6), 1e-9, "f4"))}), "must send the variances"),
+    "certain of a deterministic parameter": (
+        lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5, 6), 1e-9, "f4"))}),
+        "must send the variances",
+    ),
     "negative variance": (lambda r: resend(r, arrays={VARIANCE: Array(np.full((3, 5), -1, "f4"))}), "is negative"),
-    "buffer of another dtype": (lambda r: resend(r,
-        arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}), "dtypes"),
+    "buffer of another dtype": (
+        lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}),
+        "dtypes",
+    ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
     "no figures": (lambda r: resend(r, drop=["metrics"]), "num-examples=0"),
     "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
@@ -66,7 +72,7 @@ BAD = {
     "negative size": (lambda r: resend(r, metrics={"num-examples": -5}), "num-examples=-5"),
     "no number": (lambda r: resend(r, metrics={"num-examples": float("nan")}), "num-examples=nan"),
     "death": (lambda r: None, "no reply within 1 s"),
-}  # fmt: skip
+}
 
 
 def in_rounds(change, first, last=99):

@@ -194,11 +194,16 @@ def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
         FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(Softmax()), Softmax().head)
 
 
-SENT = [("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
+SENT = [
+    ("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
     ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
     ("statistics", fb.modules.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
-    ("curvature", KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)},
-        9), {})]  # fmt: skip
+    (
+        "curvature",
+        KroneckerSite({"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9),
+        {},
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "value", "known"), SENT, ids=[kind for kind, *_ in SENT])

@@ -11,11 +11,18 @@ from lightning_fedbayes.fusion import available_fusions, get_rule, rule_name
 
 from .strategies import ATOMS, CLOSED_FORMS, KINDS, RULES, assert_same, cohorts
 
-ALIASES = {"weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"], "weighted_sum": ["ws", "gaa"],
-    "linear_pool": ["lp", "kl_barycenter"], "conflation": ["inverse_variance"], "weighted_conflation": ["wc"],
-    "reverse_kl_barycenter": ["rklb", "log_linear_pool", "llp"], "wasserstein_barycenter": ["wb"],
-    "log_variance_average": ["aalv"], "distributed_weight_consolidation": ["dwc"],
-    "gaussian_fit": ["fedag"]}  # fmt: skip
+ALIASES = {
+    "weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"],
+    "weighted_sum": ["ws", "gaa"],
+    "linear_pool": ["lp", "kl_barycenter"],
+    "conflation": ["inverse_variance"],
+    "weighted_conflation": ["wc"],
+    "reverse_kl_barycenter": ["rklb", "log_linear_pool", "llp"],
+    "wasserstein_barycenter": ["wb"],
+    "log_variance_average": ["aalv"],
+    "distributed_weight_consolidation": ["dwc"],
+    "gaussian_fit": ["fedag"],
+}
 
 
 def expected(rule, m, v, w, mo, vo):

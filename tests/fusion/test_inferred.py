@@ -145,13 +145,20 @@ def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
         assert error < 0.1
 
 
-SENT = {"one client": normal(1, 30), "identical clients": normal(1, 30).expand(5, 30),
-    "identical but one": torch.cat([normal(1, 30).expand(4, 30), normal(1, 30, seed=2)]), "two clients": normal(2, 30),
-    "more clients than parameters": normal(8, 2), "a client equal to the consensus": torch.cat([normal(6, 30), normal(6,
-    30).mean(0, keepdim=True)]), "updates of 1e30": torch.cat([normal(5, 30), 1e30 * normal(2, 30, seed=1)]),
-    "an update of 1e18": torch.cat([normal(6, 30), 1e18 * normal(1, 30, seed=1)]), "updates of 1e-30": 1e-30 * normal(5,
-    30), "no update at all": torch.zeros(5, 30, dtype=torch.float64), "one free rider": torch.cat([normal(4, 30),
-    torch.zeros(1, 30, dtype=torch.float64)]), "one parameter": normal(4, 1)}  # fmt: skip
+SENT = {
+    "one client": normal(1, 30),
+    "identical clients": normal(1, 30).expand(5, 30),
+    "identical but one": torch.cat([normal(1, 30).expand(4, 30), normal(1, 30, seed=2)]),
+    "two clients": normal(2, 30),
+    "more clients than parameters": normal(8, 2),
+    "a client equal to the consensus": torch.cat([normal(6, 30), normal(6, 30).mean(0, keepdim=True)]),
+    "updates of 1e30": torch.cat([normal(5, 30), 1e30 * normal(2, 30, seed=1)]),
+    "an update of 1e18": torch.cat([normal(6, 30), 1e18 * normal(1, 30, seed=1)]),
+    "updates of 1e-30": 1e-30 * normal(5, 30),
+    "no update at all": torch.zeros(5, 30, dtype=torch.float64),
+    "one free rider": torch.cat([normal(4, 30), torch.zeros(1, 30, dtype=torch.float64)]),
+    "one parameter": normal(4, 1),
+}
 
 
 @pytest.mark.slow

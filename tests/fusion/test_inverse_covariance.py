@@ -27,8 +27,12 @@ from lightning_fedbayes.fusion.inverse_covariance import (
 from .untrusted import distances_of, error, independent, normal, origin, overlapping, point_masses
 
 FOUR_SHARE = [{*range(20), 100 + client} for client in range(4)] + [set(range(40, 60)), set(range(60, 80))]
-TWO_GROUPS = [*({*range(20), 100 + client} for client in range(4)), *({*range(20, 40),
-    110 + client} for client in range(2)), set(range(40, 60)), set(range(60, 80))]  # fmt: skip
+TWO_GROUPS = [
+    *({*range(20), 100 + client} for client in range(4)),
+    *({*range(20, 40), 110 + client} for client in range(2)),
+    set(range(40, 60)),
+    set(range(60, 80)),
+]
 
 
 def some_latent(clients=5, count=2):

@@ -14,8 +14,17 @@ from lightning_fedbayes.fusion import Cohort, Fused, NearestNeighbourMixing, Nor
 from .strategies import assert_same, posterior
 
 SEEDS = st.integers(0, 2**32 - 1)
-INNER = ("nwa", "rklb", "linear_pool", "gaussian_fit", "coordinate_median", "trimmed_mean", "geometric_median", "krum",
-    "multi_krum")  # fmt: skip
+INNER = (
+    "nwa",
+    "rklb",
+    "linear_pool",
+    "gaussian_fit",
+    "coordinate_median",
+    "trimmed_mean",
+    "geometric_median",
+    "krum",
+    "multi_krum",
+)
 
 
 def draw(count, seed):

@@ -21,13 +21,18 @@ from lightning_fedbayes.fusion import (
 
 from .strategies import assert_same, posterior
 
-ROBUST = {"geometric_median": "geometric_median", "coordinate_median": "coordinate_median",
-    "trimmed_mean": TrimmedMean(trim=0.49), "krum": "krum", "multi_krum": "multi_krum",
+ROBUST = {
+    "geometric_median": "geometric_median",
+    "coordinate_median": "coordinate_median",
+    "trimmed_mean": TrimmedMean(trim=0.49),
+    "krum": "krum",
+    "multi_krum": "multi_krum",
     "nnm, geometric_median": NearestNeighbourMixing(),
     "nnm, coordinate_median": NearestNeighbourMixing("coordinate_median"),
     "nnm, trimmed_mean": NearestNeighbourMixing(TrimmedMean(trim=0.49)),
     "norm_clipping, geometric_median": NormClipping("geometric_median"),
-    "norm_clipping, coordinate_median": NormClipping("coordinate_median")}  # fmt: skip
+    "norm_clipping, coordinate_median": NormClipping("coordinate_median"),
+}
 robust = pytest.mark.parametrize("rule", ROBUST.values(), ids=ROBUST)
 ATTACKS = ("scaled", "sign", "noise", "colluding", "zero")
 COUNTS, SEEDS = st.integers(1, 12), st.integers(0, 2**32 - 1)
@@ -133,12 +138,18 @@ def weighted_medians(values, shares):
 # MultiKrum(f=2), TrMean(f=1), TrMean(f=2), Median(), NNM(f=2) before GeometricMedian and before Average,
 # Clipping(c=2.5) before Average. Its Krum sums over K − f − 1 other clients, one more than the paper does.
 DATA = np.array([[1, 2, -1], [0, 3, 1], [2, 1, 0], [1, 1, 1], [-1, 2, 2], [30, -20, 10], [25, 40, -30]], dtype=float)
-BYZFL = [(GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]), (Krum(byzantine=1), [1, 1,
-    1]), (MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]), (MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
-    (TrimmedMean(trim=1), [5.8, 1.8, 0.6]), (TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
-    (get_rule("coordinate_median"), [1, 2, 1]), (NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
-    (NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]), (NormClipping("nwa",
-    radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999])]  # fmt: skip
+BYZFL = [
+    (GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]),
+    (Krum(byzantine=1), [1, 1, 1]),
+    (MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]),
+    (MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
+    (TrimmedMean(trim=1), [5.8, 1.8, 0.6]),
+    (TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
+    (get_rule("coordinate_median"), [1, 2, 1]),
+    (NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
+    (NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]),
+    (NormClipping("nwa", radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999]),
+]
 
 
 @pytest.mark.parametrize(("rule", "expected"), BYZFL, ids=[type(rule).__name__ for rule, _ in BYZFL])

@@ -10,8 +10,16 @@ from lightning_fedbayes.core.errors import FedBayesError
 
 TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
 """``FUZZ_TIMES=6 pytest tests/fuzz`` makes six times as many calls: 20,000 of public callables alone."""
-EXAMPLES = {"arguments": 3600, "posteriors": 800, "data sets": 300, "labels": 200, "wire": 300, "states": 150,
-    "strategies": 200, "YAML": 40}  # fmt: skip
+EXAMPLES = {
+    "arguments": 3600,
+    "posteriors": 800,
+    "data sets": 300,
+    "labels": 200,
+    "wire": 300,
+    "states": 150,
+    "strategies": 200,
+    "YAML": 40,
+}
 """Number of examples of each kind."""
 SECONDS = 20
 """An example that takes longer hangs: the longest good call takes less than one."""

@@ -15,14 +15,29 @@ from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import POOL
 
 COUNTS = st.integers(0, 30)
-PARTITIONS = st.one_of(st.builds(fb.IIDPartition, st.integers(1, 5)), st.builds(fb.ClassPartition, st.integers(1, 5),
-    st.integers(1, 3)), st.builds(fb.DirichletPartition, st.integers(1, 4), st.sampled_from([1e-3, 0.5, 1e9]),
-    st.sampled_from(["label", "client"])), st.just(fb.SizesPartition((1, 2))), st.just(fb.SizesPartition((0.5, 0.25))),
-    st.none())  # fmt: skip
-LABELS = st.one_of(st.lists(st.integers(-3, 4), max_size=12), st.lists(st.floats(), max_size=12),
-    st.lists(st.text(max_size=2)), st.lists(st.lists(st.integers(0, 2), max_size=2), max_size=12), st.none(),
-    st.sampled_from(POOL), st.lists(st.integers(0, 2), max_size=12).map(np.array), st.lists(st.booleans(),
-    max_size=12).map(torch.tensor))  # fmt: skip
+PARTITIONS = st.one_of(
+    st.builds(fb.IIDPartition, st.integers(1, 5)),
+    st.builds(fb.ClassPartition, st.integers(1, 5), st.integers(1, 3)),
+    st.builds(
+        fb.DirichletPartition,
+        st.integers(1, 4),
+        st.sampled_from([1e-3, 0.5, 1e9]),
+        st.sampled_from(["label", "client"]),
+    ),
+    st.just(fb.SizesPartition((1, 2))),
+    st.just(fb.SizesPartition((0.5, 0.25))),
+    st.none(),
+)
+LABELS = st.one_of(
+    st.lists(st.integers(-3, 4), max_size=12),
+    st.lists(st.floats(), max_size=12),
+    st.lists(st.text(max_size=2)),
+    st.lists(st.lists(st.integers(0, 2), max_size=2), max_size=12),
+    st.none(),
+    st.sampled_from(POOL),
+    st.lists(st.integers(0, 2), max_size=12).map(np.array),
+    st.lists(st.booleans(), max_size=12).map(torch.tensor),
+)
 
 
 class Examples:

@@ -17,19 +17,33 @@ from tests.fuzz.doors import POOL, admit, aggregate, bayesian, begun, posterior
 
 NETWORK = bayesian()
 OWN = fb.read_posterior(NETWORK)
-BREAKS = {"nothing": lambda value: value, "None": lambda value: None, "number": lambda value: 1.0,
-    "array": lambda value: value.numpy(), "list": lambda value: value.tolist(),
-    "sparse": lambda value: value.to_sparse(), "meta": lambda value: value.to("meta"),
-    "complex": lambda value: value.to(torch.complex64), "integers": lambda value: value.to(torch.int64),
-    "bools": lambda value: value > 0, "half": lambda value: value.half(), "double": lambda value: value.double(),
-    "NaN": lambda value: torch.full_like(value, torch.nan), "infinite": lambda value: torch.full_like(value, torch.inf),
-    "negative": lambda value: -value.abs() - 1, "tiny": lambda value: torch.full_like(value, 1e-45),
-    "huge": lambda value: torch.full_like(value, 1e38), "zero": torch.zeros_like,
+BREAKS = {
+    "nothing": lambda value: value,
+    "None": lambda value: None,
+    "number": lambda value: 1.0,
+    "array": lambda value: value.numpy(),
+    "list": lambda value: value.tolist(),
+    "sparse": lambda value: value.to_sparse(),
+    "meta": lambda value: value.to("meta"),
+    "complex": lambda value: value.to(torch.complex64),
+    "integers": lambda value: value.to(torch.int64),
+    "bools": lambda value: value > 0,
+    "half": lambda value: value.half(),
+    "double": lambda value: value.double(),
+    "NaN": lambda value: torch.full_like(value, torch.nan),
+    "infinite": lambda value: torch.full_like(value, torch.inf),
+    "negative": lambda value: -value.abs() - 1,
+    "tiny": lambda value: torch.full_like(value, 1e-45),
+    "huge": lambda value: torch.full_like(value, 1e38),
+    "zero": torch.zeros_like,
     "with a gradient": lambda value: value.clone().requires_grad_(),
-    "a parameter": lambda value: torch.nn.Parameter(value.clone()), "another shape": lambda value: value.unsqueeze(0),
-    "empty": lambda value: value[:0] if value.ndim else torch.zeros(0), "scalar": lambda value: value.sum(),
+    "a parameter": lambda value: torch.nn.Parameter(value.clone()),
+    "another shape": lambda value: value.unsqueeze(0),
+    "empty": lambda value: value[:0] if value.ndim else torch.zeros(0),
+    "scalar": lambda value: value.sum(),
     "expanded": lambda value: value[:1].expand(value.shape) if value.ndim else value,
-    "transposed": lambda value: value.T.contiguous().T if value.ndim == 2 else value}  # fmt: skip
+    "transposed": lambda value: value.T.contiguous().T if value.ndim == 2 else value,
+}
 """What may be wrong with one tensor."""
 
 
@@ -72,21 +86,26 @@ def restored(q):
 
 
 PLACES = {
-    **{f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)],
-        previous=posterior())) for rule in available_fusions() if rule != "icov_vb"},
+    **{
+        f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)], previous=posterior()))
+        for rule in available_fusions()
+        if rule != "icov_vb"
+    },
     "previous": lambda q: fb.fuse("dwc", [posterior(), posterior()], previous=q),
     "Server": lambda q: begun(posterior=q),
     "admit": lambda q: admit(0, 5, q, {"running": torch.ones(2)}, {}, 0.5),
-    "Aggregation": lambda q: aggregate(fusion.get_rule("conflation"), "train_size", posterior(), None,
-        fb.ClientUpdate(0, 5, q)),
-    "weights": lambda q: aggregate(fusion.get_rule("linear_pool"), "max_discrepancy", posterior(), None,
-        fb.ClientUpdate(0, 5, q)),
+    "Aggregation": lambda q: aggregate(
+        fusion.get_rule("conflation"), "train_size", posterior(), None, fb.ClientUpdate(0, 5, q)
+    ),
+    "weights": lambda q: aggregate(
+        fusion.get_rule("linear_pool"), "max_discrepancy", posterior(), None, fb.ClientUpdate(0, 5, q)
+    ),
     "kl": lambda q: posterior().kl(q),
     "from_state_dict": restored,
     "UpdatePrivacy": privatise,
     "draws_from_posterior": lambda q: modules.draws_from_posterior(q, 2),
     "draws_from_clients": lambda q: modules.draws_from_clients([posterior(), q]),
-}  # fmt: skip
+}
 OF_A_NETWORK = {
     "load_posterior": lambda q: fb.load_posterior(NETWORK, q),
     "set_prior": lambda q: layers.set_prior(NETWORK, q),

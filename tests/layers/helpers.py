@@ -11,11 +11,19 @@ SUFFIX = {
 }
 
 # (name of the deterministic layer, constructor arguments, input of two examples)
-KINDS = {"Linear": ((3, 2), {}, (2, 3)), "Conv1d": ((2, 4, 3), {"padding": 1, "groups": 2}, (2, 2, 5)), "Conv2d": ((2,
-    3, (3, 2)), {"stride": 2, "dilation": (1, 2), "padding_mode": "circular", "padding": 1}, (2, 2, 5, 6)),
-    "Conv3d": ((1, 2, 3), {"padding": "same"}, (2, 1, 3, 3, 3)), "ConvTranspose1d": ((2, 3, 3), {"stride": 2,
-    "output_padding": 1}, (2, 2, 3)), "ConvTranspose2d": ((2, 2, 3), {"stride": 2, "groups": 2, "padding": 1}, (2, 2, 3,
-    3)), "ConvTranspose3d": ((1, 2, 2), {"dilation": 2}, (2, 1, 2, 2, 2))}  # fmt: skip
+KINDS = {
+    "Linear": ((3, 2), {}, (2, 3)),
+    "Conv1d": ((2, 4, 3), {"padding": 1, "groups": 2}, (2, 2, 5)),
+    "Conv2d": (
+        (2, 3, (3, 2)),
+        {"stride": 2, "dilation": (1, 2), "padding_mode": "circular", "padding": 1},
+        (2, 2, 5, 6),
+    ),
+    "Conv3d": ((1, 2, 3), {"padding": "same"}, (2, 1, 3, 3, 3)),
+    "ConvTranspose1d": ((2, 3, 3), {"stride": 2, "output_padding": 1}, (2, 2, 3)),
+    "ConvTranspose2d": ((2, 2, 3), {"stride": 2, "groups": 2, "padding": 1}, (2, 2, 3, 3)),
+    "ConvTranspose3d": ((1, 2, 2), {"dilation": 2}, (2, 1, 2, 2, 2)),
+}
 
 
 def make(kind, estimator="reparameterization", **extra):

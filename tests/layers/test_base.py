@@ -169,9 +169,13 @@ def test_contradictory_or_improper_priors_are_refused(arguments):
         LinearReparameterization(2, 2, **arguments)
 
 
-BT = {"Linear": ((3, 2), {}, (4, 3)), "Conv1d": ((2, 4, 3), {"padding": 1}, (4, 2, 5)), "Conv2d": ((2, 4, 3),
-    {"stride": 2}, (4, 2, 6, 6)), "ConvTranspose1d": ((2, 2, 3), {"stride": 2}, (4, 2, 3)), "ConvTranspose2d": ((2, 2,
-    3), {"stride": 2, "padding": 1}, (4, 2, 3, 3))}  # fmt: skip
+BT = {
+    "Linear": ((3, 2), {}, (4, 3)),
+    "Conv1d": ((2, 4, 3), {"padding": 1}, (4, 2, 5)),
+    "Conv2d": ((2, 4, 3), {"stride": 2}, (4, 2, 6, 6)),
+    "ConvTranspose1d": ((2, 2, 3), {"stride": 2}, (4, 2, 3)),
+    "ConvTranspose2d": ((2, 2, 3), {"stride": 2, "padding": 1}, (4, 2, 3, 3)),
+}
 
 
 @pytest.mark.slow

@@ -79,11 +79,15 @@ def test_gradient_is_finite_where_the_output_variance_is_zero():
 
 
 # (layer, constructor arguments, input of three examples)
-GEOMETRIES = {"1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)), "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2,
-    1), "dilation": (1, 2)}, (3, 8, 20, 20)), "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
-    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)), "circular": ("Conv2d", (8, 3, 3),
-    {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)), "no bias": ("Conv2d", (8, 3, 3), {"bias": False},
-    (3, 8, 10, 10)), "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10))}  # fmt: skip
+GEOMETRIES = {
+    "1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)),
+    "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2, 1), "dilation": (1, 2)}, (3, 8, 20, 20)),
+    "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
+    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)),
+    "circular": ("Conv2d", (8, 3, 3), {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)),
+    "no bias": ("Conv2d", (8, 3, 3), {"bias": False}, (3, 8, 10, 10)),
+    "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10)),
+}
 
 
 def make(geometry):

@@ -34,10 +34,15 @@ def reference(mean, std, prior_mean, prior_std):
     return torch_kl(TorchNormal(mean, std), TorchNormal(prior_mean, prior_std)).sum()
 
 
-PRIORS = {"numbers": lambda: (0.3, 2.0), "standard": lambda: (0.0, 1.0), "wide": lambda: (0.0, 2.0),
-    "shifted": lambda: (0.5, 1.0), "number and tensor": lambda: (torch.randn(4, 3, dtype=torch.float64), 1.0),
-    "tensors": lambda: (torch.randn(4, 3, dtype=torch.float64), positive(4, 3)), "broadcast": lambda: (torch.randn(3,
-    dtype=torch.float64), positive(4, 1))}  # fmt: skip
+PRIORS = {
+    "numbers": lambda: (0.3, 2.0),
+    "standard": lambda: (0.0, 1.0),
+    "wide": lambda: (0.0, 2.0),
+    "shifted": lambda: (0.5, 1.0),
+    "number and tensor": lambda: (torch.randn(4, 3, dtype=torch.float64), 1.0),
+    "tensors": lambda: (torch.randn(4, 3, dtype=torch.float64), positive(4, 3)),
+    "broadcast": lambda: (torch.randn(3, dtype=torch.float64), positive(4, 1)),
+}
 
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
@@ -66,8 +71,13 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(path, prio
     assert gradgradcheck(kl, tensors)
 
 
-BATCHED = {"all": (0, 0, 0, 0), "mean only": (0, None, None, None), "std only": (None, 0, None, None),
-    "last dimension": (2, 1, None, 0), "prior only": (None, None, 0, None)}  # fmt: skip
+BATCHED = {
+    "all": (0, 0, 0, 0),
+    "mean only": (0, None, None, None),
+    "std only": (None, 0, None, None),
+    "last dimension": (2, 1, None, 0),
+    "prior only": (None, None, 0, None),
+}
 
 
 @pytest.mark.parametrize("dims", BATCHED.values(), ids=BATCHED)

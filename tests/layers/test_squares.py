@@ -14,14 +14,18 @@ from lightning_fedbayes.layers import (
 from lightning_fedbayes.layers.functional import ESTIMATORS
 from lightning_fedbayes.layers.priors import LocalPrior
 
-LAYERS = {"linear": (lambda: LinearReparameterization(5, 3), (7, 5)),
+LAYERS = {
+    "linear": (lambda: LinearReparameterization(5, 3), (7, 5)),
     "linear over time": (lambda: LinearReparameterization(5, 3), (7, 4, 5)),
     "one example": (lambda: LinearReparameterization(5, 3), (5,)),
     "no Bayesian bias": (lambda: LinearReparameterization(5, 3, bayesian_bias=False), (7, 5)),
-    "grouped": (lambda: Conv2dReparameterization(4, 6, 3, stride=2, padding=1, groups=2, padding_mode="circular"), (5,
-        4, 9, 9)),
+    "grouped": (
+        lambda: Conv2dReparameterization(4, 6, 3, stride=2, padding=1, groups=2, padding_mode="circular"),
+        (5, 4, 9, 9),
+    ),
     "padded": (lambda: Conv1dReparameterization(8, 8, 3, padding="same"), (5, 8, 20)),
-    "transposed": (lambda: ConvTranspose2dReparameterization(4, 6, 3, stride=2, groups=2), (5, 4, 6, 6))}  # fmt: skip
+    "transposed": (lambda: ConvTranspose2dReparameterization(4, 6, 3, stride=2, groups=2), (5, 4, 6, 6)),
+}
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

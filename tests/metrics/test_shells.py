@@ -40,26 +40,38 @@ def retained(correct, uncertainty):
 
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
-    "entropy_in_nats": (lambda: M.PredictiveEntropy(normalize=False), (PROBS,), lambda *a: F.predictive_entropy(*a,
-        normalize=False).mean()),
+    "entropy_in_nats": (
+        lambda: M.PredictiveEntropy(normalize=False),
+        (PROBS,),
+        lambda *a: F.predictive_entropy(*a, normalize=False).mean(),
+    ),
     "aleatoric": (M.KwonAleatoric, (PROBS,), lambda *a: F.kwon_aleatoric(*a).mean()),
     "epistemic": (M.KwonEpistemic, (PROBS,), lambda *a: F.kwon_epistemic(*a).mean()),
     "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),
     "brier": (M.BrierScore, (MEAN_PROBS, TARGET), lambda *a: F.brier_score(*a).mean()),
     "nll": (M.NegativeLogLikelihood, (MEAN_PROBS, TARGET), lambda *a: F.negative_log_likelihood(*a).mean()),
-    "adaptive": (lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000), (MEAN_PROBS, TARGET),
-        lambda *a: F.adaptive_calibration_error(*a, bins=10)),
+    "adaptive": (
+        lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000),
+        (MEAN_PROBS, TARGET),
+        lambda *a: F.adaptive_calibration_error(*a, bins=10),
+    ),
     "gaussian_nll": (M.GaussianNLL, (MU, VARIANCE, Y), lambda *a: F.gaussian_nll(*a).mean()),
     "gaussian_crps": (M.GaussianCRPS, (MU, VARIANCE, Y), lambda *a: F.gaussian_crps(*a).mean()),
     "ensemble_crps": (M.EnsembleCRPS, (DRAWS, Y), lambda *a: F.ensemble_crps(*a).mean()),
     "sharpness": (M.DeterminantSharpness, (COVARIANCE,), lambda *a: F.determinant_sharpness(*a).mean()),
-    "coverage": (lambda: M.IntervalCoverage(0.5), (MU, VARIANCE, Y), lambda *a: F.interval_coverage(*a,
-        level=0.5).mean()),
+    "coverage": (
+        lambda: M.IntervalCoverage(0.5),
+        (MU, VARIANCE, Y),
+        lambda *a: F.interval_coverage(*a, level=0.5).mean(),
+    ),
     "clients": (lambda: M.ClientAccuracy(3), (MEAN_PROBS, TARGET, CLIENT), client_accuracies),
-    "calibration": (lambda: M.CalibrationDiagram(10), (MEAN_PROBS, TARGET), lambda *a: F.calibration_diagram(*a,
-        bins=10)),
+    "calibration": (
+        lambda: M.CalibrationDiagram(10),
+        (MEAN_PROBS, TARGET),
+        lambda *a: F.calibration_diagram(*a, bins=10),
+    ),
     "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
-}  # fmt: skip
+}
 every_metric = pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
 
 
@@ -139,14 +151,23 @@ def test_counts_of_the_diagram_are_exact_and_its_ece_is_that_of_its_bins():
 
 
 REAL = torch.linspace(-1, 1, 7)
-INPUTS = {"AccuracyRetained": (CORRECT, ENTROPY), "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
-    "BrierScore": (MEAN_PROBS, TARGET), "ClientAccuracy": (MEAN_PROBS, TARGET, 0), "ConcordanceIndex": (REAL, REAL + 1,
-    REAL > 0), "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),), "EnsembleCRPS": (torch.randn(4, 7), REAL),
-    "NegativeLogLikelihood": (MEAN_PROBS, TARGET), "CalibrationDiagram": (MEAN_PROBS, TARGET),
+INPUTS = {
+    "AccuracyRetained": (CORRECT, ENTROPY),
+    "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
+    "BrierScore": (MEAN_PROBS, TARGET),
+    "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
+    "ConcordanceIndex": (REAL, REAL + 1, REAL > 0),
+    "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
+    "EnsembleCRPS": (torch.randn(4, 7), REAL),
+    "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
+    "CalibrationDiagram": (MEAN_PROBS, TARGET),
     **dict.fromkeys(("OutOfDistributionAUROC", "OutOfDistributionFPR"), (REAL, REAL > 0)),
     **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
-    **dict.fromkeys(("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"), (MEAN_PROBS.expand(3,
-    *MEAN_PROBS.shape),))}  # fmt: skip
+    **dict.fromkeys(
+        ("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"),
+        (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
+    ),
+}
 
 
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():

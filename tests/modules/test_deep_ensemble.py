@@ -16,8 +16,14 @@ from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
 from tests.federations import trainer
 
 FEATURES, MEMBERS = 3, 5
-BARYCENTERS = ("weighted_average", "linear_pool", "reverse_kl_barycenter", "wasserstein_barycenter",
-    "log_variance_average", "hellinger_barycenter")  # fmt: skip
+BARYCENTERS = (
+    "weighted_average",
+    "linear_pool",
+    "reverse_kl_barycenter",
+    "wasserstein_barycenter",
+    "log_variance_average",
+    "hellinger_barycenter",
+)
 
 
 def networks(targets=1, members=MEMBERS):

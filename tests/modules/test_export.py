@@ -123,8 +123,12 @@ class Sampled(nn.Module):
         return sample_outputs(self.network, x, 3).mean(0)
 
 
-DRAWING = {**{name: MADE[name][0].network for name in ESTIMATORS}, "dropout": MADE["dropout"][0].network,
-    "wrapped": MADE["recurrent"][0].network, "draws": Sampled(MADE["flipout"][0].network)}  # fmt: skip
+DRAWING = {
+    **{name: MADE[name][0].network for name in ESTIMATORS},
+    "dropout": MADE["dropout"][0].network,
+    "wrapped": MADE["recurrent"][0].network,
+    "draws": Sampled(MADE["flipout"][0].network),
+}
 INPUTS = {"wrapped": MADE["recurrent"][1]}
 
 

@@ -38,8 +38,12 @@ def bayesian_torch():
     return of_bayesian_torch(mlp(6, 3, (5,)), "Reparameterization", -1.0)
 
 
-STOCHASTIC = {**{name: lambda name=name: bayesian(name) for name in ESTIMATORS}, "dropout": dropout, "lstm": LastStep,
-    "bayesian_torch": bayesian_torch}  # fmt: skip
+STOCHASTIC = {
+    **{name: lambda name=name: bayesian(name) for name in ESTIMATORS},
+    "dropout": dropout,
+    "lstm": LastStep,
+    "bayesian_torch": bayesian_torch,
+}
 
 
 def moments(draws):

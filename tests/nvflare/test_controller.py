@@ -23,8 +23,18 @@ from tests.transport.federation import BlobData, hybrid
 SECRET = "patient 4711"
 
 
-OPTIONS = {"module": hybrid(), "num_rounds": 1, "timeout": 1.0, "checkpoint": None, "calibration": (),
-    "buffers": "average", "local_parameters": (), "posterior": None, "wait_for": 2, "evaluate": False}  # fmt: skip
+OPTIONS = {
+    "module": hybrid(),
+    "num_rounds": 1,
+    "timeout": 1.0,
+    "checkpoint": None,
+    "calibration": (),
+    "buffers": "average",
+    "local_parameters": (),
+    "posterior": None,
+    "wait_for": 2,
+    "evaluate": False,
+}
 
 
 class Broken(BlobData):
@@ -66,14 +76,19 @@ def one_nan(reply):
     return reply
 
 
-LIES = {"NaN": (one_nan, "is not finite"), "an extra tensor": (of("mean/more", torch.ones(1)),
-    "only client 1 has more"), "no tensor": (of("mean/more", "text"), "a dense tensor is needed"),
+LIES = {
+    "NaN": (one_nan, "is not finite"),
+    "an extra tensor": (of("mean/more", torch.ones(1)), "only client 1 has more"),
+    "no tensor": (of("mean/more", "text"), "a dense tensor is needed"),
     "a variance too many": (of("variance/network.0.weight", torch.ones(5, 6)), "must send the variances"),
-    "another client": (of("client", 0), "says that it is client 0"), "another round": (of("server-round", 7),
-    "is of round 7"), "another kind": (of("kind", "scores"), "it was asked for 'update'"), "no kind": (of("kind",
-    ["update"]), "no message of this version"), "a size that is none": (of("num-examples", 2.5), "num-examples"),
-    "differences": (differences, "posteriors are sent whole"), "nothing": (lambda reply: None,
-    "has sent nothing that FLARE takes within")}  # fmt: skip
+    "another client": (of("client", 0), "says that it is client 0"),
+    "another round": (of("server-round", 7), "is of round 7"),
+    "another kind": (of("kind", "scores"), "it was asked for 'update'"),
+    "no kind": (of("kind", ["update"]), "no message of this version"),
+    "a size that is none": (of("num-examples", 2.5), "num-examples"),
+    "differences": (differences, "posteriors are sent whole"),
+    "nothing": (lambda reply: None, "has sent nothing that FLARE takes within"),
+}
 
 
 @pytest.mark.parametrize(("change", "says"), LIES.values(), ids=LIES)
@@ -195,10 +210,14 @@ def test_a_client_answers_a_controller_of_another_kind_by_a_failure():
         client.answer(None)
 
 
-ARGUMENTS = {"rounds": ({"num_rounds": 0}, "num_rounds=0"), "timeout": ({"timeout": 0}, "timeout=0"),
-    "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"), "calibration": ({"calibration": [1]},
-    "give a list of FederatedTemperature"), "fusion": ({"fusion": "rlkb"}, "did you mean"), "seed": ({"seed": "a"},
-    "seed='a'")}  # fmt: skip
+ARGUMENTS = {
+    "rounds": ({"num_rounds": 0}, "num_rounds=0"),
+    "timeout": ({"timeout": 0}, "timeout=0"),
+    "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"),
+    "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
+    "fusion": ({"fusion": "rlkb"}, "did you mean"),
+    "seed": ({"seed": "a"}, "seed='a'"),
+}
 
 
 @pytest.mark.parametrize(("options", "says"), ARGUMENTS.values(), ids=ARGUMENTS)

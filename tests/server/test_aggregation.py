@@ -165,8 +165,18 @@ def spoiled(kind):
     return ClientUpdate(7, 10, GaussianPosterior(mean, variance), buffers), rf"client 7.*{words}|{words}.*client 7"
 
 
-SPOILED = ("nan mean", "infinite variance", "missing name", "more names", "wrong shape", "nan buffer",
-    "buffer of another shape", "buffer that would broadcast", "missing buffer", "more buffers")  # fmt: skip
+SPOILED = (
+    "nan mean",
+    "infinite variance",
+    "missing name",
+    "more names",
+    "wrong shape",
+    "nan buffer",
+    "buffer of another shape",
+    "buffer that would broadcast",
+    "missing buffer",
+    "more buffers",
+)
 
 
 @pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])

@@ -16,8 +16,16 @@ START = GaussianPosterior(
     {n: torch.zeros(s) for n, s in SHAPES.items()}, {"body": torch.full((40,), 0.01), "head": torch.zeros(20)}
 )
 DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
-SUMS = ("reverse_kl_barycenter", "conflation", "weighted_conflation", "weighted_average", "weighted_sum", "linear_pool",
-    "wasserstein_barycenter", "log_variance_average")  # fmt: skip
+SUMS = (
+    "reverse_kl_barycenter",
+    "conflation",
+    "weighted_conflation",
+    "weighted_average",
+    "weighted_sum",
+    "linear_pool",
+    "wasserstein_barycenter",
+    "log_variance_average",
+)
 
 
 def honest(client, examples=10):

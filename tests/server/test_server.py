@@ -43,12 +43,16 @@ def test_fedavg_is_the_mean_weighted_by_examples():
     assert server.accepted == {0: 1, 1: 1, 2: 1}
 
 
-UNUSABLE = {"failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
+UNUSABLE = {
+    "failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
     "not finite": (lambda: update(2, value=math.nan), "mean of 'w' is not finite"),
-    "of another network": (lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})),
-        "different parameters"),
+    "of another network": (
+        lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})),
+        "different parameters",
+    ),
     "of a stranger": (lambda: update(7), "client 7 is not in the cohort"),
-    "a second one": (lambda: update(1, value=9.0), "client 1 has been heard")}  # fmt: skip
+    "a second one": (lambda: update(1, value=9.0), "client 1 has been heard"),
+}
 
 
 @pytest.mark.parametrize(("make", "says"), UNUSABLE.values(), ids=UNUSABLE)
@@ -167,11 +171,24 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
     assert pickle.loads(pickle.dumps(server)).admit is not None
 
 
-WITH_STATE = {"fedavgm": "optimizer momentum", "fedadam": "optimizer square", "fedyogi": "optimizer momentum",
-    "ivar_vb": "counts", "icov_mle": "along", "ivar_mle": "clients", "icov_vb": "rounds"}  # fmt: skip
+WITH_STATE = {
+    "fedavgm": "optimizer momentum",
+    "fedadam": "optimizer square",
+    "fedyogi": "optimizer momentum",
+    "ivar_vb": "counts",
+    "icov_mle": "along",
+    "ivar_mle": "clients",
+    "icov_vb": "rounds",
+}
 """Rule → a part of its state."""
-DAMAGE = {"missing": None, "a word": "x", "empty": torch.zeros(0), "another shape": torch.zeros(7, 7, 7),
-    "not finite": torch.tensor(math.nan), "a list of lists": [[]]}  # fmt: skip
+DAMAGE = {
+    "missing": None,
+    "a word": "x",
+    "empty": torch.zeros(0),
+    "another shape": torch.zeros(7, 7, 7),
+    "not finite": torch.tensor(math.nan),
+    "a list of lists": [[]],
+}
 
 
 def trained(rule, rounds=2):

@@ -80,8 +80,14 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent(examples, point):
         assert torch.equal(ours, theirs)
 
 
-LIES = {"gradient": lie(gradient=10), "precision": lie(precision=30), "move": lie(move=30), "flipped": lie(-10, 1, -10),
-    "all": lie(30, 30, 30), "all, flipped": lie(-1e3, -1e3, -1e3)}  # fmt: skip
+LIES = {
+    "gradient": lie(gradient=10),
+    "precision": lie(precision=30),
+    "move": lie(move=30),
+    "flipped": lie(-10, 1, -10),
+    "all": lie(30, 30, 30),
+    "all, flipped": lie(-1e3, -1e3, -1e3),
+}
 
 
 @pytest.mark.slow

@@ -24,8 +24,18 @@ from .scenarios import SCENARIOS, SIZES, incomes, run
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
-OF_TWO = {"ivon_stacked", "laplace", "laplace_stacked", "swag_stacked", "scaffold_stacked", "ditto_stacked",
-    "own_method", "on_disk", "on_disk_stacked", "bounded"}  # fmt: skip
+OF_TWO = {
+    "ivon_stacked",
+    "laplace",
+    "laplace_stacked",
+    "swag_stacked",
+    "scaffold_stacked",
+    "ditto_stacked",
+    "own_method",
+    "on_disk",
+    "on_disk_stacked",
+    "bounded",
+}
 """Scenarios that differ from another one in what each process does by itself, not in what it exchanges."""
 CASES = [
     (devices, name)

@@ -38,27 +38,44 @@ def add(group: str, name: str, make: Callable[[], L.LightningModule] = Net, **op
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-TORCH = {"SGD": lambda p: optim.SGD(p, lr=0.1), "SGD with momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-    "SGD with Nesterov momentum and weight decay": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True,
-    weight_decay=0.1), "SGD that maximizes": lambda p: optim.SGD(p, lr=0.01, maximize=True),
-    "SGD, foreach": lambda p: optim.SGD(p, lr=0.1, foreach=True), "Adam": lambda p: optim.Adam(p, lr=0.01),
+TORCH = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD with Nesterov momentum and weight decay": lambda p: optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "SGD that maximizes": lambda p: optim.SGD(p, lr=0.01, maximize=True),
+    "SGD, foreach": lambda p: optim.SGD(p, lr=0.1, foreach=True),
+    "Adam": lambda p: optim.Adam(p, lr=0.01),
     "Adam, fused": lambda p: optim.Adam(p, lr=0.01, fused=True),
     "Adam, learning rate in a tensor": lambda p: optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
-    "AdamW": lambda p: optim.AdamW(p, lr=0.01), "AMSGrad": lambda p: optim.Adam(p, lr=0.01, amsgrad=True),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.01), "NAdam": lambda p: optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: optim.RAdam(p, lr=0.01), "RMSprop": lambda p: optim.RMSprop(p, lr=0.01),
-    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01), "Adadelta": lambda p: optim.Adadelta(p),
-    "ASGD": lambda p: optim.ASGD(p, lr=0.1), "Rprop": lambda p: optim.Rprop(p, lr=0.01)}  # fmt: skip
+    "AdamW": lambda p: optim.AdamW(p, lr=0.01),
+    "AMSGrad": lambda p: optim.Adam(p, lr=0.01, amsgrad=True),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.01),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01),
+    "Adadelta": lambda p: optim.Adadelta(p),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.01),
+}
 for name, optimizer in TORCH.items():
     add("Optimizers of torch", name, lambda optimizer=optimizer: Net(optimizer=optimizer), tolerance=1e-4)
 add(
     "Optimizers of torch", "Adafactor", lambda: Net(optimizer=lambda p: optim.Adafactor(p, lr=0.01)), vectorized=REFUSED
 )
-add("Optimizers of torch", "LBFGS", lambda: Net(optimizer=lambda p: optim.LBFGS(p, lr=0.1, max_iter=3)),
-    vectorized=REFUSED)  # fmt: skip
-add("Optimizers of torch", "groups with learning rates of their own",
-    lambda: Net(optimizer=lambda p: optim.SGD([{"params": [each], "lr": 0.1 / (i + 1)} for i,
-    each in enumerate(p)])))  # fmt: skip
+add(
+    "Optimizers of torch",
+    "LBFGS",
+    lambda: Net(optimizer=lambda p: optim.LBFGS(p, lr=0.1, max_iter=3)),
+    vectorized=REFUSED,
+)
+add(
+    "Optimizers of torch",
+    "groups with learning rates of their own",
+    lambda: Net(optimizer=lambda p: optim.SGD([{"params": [each], "lr": 0.1 / (i + 1)} for i, each in enumerate(p)])),
+)
 
 
 def some_parameters(self):
@@ -117,11 +134,25 @@ for name, make in {
 }.items():
     add("Schedules", name, scheduled(make), rounds=3)
 add("Schedules", "once in two epochs", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), frequency=2), rounds=2)
-add("Schedules", "once in a step", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step"),
-    sequential=REFUSED, vectorized=REFUSED)  # fmt: skip
-add("Schedules", "of the module's own hook lr_scheduler_step",
-    lambda: net(configure_optimizers=lambda self: ([o := optim.SGD(self.parameters(), lr=0.1)], [lr_scheduler.StepLR(o,
-    1, 0.5)]), lr_scheduler_step=lambda self, scheduler, metric: scheduler.step())(), rounds=3)  # fmt: skip
+add(
+    "Schedules",
+    "once in a step",
+    scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step"),
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    "Schedules",
+    "of the module's own hook lr_scheduler_step",
+    lambda: net(
+        configure_optimizers=lambda self: (
+            [o := optim.SGD(self.parameters(), lr=0.1)],
+            [lr_scheduler.StepLR(o, 1, 0.5)],
+        ),
+        lr_scheduler_step=lambda self, scheduler, metric: scheduler.step(),
+    )(),
+    rounds=3,
+)
 
 # -- the training step -------------------------------------------------------------------------------------------------
 
@@ -141,17 +172,28 @@ def step(
 STEP = "The training step"
 step(STEP, "returns a dict", lambda self, batch, batch_idx: {"loss": self.loss(batch), "x": batch[0]}, vectorized=EQUAL)
 step(STEP, "takes no batch_idx", lambda self, batch: self.loss(batch), vectorized=EQUAL)
-step(STEP, "returns None at every second batch", lambda self, batch,
-    batch_idx: None if batch_idx % 2 else self.loss(batch), vectorized=EQUAL)  # fmt: skip
+step(
+    STEP,
+    "returns None at every second batch",
+    lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch),
+    vectorized=EQUAL,
+)
 step(STEP, "returns None always", lambda self, batch, batch_idx: None, vectorized=EQUAL)
 step(STEP, "batch_idx in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + batch_idx), vectorized=EQUAL)
-step(STEP, "is_last_batch in the loss", lambda self, batch,
-    batch_idx: self.loss(batch) * (2 if self.trainer.is_last_batch else 1))  # fmt: skip
+step(
+    STEP,
+    "is_last_batch in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) * (2 if self.trainer.is_last_batch else 1),
+)
 step(
     STEP, "global_step in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.global_step), rounds=1
 )
-step(STEP, "current_epoch in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch),
-    vectorized=EQUAL)  # fmt: skip
+step(
+    STEP,
+    "current_epoch in the loss",
+    lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch),
+    vectorized=EQUAL,
+)
 
 
 def rate_in_loss(self, batch, batch_idx):
@@ -197,9 +239,13 @@ add(STEP, "a generator of the module", OwnGenerator, vectorized=REFUSED)
 
 step(STEP, "NumPy's global generator", lambda self, batch, batch_idx: self.loss(batch) * np.random.rand())
 step(STEP, "Python's global generator", lambda self, batch, batch_idx: self.loss(batch) * random.random())
-step(STEP, "torch's global generator", lambda self, batch,
-    batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1])), vectorized=EQUAL,
-    noisy=True)  # fmt: skip
+step(
+    STEP,
+    "torch's global generator",
+    lambda self, batch, batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1])),
+    vectorized=EQUAL,
+    noisy=True,
+)
 
 
 class Counter(Net):
@@ -311,9 +357,13 @@ def evaluates_later(self, batch, batch_idx):
     return self.loss(batch)
 
 
-add(STEP, "eval() of a BatchNorm at a step",
-    lambda: net(training_step=evaluates_later)().__class__(network(batch_norm=True)), vectorized=REFUSED,
-    loading={"drop_last": True})  # fmt: skip
+add(
+    STEP,
+    "eval() of a BatchNorm at a step",
+    lambda: net(training_step=evaluates_later)().__class__(network(batch_norm=True)),
+    vectorized=REFUSED,
+    loading={"drop_last": True},
+)
 
 
 def evaluates(self, batch, batch_idx):
@@ -321,16 +371,28 @@ def evaluates(self, batch, batch_idx):
     return self.loss(batch)
 
 
-add(STEP, "eval() of a BatchNorm at every step",
-    lambda: net(training_step=evaluates)().__class__(network(batch_norm=True)), vectorized=EQUAL,
-    loading={"drop_last": True})  # fmt: skip
+add(
+    STEP,
+    "eval() of a BatchNorm at every step",
+    lambda: net(training_step=evaluates)().__class__(network(batch_norm=True)),
+    vectorized=EQUAL,
+    loading={"drop_last": True},
+)
 
 
-step(STEP, "control flow on data", lambda self, batch, batch_idx: self.loss(batch) * (2 if batch[0].mean() > 0 else 1),
-    vectorized=EQUAL)  # fmt: skip
+step(
+    STEP,
+    "control flow on data",
+    lambda self, batch, batch_idx: self.loss(batch) * (2 if batch[0].mean() > 0 else 1),
+    vectorized=EQUAL,
+)
 step(STEP, ".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
-step(STEP, "torch.where on data", lambda self, batch, batch_idx: self.loss(batch) * torch.where(batch[0].mean() > 0,
-    2.0, 1.0), vectorized=EQUAL)  # fmt: skip
+step(
+    STEP,
+    "torch.where on data",
+    lambda self, batch, batch_idx: self.loss(batch) * torch.where(batch[0].mean() > 0, 2.0, 1.0),
+    vectorized=EQUAL,
+)
 
 
 class Metrics(Net):
@@ -479,45 +541,76 @@ class Normalizer(nn.Module):
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "linear": (lambda: nn.Linear(FEATURES, CLASSES), {}),
-    "three layers with in-place ReLU": (lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(inplace=True),
-        nn.Linear(8, 8), nn.ELU(), nn.Linear(8, CLASSES)), {}),
+    "three layers with in-place ReLU": (
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, CLASSES)
+        ),
+        {},
+    ),
     "BatchNorm": (lambda: network(batch_norm=True), {"loading": {"drop_last": True}}),
-    "BatchNorm without statistics": (lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5,
-        track_running_stats=False), nn.Linear(5, CLASSES)), {"loading": {"drop_last": True}}),
+    "BatchNorm without statistics": (
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)
+        ),
+        {"loading": {"drop_last": True}},
+    ),
     "LayerNorm": (lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)), {}),
-    "convolution and pooling": (lambda: image(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.AvgPool2d((1, 2)), nn.Flatten(),
-        nn.Linear(4, CLASSES)), {}),
+    "convolution and pooling": (
+        lambda: image(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.AvgPool2d((1, 2)), nn.Flatten(), nn.Linear(4, CLASSES)),
+        {},
+    ),
     "dropout": (lambda: nn.Sequential(nn.Dropout(0.3), network()), {"noisy": True}),
     "tied weights": (Tied, {}),
     "embedding": (Tokens, {}),
     "embedding with sparse gradients": (SparseTokens, {"vectorized": REFUSED}),
-    "transformer layer without dropout": (lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2,
-        1, 4, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(6, CLASSES)), {}),
+    "transformer layer without dropout": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 2)),
+            nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(6, CLASSES),
+        ),
+        {},
+    ),
     "BERT: embeddings, and an encoder with a mask": (Bert, {}),
     "LSTM": (lambda: sequence(lambda: nn.LSTM(2, 4, batch_first=True)), {}),
-    "LSTM, two layers, both directions": (lambda: sequence(lambda: nn.LSTM(2, 2, 2, bidirectional=True,
-        batch_first=True)), {}),
-    "LSTM with projections": (lambda: sequence(lambda: nn.LSTM(2, 6, proj_size=4, batch_first=True)),
-        {"vectorized": REFUSED}),
+    "LSTM, two layers, both directions": (
+        lambda: sequence(lambda: nn.LSTM(2, 2, 2, bidirectional=True, batch_first=True)),
+        {},
+    ),
+    "LSTM with projections": (
+        lambda: sequence(lambda: nn.LSTM(2, 6, proj_size=4, batch_first=True)),
+        {"vectorized": REFUSED},
+    ),
     "GRU": (lambda: sequence(lambda: nn.GRU(2, 4, batch_first=True)), {}),
     "GRU on a packed sequence": (Packed, {"vectorized": REFUSED}),
     "RNN": (lambda: sequence(lambda: nn.RNN(2, 4, batch_first=True)), {}),
-    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5,
-        CLASSES)), {"vectorized": REFUSED}),
-    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)),
-        {}),
+    "spectral norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)),
+        {"vectorized": REFUSED},
+    ),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)),
+        {},
+    ),
     "activation checkpointing": (Checkpointed, {"vectorized": REFUSED}),
     "a count inside a layer": (Normalizer, {"vectorized": REFUSED}),
-    "double precision": (lambda: nn.Sequential(fb_cast(torch.float64), nn.Linear(FEATURES, CLASSES,
-        dtype=torch.float64)), {}),
-    "bfloat16": (lambda: nn.Sequential(fb_cast(torch.bfloat16), nn.Linear(FEATURES, CLASSES, dtype=torch.bfloat16)),
-        {"tolerance": 0.02}),
-    "complex parameters": (lambda: nn.Sequential(fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES,
-        dtype=torch.complex64), Modulus()), {"sequential": REFUSED, "vectorized": REFUSED}),
+    "double precision": (
+        lambda: nn.Sequential(fb_cast(torch.float64), nn.Linear(FEATURES, CLASSES, dtype=torch.float64)),
+        {},
+    ),
+    "bfloat16": (
+        lambda: nn.Sequential(fb_cast(torch.bfloat16), nn.Linear(FEATURES, CLASSES, dtype=torch.bfloat16)),
+        {"tolerance": 0.02},
+    ),
+    "complex parameters": (
+        lambda: nn.Sequential(fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES, dtype=torch.complex64), Modulus()),
+        {"sequential": REFUSED, "vectorized": REFUSED},
+    ),
     "our Bayesian layers": (lambda: fb.bayesianize(network(), last=1), {"noisy": True}),
     "bayesian-torch's dnn_to_bnn": (lambda: of_bayesian_torch(network()), {"noisy": True}),
     "our Flipout layers": (lambda: fb.bayesianize(network(), last=2, estimator="flipout"), {"noisy": True}),
-}  # fmt: skip
+}
 
 
 class fb_cast(nn.Module):
@@ -568,8 +661,12 @@ add(HOOKS, "on_fit_start changes the weights", net(on_fit_start=lambda self: sca
 add(HOOKS, "on_train_start changes the weights", net(on_train_start=lambda self: scale(self, 0.5)), rounds=1)
 add(HOOKS, "on_train_epoch_start changes the weights", net(on_train_epoch_start=lambda self: scale(self, 0.9)))
 add(HOOKS, "on_train_epoch_end changes the weights", net(on_train_epoch_end=lambda self: scale(self, 0.9)))
-add(HOOKS, "on_validation_epoch_end changes the weights", net(on_validation_epoch_end=lambda self: scale(self, 0.9)),
-    validates=True)  # fmt: skip
+add(
+    HOOKS,
+    "on_validation_epoch_end changes the weights",
+    net(on_validation_epoch_end=lambda self: scale(self, 0.9)),
+    validates=True,
+)
 
 
 def on_train_epoch_start(self):
@@ -585,9 +682,16 @@ def unfreezes(self):
 
 
 add(HOOKS, "on_train_epoch_start unfreezes a layer", net(on_train_epoch_start=unfreezes), rounds=3)
-add(HOOKS, "on_train_epoch_start sets an attribute", net(on_train_epoch_start=lambda self: setattr(self, "beta",
-    1 / (1 + self.current_epoch)), training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch)), rounds=3,
-    vectorized=REFUSED)  # fmt: skip
+add(
+    HOOKS,
+    "on_train_epoch_start sets an attribute",
+    net(
+        on_train_epoch_start=lambda self: setattr(self, "beta", 1 / (1 + self.current_epoch)),
+        training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch),
+    ),
+    rounds=3,
+    vectorized=REFUSED,
+)
 
 
 def resets(self, batch, batch_idx):
@@ -595,14 +699,30 @@ def resets(self, batch, batch_idx):
         self.hidden = torch.zeros(FEATURES)
 
 
-add(HOOKS, "on_train_batch_start resets a state at batch 0", lambda: type("V", (Hidden,), {"__module__": __name__,
-    "on_train_batch_start": resets})(), vectorized=REFUSED)  # fmt: skip
-add(HOOKS, "on_train_batch_start returns -1 at batch 1", net(on_train_batch_start=lambda self, batch,
-    batch_idx: -1 if batch_idx == 1 else None), vectorized=REFUSED)  # fmt: skip
-add(HOOKS, "on_train_batch_start returns -1 at once", net(on_train_batch_start=lambda self, batch, batch_idx: -1),
-    vectorized=REFUSED)  # fmt: skip
-add(HOOKS, "on_train_batch_end clamps the weights", net(on_train_batch_end=lambda self, outputs, batch,
-    batch_idx: clamp(self)), vectorized=REFUSED)  # fmt: skip
+add(
+    HOOKS,
+    "on_train_batch_start resets a state at batch 0",
+    lambda: type("V", (Hidden,), {"__module__": __name__, "on_train_batch_start": resets})(),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_start returns -1 at batch 1",
+    net(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_start returns -1 at once",
+    net(on_train_batch_start=lambda self, batch, batch_idx: -1),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "on_train_batch_end clamps the weights",
+    net(on_train_batch_end=lambda self, outputs, batch, batch_idx: clamp(self)),
+    vectorized=REFUSED,
+)
 
 
 def halves_gradients(self, *_):
@@ -611,8 +731,12 @@ def halves_gradients(self, *_):
             parameter.grad.mul_(0.5)
 
 
-add(HOOKS, "on_before_optimizer_step changes gradients", net(on_before_optimizer_step=halves_gradients),
-    vectorized=REFUSED)  # fmt: skip
+add(
+    HOOKS,
+    "on_before_optimizer_step changes gradients",
+    net(on_before_optimizer_step=halves_gradients),
+    vectorized=REFUSED,
+)
 
 
 def warm_up(self, epoch, batch_idx, optimizer, closure):
@@ -632,14 +756,29 @@ def every_second(self, epoch, batch_idx, optimizer, closure):
 
 
 add(HOOKS, "optimizer_step steps at every second batch", net(optimizer_step=every_second), vectorized=REFUSED)
-add(HOOKS, "optimizer_zero_grad keeps the gradients at odd batches", net(optimizer_zero_grad=lambda self, epoch,
-    batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()), vectorized=REFUSED)  # fmt: skip
-add(HOOKS, "configure_gradient_clipping", net(configure_gradient_clipping=lambda self, optimizer,
-    gradient_clip_val=None, gradient_clip_algorithm=None: (nn.utils.clip_grad_norm_(self.parameters(), 0.1))),
-    vectorized=REFUSED)  # fmt: skip
+add(
+    HOOKS,
+    "optimizer_zero_grad keeps the gradients at odd batches",
+    net(optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()),
+    vectorized=REFUSED,
+)
+add(
+    HOOKS,
+    "configure_gradient_clipping",
+    net(
+        configure_gradient_clipping=lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: (
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        )
+    ),
+    vectorized=REFUSED,
+)
 add(HOOKS, "backward", net(backward=lambda self, loss: (2 * loss).backward()), vectorized=REFUSED)
-add(HOOKS, "on_after_batch_transfer changes the batch", net(on_after_batch_transfer=lambda self, batch,
-    dataloader_idx: (2 * batch[0], batch[1])), vectorized=REFUSED)  # fmt: skip
+add(
+    HOOKS,
+    "on_after_batch_transfer changes the batch",
+    net(on_after_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])),
+    vectorized=REFUSED,
+)
 
 
 def gradient_hook(self):
@@ -746,17 +885,38 @@ class Ema(L.Callback):
 add(CALLBACKS, "a moving average of the weights beside the module", callbacks=lambda: [Ema()], vectorized=REFUSED)
 add(CALLBACKS, "EarlyStopping", callbacks=lambda: [EarlyStopping("val/loss")], validates=True)
 add(CALLBACKS, "Timer", callbacks=lambda: [Timer("00:01:00:00")])
-add(CALLBACKS, "LambdaCallback with a hook of the epoch",
-    callbacks=lambda: [LambdaCallback(on_train_epoch_start=lambda trainer, module: scale(module, 0.9))])  # fmt: skip
-add(CALLBACKS, "LambdaCallback with a hook of the batch",
+add(
+    CALLBACKS,
+    "LambdaCallback with a hook of the epoch",
+    callbacks=lambda: [LambdaCallback(on_train_epoch_start=lambda trainer, module: scale(module, 0.9))],
+)
+add(
+    CALLBACKS,
+    "LambdaCallback with a hook of the batch",
     callbacks=lambda: [LambdaCallback(on_train_batch_end=lambda trainer, module, *_: clamp(module))],
-    vectorized=REFUSED)  # fmt: skip
-add(CALLBACKS, "StochasticWeightAveraging", callbacks=lambda: [StochasticWeightAveraging(0.1)], sequential=REFUSED,
-    vectorized=REFUSED)  # fmt: skip
-add(CALLBACKS, "ModelPruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.5)], sequential=REFUSED,
-    vectorized=REFUSED)  # fmt: skip
-add(CALLBACKS, "GradientAccumulationScheduler", callbacks=lambda: [GradientAccumulationScheduler({0: 2})],
-    sequential=REFUSED, vectorized=REFUSED)  # fmt: skip
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "StochasticWeightAveraging",
+    callbacks=lambda: [StochasticWeightAveraging(0.1)],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "ModelPruning",
+    callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.5)],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
+add(
+    CALLBACKS,
+    "GradientAccumulationScheduler",
+    callbacks=lambda: [GradientAccumulationScheduler({0: 2})],
+    sequential=REFUSED,
+    vectorized=REFUSED,
+)
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
@@ -808,13 +968,27 @@ def of_dict(self, batch, batch_idx):
     return self.loss((batch["x"], batch["y"]))
 
 
-add(DATA, "batches of dicts", net(training_step=of_dict), dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x,
-    "y": y}))  # fmt: skip
-add(DATA, "text in batches", net(training_step=of_dict), dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x,
-    "y": y, "name": "a"}), vectorized=REFUSED)  # fmt: skip
-add(DATA, "a collate function", net(training_step=of_dict),
-    loading={"collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _,
-    y in rows])}})  # fmt: skip
+add(
+    DATA,
+    "batches of dicts",
+    net(training_step=of_dict),
+    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y}),
+)
+add(
+    DATA,
+    "text in batches",
+    net(training_step=of_dict),
+    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, "name": "a"}),
+    vectorized=REFUSED,
+)
+add(
+    DATA,
+    "a collate function",
+    net(training_step=of_dict),
+    loading={
+        "collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
+    },
+)
 add(DATA, "drop_last", loading={"drop_last": True})
 add(DATA, "two workers", loading={"num_workers": 2})
 add(DATA, "batches of one", loading={"batch_size": 1})

@@ -229,10 +229,17 @@ def found_with(change, clients, liars=1):
     return search
 
 
-LIES = {"a thousand times": lambda g, h: (1e3 * g, 1e3 * h), "a thousandth": lambda g, h: (1e-3 * g, 1e-3 * h),
-    "upwards": lambda g, h: (-1e9, h), "downwards": lambda g, h: (1e9, h), "downwards, hidden": lambda g, h: (40.0, h),
-    "no curvature": lambda g, h: (g, 0.0), "much curvature, which ends Newton's steps": lambda g, h: (g, 1e12),
-    "negative curvature": lambda g, h: (g, -1e12), "another sign": lambda g, h: (-g, -h)}  # fmt: skip
+LIES = {
+    "a thousand times": lambda g, h: (1e3 * g, 1e3 * h),
+    "a thousandth": lambda g, h: (1e-3 * g, 1e-3 * h),
+    "upwards": lambda g, h: (-1e9, h),
+    "downwards": lambda g, h: (1e9, h),
+    "downwards, hidden": lambda g, h: (40.0, h),
+    "no curvature": lambda g, h: (g, 0.0),
+    "much curvature, which ends Newton's steps": lambda g, h: (g, 1e12),
+    "negative curvature": lambda g, h: (g, -1e12),
+    "another sign": lambda g, h: (-g, -h),
+}
 
 
 @pytest.mark.parametrize("name", LIES)

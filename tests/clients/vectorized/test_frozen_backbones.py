@@ -35,9 +35,16 @@ class Adapted(Plain):
         return self.optimizer_class(held, lr=self.lr)
 
 
-METHODS = {"average": {}, "proximal": {"fusion": "fedprox"}, "scaffold": {"fusion": "scaffold"},
-    "ditto": {"fusion": "ditto"}, "sites": {"fusion": "sites"}, "two at once": {"stack": 2, "local_epochs": 2},
-    "personal": {"local_parameters": ["*lora_B*"]}, "own buffers": {"buffers": "local"}}  # fmt: skip
+METHODS = {
+    "average": {},
+    "proximal": {"fusion": "fedprox"},
+    "scaffold": {"fusion": "scaffold"},
+    "ditto": {"fusion": "ditto"},
+    "sites": {"fusion": "sites"},
+    "two at once": {"stack": 2, "local_epochs": 2},
+    "personal": {"local_parameters": ["*lora_B*"]},
+    "own buffers": {"buffers": "local"},
+}
 
 
 @pytest.mark.parametrize(("method", "everything"), list(zip(METHODS, [False, True] * len(METHODS))))

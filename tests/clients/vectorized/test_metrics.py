@@ -139,17 +139,26 @@ class Deep(nn.Module):
         return getattr(self, name)
 
 
-SAME = {"called": (accuracy, calls_and_logs), "updated": (accuracy, updates_and_logs),
-    "written into afterwards": (accuracy, writes_afterwards), "its value": (accuracy, logs_what_it_returns),
-    "mean": (MeanMetric, of_the_loss), "sum": (SumMetric, of_the_loss), "maximum": (MaxMetric, of_the_loss),
-    "weighted mean": (MeanMetric, weighted), "twice in a step": (MeanMetric, twice),
-    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs), "collection": (collection, logs_members),
-    "by class": (collection, logs_by_class), "values of a collection": (collection, logs_values),
+SAME = {
+    "called": (accuracy, calls_and_logs),
+    "updated": (accuracy, updates_and_logs),
+    "written into afterwards": (accuracy, writes_afterwards),
+    "its value": (accuracy, logs_what_it_returns),
+    "mean": (MeanMetric, of_the_loss),
+    "sum": (SumMetric, of_the_loss),
+    "maximum": (MaxMetric, of_the_loss),
+    "weighted mean": (MeanMetric, weighted),
+    "twice in a step": (MeanMetric, twice),
+    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
+    "collection": (collection, logs_members),
+    "by class": (collection, logs_by_class),
+    "values of a collection": (collection, logs_values),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
     "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
     "collection, end of the epoch": (collection, only_updates, computes_and_resets),
-    "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict), "in a layer": (Deep,
-    in_a_dict)}  # fmt: skip
+    "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict),
+    "in a layer": (Deep, in_a_dict),
+}
 
 
 def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):

@@ -106,9 +106,14 @@ def test_linear_inside_another_transform(monkeypatch):
     assert not any(applied)
 
 
-RECURRENT = {"one layer": {}, "batch first": {"batch_first": True}, "two layers": {"num_layers": 2, "dropout": 0.0},
-    "both directions": {"bidirectional": True, "num_layers": 2}, "no bias": {"bias": False, "bidirectional": True},
-    "dropout of one layer": {"dropout": 0.5}}  # fmt: skip
+RECURRENT = {
+    "one layer": {},
+    "batch first": {"batch_first": True},
+    "two layers": {"num_layers": 2, "dropout": 0.0},
+    "both directions": {"bidirectional": True, "num_layers": 2},
+    "no bias": {"bias": False, "bidirectional": True},
+    "dropout of one layer": {"dropout": 0.5},
+}
 KINDS = {torch.gru: nn.GRU, torch.lstm: nn.LSTM, torch.rnn_tanh: nn.RNN, torch.rnn_relu: nn.RNN}
 
 

@@ -21,8 +21,12 @@ from tests.federations import CLASSES, FEATURES, Plain, blobs, federate, loader,
 
 from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
 
-PARTITIONS = [fb.IIDPartition(4), fb.DirichletPartition(5, alpha=0.5), fb.ClassPartition(3, classes_per_client=2),
-    fb.SizesPartition((1, 7, 30, 8, 44))]  # fmt: skip
+PARTITIONS = [
+    fb.IIDPartition(4),
+    fb.DirichletPartition(5, alpha=0.5),
+    fb.ClassPartition(3, classes_per_client=2),
+    fb.SizesPartition((1, 7, 30, 8, 44)),
+]
 
 
 def both(make, partition, rounds: int = 2, train=None, options=None, stack="vectorized", **settings):
@@ -71,11 +75,16 @@ class Momentum(Plain):
 OPTIMIZERS = ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-SETTINGS = {"kept momentum": {"keep": ["optimizer"]}, "one at a time": {"stack": 1}, "three at a time": {"stack": 3,
-    "local_epochs": 2}, "a third of the clients": {"fraction": 0.34},
-    "one client after the other": {"fraction": "turns"}, "personal head": {"local_parameters": ["net.2.*"]},
+SETTINGS = {
+    "kept momentum": {"keep": ["optimizer"]},
+    "one at a time": {"stack": 1},
+    "three at a time": {"stack": 3, "local_epochs": 2},
+    "a third of the clients": {"fraction": 0.34},
+    "one client after the other": {"fraction": "turns"},
+    "personal head": {"local_parameters": ["net.2.*"]},
     "proximal": {"fusion": FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
-    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"}}  # fmt: skip
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
+}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

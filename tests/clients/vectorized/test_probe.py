@@ -213,11 +213,24 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         assert sum(message.startswith(line) for message in caplog.messages) == 1
 
 
-ELEMENTWISE = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {},
-    "RMSprop": {"centered": True}, "Adagrad": {}, "Rprop": {}}  # fmt: skip
-STACKED = {"SGD": {"momentum_buffer"}, "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "AdamW": {"exp_avg",
-    "exp_avg_sq"}, "NAdam": {"exp_avg", "exp_avg_sq"}, "RMSprop": {"square_avg", "grad_avg"}, "Adagrad": {"sum"},
-    "Rprop": {"prev", "step_size"}}  # fmt: skip
+ELEMENTWISE = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "NAdam": {},
+    "RMSprop": {"centered": True},
+    "Adagrad": {},
+    "Rprop": {},
+}
+STACKED = {
+    "SGD": {"momentum_buffer"},
+    "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "NAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg", "grad_avg"},
+    "Adagrad": {"sum"},
+    "Rprop": {"prev", "step_size"},
+}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

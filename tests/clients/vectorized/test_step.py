@@ -30,11 +30,17 @@ def remove_primitives(monkeypatch):
     return remove
 
 
-CASES = {"plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
-    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs), "convolutions": (Convolutional, images),
-    "padding": (Padded, words), "attributes per client": (PerClient, blobs), "late buffer": (Late, blobs),
-    "skipped steps": (SkipsShort, blobs), "logged values and outputs": (Logging, blobs),
-    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs)}  # fmt: skip
+CASES = {
+    "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
+    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
+    "convolutions": (Convolutional, images),
+    "padding": (Padded, words),
+    "attributes per client": (PerClient, blobs),
+    "late buffer": (Late, blobs),
+    "skipped steps": (SkipsShort, blobs),
+    "logged values and outputs": (Logging, blobs),
+    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs),
+}
 
 
 @pytest.mark.slow

@@ -16,11 +16,15 @@ from lightning_fedbayes.data.partition import (
 )
 from tests.data.partition.labels import labels_with_gaps, seeds
 
-any_partition = st.one_of(st.builds(IIDPartition, st.integers(1, 10)), st.builds(DirichletPartition, st.integers(1, 4),
-    st.floats(0.5, 50), min_examples=st.just(1), balance=st.booleans()), st.builds(DirichletPartition, st.integers(1,
-    10), st.floats(1e-3, 1e6), st.just("client")), st.builds(SizesPartition, st.lists(st.integers(1, 5), min_size=1,
-    max_size=4).map(tuple)), st.builds(SizesPartition, st.lists(st.floats(0.1, 0.25), min_size=1,
-    max_size=4).map(tuple)))  # fmt: skip
+any_partition = st.one_of(
+    st.builds(IIDPartition, st.integers(1, 10)),
+    st.builds(
+        DirichletPartition, st.integers(1, 4), st.floats(0.5, 50), min_examples=st.just(1), balance=st.booleans()
+    ),
+    st.builds(DirichletPartition, st.integers(1, 10), st.floats(1e-3, 1e6), st.just("client")),
+    st.builds(SizesPartition, st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)),
+    st.builds(SizesPartition, st.lists(st.floats(0.1, 0.25), min_size=1, max_size=4).map(tuple)),
+)
 
 
 @pytest.mark.slow
