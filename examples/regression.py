@@ -93,7 +93,7 @@ def mean_field(train: TensorDataset, seed: int) -> Predict:
 
 def deep_ensemble(train: TensorDataset, seed: int) -> Predict:
     networks = [mlp(train.tensors[0].shape[1], 2, (HIDDEN,)) for _ in range(MEMBERS)]
-    model = fb.DeepEnsembleRegressor(networks, learning_rate=0.003)
+    model = fb.modules.DeepEnsembleRegressor(networks, learning_rate=0.003)
     return federate(model, train, "weighted_average", rounds=5, epochs=2, batch_size=8, seed=seed)
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
-    from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
+    from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport, check
     from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature
     from lightning_fedbayes.clients.across import evaluate_across
     from lightning_fedbayes.clients.evaluation import choose_personal_weight, evaluate_clients
@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         Categorical,
         Cox,
         CoxRegressor,
-        DeepEnsembleRegressor,
         Gaussian,
         HeadModule,
         HierarchicalLinearRegression,
@@ -83,7 +82,6 @@ __all__ = [
     "ClientUpdate",
     "Cox",
     "CoxRegressor",
-    "DeepEnsembleRegressor",
     "Delays",
     "DigitsDataModule",
     "DirichletPartition",
@@ -114,6 +112,7 @@ __all__ = [
     "UpdatePrivacy",
     "available_fusions",
     "bayesianize",
+    "check",
     "choose_personal_weight",
     "evaluate_across",
     "evaluate_clients",

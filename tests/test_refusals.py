@@ -55,7 +55,7 @@ def nobody_answers():
 
 
 def ensemble():
-    model = fb.DeepEnsembleRegressor([mlp(6, 3) for _ in range(2)])
+    model = fb.modules.DeepEnsembleRegressor([mlp(6, 3) for _ in range(2)])
     model.negative_log_likelihood(model(torch.randn(4, 6)), torch.randn(4, 1))
 
 

@@ -110,10 +110,10 @@ def pooled_ensemble(splits: Splits, plan: Plan) -> Outcome:
     return by_rounds(module, splits, plan.pooled(), "weighted_average", deep_ensemble=True)
 
 
-def ensemble_of(members: int, splits: Splits, plan: Plan) -> fb.DeepEnsembleRegressor:
+def ensemble_of(members: int, splits: Splits, plan: Plan) -> fb.modules.DeepEnsembleRegressor:
     """Return networks that predict mean and variance."""
     each = [two_headed(splits.number, splits.features, plan.hidden) for _ in range(members)]
-    return fb.DeepEnsembleRegressor(each, learning_rate=float(plan.rate), scaler=False)
+    return fb.modules.DeepEnsembleRegressor(each, learning_rate=float(plan.rate), scaler=False)
 
 
 def noisy(network: nn.Module, splits: Splits, **options: Any) -> fb.HybridBayesianRegressor:

@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
@@ -18,7 +20,7 @@ from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.model import frozen_names, with_rest
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, plan_round, share_of
@@ -121,6 +123,7 @@ class FederatedBayes(L.Callback):
         self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
+        self._reasons: list[str] | None = None
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport(samples=None)
 
@@ -209,13 +212,15 @@ class FederatedBayes(L.Callback):
         if stage != "fit":
             return
         self.settings = self._given
-        checks.check_trainer(trainer, pl_module, self.settings)
+        with self._mistakes():
+            checks.check_trainer(trainer, pl_module, self.settings)
         use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
             self._report = FederationReport()
         self._loader = None
-        self._uncertainty = bring_reports(trainer, self, self if self.settings.is_personal(pl_module) else None)
+        with self._mistakes():
+            self._uncertainty = bring_reports(trainer, self, self if self.settings.is_personal(pl_module) else None)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
@@ -223,6 +228,16 @@ class FederatedBayes(L.Callback):
                 callback.save_last = True  # so that ckpt_path="last" finds the last round; a link could dangle
         # epoch-wise figures are logged whatever the number of batches
         warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+
+    @contextmanager
+    def _mistakes(self) -> Iterator[None]:
+        """Under :func:`check` a mistake inside is noted, so that the next one is found as well."""
+        try:
+            yield
+        except (FedBayesError, MisconfigurationException) as mistake:
+            if self._reasons is None:
+                raise
+            self._reasons.append(str(mistake))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse to train zero rounds without a word."""
@@ -240,7 +255,8 @@ class FederatedBayes(L.Callback):
     def _prepare(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader]:
         """Check what can only be known once optimizers and loaders exist."""
         assert self._loop is not None
-        checks.check_schedulers(trainer)
+        with self._mistakes():
+            checks.check_schedulers(trainer)
         if self._loader is None:
             self._loop.setup_data()
         assert self._loader is not None
@@ -274,6 +290,8 @@ class FederatedBayes(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
         loop, loader, federation = self._make(trainer)
+        if self._reasons is not None:
+            raise _Checked
         loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
         if loop.collective.size > 1:
             loop.stop_together(lambda: federation.stage == "training")
@@ -287,7 +305,8 @@ class FederatedBayes(L.Callback):
         """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
         loop, loader = self._prepare(trainer)
         if self.settings.fusion is not None and self.settings.method.auto is not None:
-            checks.check_held_out(trainer)
+            with self._mistakes():
+                checks.check_held_out(trainer)
         earlier = self._restored
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
@@ -305,7 +324,9 @@ class FederatedBayes(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
-        loop, loader = self._prepare(trainer)
+        loop, loader = self._loop, self._loader
+        assert loop is not None
+        assert loader is not None
         clients = loader.clients
         loop.begin_round()
         self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
@@ -444,3 +465,34 @@ class FederatedBayes(L.Callback):
         if not is_done:
             model = federation.engine.model
             checkpoint["state_dict"] |= {**model.global_parameters, **model.global_buffers}
+
+
+class _Checked(Exception):
+    """Ends a fit that was only to be checked."""
+
+
+def check(trainer: L.Trainer, module: L.LightningModule, data: Any = None) -> list[str]:
+    """Return every reason why ``trainer.fit(module, data)`` would be refused, without training; empty if there is none.
+
+    The fit runs up to its first round, with its sanity check and without loggers: Trainer, reports, schedulers, data,
+    method and engine are checked, each although another is wrong. Random states stay, and the same Trainer can fit
+    afterwards. When to use it: before a long run. ``data`` are training loaders or a LightningDataModule. Raises
+    FederationError if the Trainer has no :class:`FederatedBayes`.
+    """
+    check_kind("trainer", trainer, L.Trainer, "give a lightning.Trainer")
+    federation = next((each for each in trainer.callbacks if isinstance(each, FederatedBayes)), None)  # pyright: ignore
+    if federation is None:
+        raise FederationError("this Trainer has no FederatedBayes: give it callbacks=[fb.FederatedBayes(...)]")
+    reasons: list[str] = []
+    federation._reasons, loggers, trainer.loggers = reasons, trainer.loggers, []
+    try:
+        with isolate_rng():
+            of_module = isinstance(data, L.LightningDataModule)
+            trainer.fit(module, **{"datamodule" if of_module else "train_dataloaders": data})
+    except _Checked:
+        pass
+    except Exception as mistake:
+        reasons.append(str(mistake))
+    finally:
+        federation._reasons, trainer.loggers = None, loggers
+    return list(dict.fromkeys(reasons))

@@ -223,12 +223,11 @@ class Report:
 class Method:
     """A federated algorithm. A subclass overrides the hooks that it needs; as it is, it averages by a rule.
 
-    A round: the server sends a :class:`Shared`; every client of the cohort asks :meth:`problem` what to minimise,
-    trains, and :meth:`report` says what it sends and keeps; the ``rule`` fuses the posteriors, by the clients' weights,
-    and what was sent beside them is averaged by the same weights; :meth:`fuse` makes the new global model of both.
+    A round: the server sends a :class:`Shared`. Every client of the cohort asks :meth:`problem` what to minimise,
+    trains, and :meth:`report` says what it sends and keeps. The ``rule`` fuses the posteriors by the clients' weights,
+    which average what else was sent. :meth:`fuse` makes the new global model of both.
 
-    Hooks see one client, by the names of the posterior, and no engine: a method runs client by client, in a stack, in
-    several processes and over Flower, and survives kills there.
+    Hooks see one client and no engine: a method runs client by client, in a stack, in processes and over Flower.
 
     Args:
         rule: fuses the posteriors: a name, or a rule object.
@@ -300,8 +299,7 @@ class Method:
 
         By default the method with its arguments, if it does something of its own at the server.
         """
-        kind = type(self)
-        return "" if kind.init is Method.init and kind.fuse is Method.fuse else self.described
+        return "" if type(self).init is Method.init and type(self).fuse is Method.fuse else self.described
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """Return the first setting that the method does not go with, and why; None if there is none.

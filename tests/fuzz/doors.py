@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from lightning import Trainer
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -386,6 +387,10 @@ DOORS = {
             "away": ((0, 1.0, 2.0),),
             "trace": {1: [1.0, 2.0]},
         },
+    ),
+    "check": (
+        lambda trainer: fb.check(trainer, Plain(network())),
+        {"trainer": Trainer(logger=False, callbacks=[fb.FederatedBayes()])},
     ),
     "FedBuff": (FedBuff, {"exponent": 0.5}),
     "FedAsync": (FedAsync, {"exponent": 0.5, "mixing": 0.6}),
@@ -814,7 +819,7 @@ DOORS = {
     "BayesianModule.unpack": (Plain(network()).unpack, {"batch": [X, Y]}),
     "cox_loss": (functional.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
-        lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
+        lambda **arguments: fb.modules.DeepEnsembleRegressor(**arguments),
         {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None, "scaler": True},
     ),
     "FederatedScaler": (fb.FederatedScaler, {"targets": (0.0, 1.0), "inputs": (torch.zeros(2), torch.ones(2))}),

@@ -44,7 +44,7 @@ def made():
         "recurrent": (fb.HybridBayesianClassifier(fb.bayesianize(Recurrent(), **pick)), words),
         "dropout": (fb.HybridBayesianClassifier(fb.with_mc_dropout(lenet(1, 3, 16), 0.5)), images),
         "regressor": (fb.HybridBayesianRegressor(mlp(6, 2), bayesian_last=2, targets=2), rows),
-        "ensemble": (fb.DeepEnsembleRegressor([fb.bayesianize(mlp(6, 2), last=1) for _ in range(2)]), rows),
+        "ensemble": (fb.modules.DeepEnsembleRegressor([fb.bayesianize(mlp(6, 2), last=1) for _ in range(2)]), rows),
         "cox": (fb.CoxRegressor(mlp(6, 1), bayesian_last=1, estimator="flipout"), rows),
     }
 

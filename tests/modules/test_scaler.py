@@ -140,7 +140,7 @@ def regressor(**options):
 
 def ensemble(**options):
     torch.manual_seed(0)
-    return fb.DeepEnsembleRegressor([mlp(4, 2, (8,)) for _ in range(2)], learning_rate=1e-2, **options)
+    return fb.modules.DeepEnsembleRegressor([mlp(4, 2, (8,)) for _ in range(2)], learning_rate=1e-2, **options)
 
 
 def fitted(module, dataset, engine="sequential", **options):
