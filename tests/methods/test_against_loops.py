@@ -156,7 +156,7 @@ def test_scaffold_needs_plain_sgd(optimizer):
 
 def test_what_is_sent_beside_a_posterior_has_no_noise():
     for name in ("scaffold", "fednova"):
-        with pytest.raises(FederationError, match="nothing beside it"):
+        with pytest.raises(FederationError, match="Take a method that sends no more"):
             fb.FederatedBayes(fb.IIDPartition(3), fusion=name, privacy=fb.UpdatePrivacy())
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import DeepEnsembleRegressor, FedBayesError, HybridBayesianRegressor
+from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
 from lightning_fedbayes.layers import MCDropout
-from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.modules import DeepEnsembleRegressor, mlp
 from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
 from tests.federations import trainer
 
