@@ -28,7 +28,7 @@ MOST_ACROSS = 24
 class ClientReport(Reader):
     """Scores every client on its validation and test data.
 
-    Return a loader over a :class:`~lightning_fedbayes.ClientDatasets` from ``val_dataloader`` or ``test_dataloader``;
+    Return a loader over a :class:`~lightning_fedbayes.ClientDatasets` from ``val_dataloader`` or ``test_dataloader``.
     :class:`~lightning_fedbayes.FederatedBayes` brings this report along, and ``trainer.validate`` or ``trainer.test``
     take it as a callback. In a federation as many loaders as clients are the clients', in their order. Other data are
     not scored.
@@ -49,10 +49,10 @@ class ClientReport(Reader):
     brings along prints a line that there are no scores.
 
     Attributes:
-        scores: stage ("val" or "test") → the last :class:`.ClientScores`; "personal/val" and "personal/test" by the
+        scores: stage ("val" or "test") → the last :class:`.ClientScores`. "personal/val" and "personal/test" by the
             personal posteriors.
-        across: the last :class:`~lightning_fedbayes.clients.across.CrossScores`; None before the end of a training.
-        personal: the federation, if its clients keep their posteriors; :class:`FederatedBayes` sets it.
+        across: the last :class:`~lightning_fedbayes.clients.across.CrossScores`. None before the end of a training.
+        personal: the federation, if its clients keep their posteriors. :class:`FederatedBayes` sets it.
     """
 
     by_client = True
@@ -102,7 +102,7 @@ class ClientReport(Reader):
                 log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Score and log; if that is impossible, say so once and go on."""
+        """Score and log. If that is impossible, say so once and go on."""
         evaluator = evaluator_of(trainer)
         if self._is_silent or not evaluator.has_clients(trainer, module):
             return
@@ -129,7 +129,7 @@ class ClientReport(Reader):
     def _personal_scores(
         self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> ClientScores | None:
-        """Score every client by its last posterior; None if that does not fit the module's weights."""
+        """Score every client by its last posterior. None if that does not fit the module's weights."""
         assert self.personal is not None
         if not set(clients.names) <= set(self.personal.clients.names):
             return None
@@ -155,7 +155,7 @@ class ClientReport(Reader):
     def _scores_across(
         self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> CrossScores | None:
-        """Score every client's personal posterior on the data of all; None for one client, or if that is impossible."""
+        """Score every client's personal posterior on the data of all. None for one client, or if that is impossible."""
         shown = torch.linspace(0, len(clients.names) - 1, min(len(clients.names), MOST_ACROSS)).round().int().tolist()
         data = ClientDatasets({clients.names[each]: clients.datasets[each] for each in shown})
         if len(shown) < 2:
@@ -173,7 +173,7 @@ class ClientReport(Reader):
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
-    """Return the Trainer's :class:`UncertaintyReport`; put it and a :class:`ClientReport` behind ``beside`` if new."""
+    """Return the Trainer's :class:`UncertaintyReport`. Put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()
     second.is_given = second.is_given and second in callbacks

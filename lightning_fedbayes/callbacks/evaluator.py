@@ -40,10 +40,10 @@ class Reader(L.Callback):
     """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
 
     Attributes:
-        is_given: a user has given it; training is refused where it would be in vain.
+        is_given: a user has given it. Training is refused where it would be in vain.
         by_client: it needs validation data of clients.
         calibrates: it needs the predictions of every client, also where the module's steps return none.
-        needs_logits: it needs the logits of every draw; mean probabilities do not suffice.
+        needs_logits: it needs the logits of every draw. Mean probabilities do not suffice.
     """
 
     is_given = True
@@ -59,11 +59,11 @@ class Reader(L.Callback):
         """Receive the predictions of one batch."""
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return the parts of a client's predictions to keep; raise FedBayesError if it cannot use them."""
+        """Return the parts of a client's predictions to keep. Raise FedBayesError if it cannot use them."""
         return ()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check a batch, once for each module, if Lightning's sanity check has validated none; leave no trace."""
+        """Check a batch, once for each module, if Lightning's sanity check has validated none. Leave no trace."""
         evaluator = evaluator_of(trainer)
         if self.is_given and evaluator.checked is not pl_module:
             evaluator.checked = pl_module
@@ -87,7 +87,7 @@ class Reader(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Let the evaluator see a batch; of several readers the first one does."""
+        """Let the evaluator see a batch. Of several readers the first one does."""
         evaluator_of(trainer).collect(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
@@ -145,7 +145,7 @@ class Evaluator:
         self._has_given = False
 
     def _open(self, trainer: L.Trainer, module: L.LightningModule) -> list[Reader]:
-        """Return the readers; at the first call find out what they need and how the data come."""
+        """Return the readers. At the first call find out what they need and how the data come."""
         if self._readers is not None:
             return self._readers
         callbacks = callbacks_of(trainer)
@@ -218,7 +218,7 @@ class Evaluator:
         return found is None or (self._needs_logits and "probs" in found and "logits" not in found)
 
     def _try(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any) -> None:
-        """Check a batch before training; raise FedBayesError if readers would get no predictions."""
+        """Check a batch before training. Raise FedBayesError if readers would get no predictions."""
         readers = self._open(trainer, module)
         self.checked = module
         if self._calibrates:
@@ -299,7 +299,7 @@ class Evaluator:
             )
 
     def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
-        """Return the predictions of a module by ``posterior``; one object, which warns once."""
+        """Return the predictions of a module by ``posterior``. One object, which warns once."""
         if self._predictive is None or self._predictive.network is not module:
             self._predictive = PosteriorPredictive(module, posterior)
         self._predictive.samples = self._samples
@@ -319,7 +319,7 @@ class Evaluator:
                 return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
-        """Return every client's predictions, by its name, on the CPU; raise FedBayesError if there are none.
+        """Return every client's predictions, by its name, on the CPU. Raise FedBayesError if there are none.
 
         A client is a part of a ``ClientDatasets`` or ``ConcatDataset``, a loader by its number, or "all".
         """
@@ -366,7 +366,7 @@ class Evaluator:
 
 
 def by_name(datasets: Datasets) -> dict[str, Dataset]:
-    """Return client name → data set; raise FedBayesError for no, an empty or an iterable data set."""
+    """Return client name → data set. Raise FedBayesError for no, an empty or an iterable data set."""
     if isinstance(datasets, ClientDatasets):
         named: dict[str, Dataset] = dict(zip(datasets.names, datasets.datasets, strict=True))
     elif isinstance(datasets, Mapping) and datasets:
@@ -396,7 +396,7 @@ def evaluator_of(trainer: L.Trainer) -> Evaluator:
 
 
 def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
-    """Return the rows of the predictions that a module's step has returned; None if it has returned none."""
+    """Return the rows of the predictions that a module's step has returned. None if it has returned none."""
     if not isinstance(outputs, dict):
         return None
     if isinstance(outputs.get("counts"), Tensor):  # rows, of a module of this package
@@ -429,7 +429,7 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
 
 
 def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
-    """Return True if ``batches`` of a loader are all its examples in order; ``together``: of several clients."""
+    """Return True if ``batches`` of a loader are all its examples in order. ``together``: of several clients."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     plain = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
     plain = plain and getattr(loader, "in_order", True)  # of its workers
@@ -437,7 +437,7 @@ def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
 
 
 def data_of(loaders: Any) -> tuple[Datasets, int]:
-    """Return the clients' data sets behind the loaders, and the batch size; raise FedBayesError if one lacks it."""
+    """Return the clients' data sets behind the loaders, and the batch size. Raise FedBayesError if one lacks it."""
     several = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
     datasets = [getattr(loader, "dataset", None) for loader in several]
     if not several or any(dataset is None for dataset in datasets):
@@ -452,7 +452,7 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
 
 
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
-    """Return each client's consecutive predictions; empty if there are more or fewer examples."""
+    """Return each client's consecutive predictions. Empty if there are more or fewer examples."""
     if not whole or likelihoods.examples_in(whole) != sum(sizes):
         return []
     rows = [int(each.sum()) for each in whole["counts"].split(sizes)]

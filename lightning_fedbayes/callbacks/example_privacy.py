@@ -50,7 +50,7 @@ class ExamplePrivacy(L.Callback):
     :class:`~lightning_fedbayes.BayesianModule`'s KL, which depends on no example, is added as it is.
 
     ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
-    a batch's share of the client's examples, neighbours differ in one example more or less; batches are in fact
+    a batch's share of the client's examples, neighbours differ in one example more or less. Batches are in fact
     shuffled, which is the customary approximation. Logged figures of training and numbers of examples are not
     protected.
 
@@ -195,7 +195,7 @@ class ExamplePrivacy(L.Callback):
 
 
 def federated_callback(trainer: L.Trainer) -> FederatedBayes:
-    """Return the callback that runs the federation; raise FederationError if there is none."""
+    """Return the callback that runs the federation. Raise FederationError if there is none."""
     found = callback_of(trainer, FederatedBayes)
     if found is None:
         need = "Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
@@ -204,7 +204,7 @@ def federated_callback(trainer: L.Trainer) -> FederatedBayes:
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradient of a BayesianModule's weighted KL, which depends on no example; None for other modules."""
+    """Return the gradient of a BayesianModule's weighted KL, which depends on no example. None for other modules."""
     loss = module.kl_factor() * kl_divergence(module.network) if isinstance(module, BayesianModule) else None
     if loss is None or not loss.requires_grad:
         return [None] * len(parameters)

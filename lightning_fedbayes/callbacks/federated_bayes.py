@@ -31,7 +31,7 @@ class FederatedBayes(L.Callback):
     r"""Federates the training of a LightningModule over clients, inside one Trainer and one ``fit``.
 
     An epoch is a round. The clients of the round's cohort train one after another from the global posterior, each for
-    ``local_epochs`` passes over its data; their posteriors are fused, and the module holds the fused posterior during
+    ``local_epochs`` passes over its data. Their posteriors are fused, and the module holds the fused posterior during
     validation, checkpoints, early stopping and epoch-wise schedulers. Any LightningModule with automatic optimization
     will do: parameters of Bayesian layers are Gaussian, all others point masses.
 
@@ -46,10 +46,10 @@ class FederatedBayes(L.Callback):
         partition: deals out the training examples to clients. None: the training data set is a
             :class:`~lightning_fedbayes.ClientDatasets` (or ``ConcatDataset``) with one part per client.
         local_epochs: passes over a client's data per round, E.
-        fraction: share of the clients in a round, C in (0, 1], drawn in every round; "turns": one client in each round,
+        fraction: share of the clients in a round, C in (0, 1], drawn in every round. "turns": one client in each round,
             in the order of their numbers.
         fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as ``FedProx(0.1)``, or a
-            fusion rule, by which it averages (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
+            fusion rule, by which it averages (:func:`~lightning_fedbayes.methods.available_methods`). "auto", or an
             :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
             one normal prior, clients that keep no more than 1 GiB in memory, and no conflicting setting. Elsewhere
@@ -62,27 +62,27 @@ class FederatedBayes(L.Callback):
             stack, in place of as many as fit into 256 MiB (4 GiB on a GPU). Results with Bayesian noise depend on it,
             within the noise.
         keep: what every client keeps from round to round: its "optimizer" state, which otherwise begins at zero, and
-            whose momentum fades in rounds that the client misses; the "posterior" that it has trained last, for
-            :meth:`posterior_of`. Neither leaves the client; each takes once or twice the network's memory and room in a
+            whose momentum fades in rounds that the client misses. The "posterior" that it has trained last, for
+            :meth:`posterior_of`. Neither leaves the client. Each takes once or twice the network's memory and room in a
             checkpoint, for each client. Under ``fusion="sites"`` clients always keep their optimizers' states, unless
             one is L-BFGS, or holds more than a state per parameter. A :class:`~lightning_fedbayes.Kept` says where
             they lie: on disk, for many clients.
-        buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
-            every client keeps its buffers, and the global model gets the average; "frozen": they never change.
+        buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights. "local":
+            every client keeps its buffers, and the global model gets the average. "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
             client. In the global model they keep their initial value.
         safeguards: what happens in rounds of too few clients, and how much one client may do: a
             :class:`~lightning_fedbayes.Safeguards`.
         adversaries: for tests of a defence: a function of a :class:`~lightning_fedbayes.clients.settings.Sending`,
             called at the start of each round. Its result is called with each update, after privacy, and yields what is
-            sent instead; after the round's last update with None, to send what it has held back. In each process it
+            sent instead. After the round's last update with None, to send what it has held back. In each process it
             has the clients that train there.
         privacy: an :class:`~lightning_fedbayes.UpdatePrivacy`: every client clips its update and adds noise
             before it sends it, and the ε given away is logged as ``privacy/epsilon``.
         posterior: source of the posterior of parameters outside of Bayesian layers: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it, or a :class:`~lightning_fedbayes.clients.learned.PosteriorSource` of your own. None: an
-            :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
+            :class:`~lightning_fedbayes.IVON` where the module configures one. Otherwise they are point masses.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: clients start and send whenever they are ready, in
             virtual time, and an epoch is a fusion of the messages that have arrived. None: rounds.
         seed: seed of every random draw.
@@ -91,8 +91,8 @@ class FederatedBayes(L.Callback):
         clients: the clients, once ``fit`` has begun.
 
     Raises:
-        FusionError, FederationError, PartitionError: an argument, the Trainer, the module or the data cannot be used;
-            before training starts wherever it can be known then.
+        FusionError, FederationError, PartitionError: an argument, the Trainer, the module or the data cannot be used.
+            Before training starts wherever it can be known then.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class FederatedBayes(L.Callback):
 
     @property
     def clients(self) -> Any:
-        """The :class:`~lightning_fedbayes.data.clients.Clients`, once ``fit`` has begun; None before."""
+        """The :class:`~lightning_fedbayes.data.clients.Clients`, once ``fit`` has begun. None before."""
         return None if self._loader is None else self._loader.clients
 
     @property
@@ -158,7 +158,7 @@ class FederatedBayes(L.Callback):
     def posterior_of(self, client: int | str, weight: float = 1.0) -> GaussianPosterior:
         """Return the personal posterior of a client: between the global one and the one that it has trained last.
 
-        It is their fusion by "reverse_kl_barycenter", with weights 1 − λ and λ; deterministic parameters are averaged,
+        It is their fusion by "reverse_kl_barycenter", with weights 1 − λ and λ. Deterministic parameters are averaged,
         local parameters are the client's, buffers (BatchNorm's statistics) are no part of it. A client that has not
         trained yet has the global posterior. Choose λ for each client on data that it has not trained on, as
         :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and with λ = 1 it
@@ -166,7 +166,7 @@ class FederatedBayes(L.Callback):
 
         Args:
             client: its number or name.
-            weight: λ of the client's trained posterior, in [0, 1]; 0 is the global one.
+            weight: λ of the client's trained posterior, in [0, 1]. 0 is the global one.
 
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
@@ -190,7 +190,7 @@ class FederatedBayes(L.Callback):
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One dict of figures per finished round, in order; its "round" counts from 1."""
+        """One dict of figures per finished round, in order. Its "round" counts from 1."""
         return self.federation.server.history if self._restored is None else list(self._restored["history"])
 
     def described(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class FederatedBayes(L.Callback):
         return self._loader
 
     def _planned(self, trainer: L.Trainer, loader: FederatedLoader) -> RoundPlan:
-        """Return the plan of the present round, for all processes; the loader and the hooks share it."""
+        """Return the plan of the present round, for all processes. The loader and the hooks share it."""
         plan, planned = self._plan
         if plan.round != trainer.current_epoch or planned is not loader:
             plan = plan_round(trainer.current_epoch, loader.clients.sizes, loader.batching, loader.timeline)
@@ -335,7 +335,7 @@ class FederatedBayes(L.Callback):
         loop.set_length(self.federation.engine.num_batches(share))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
-        """At the round's first batch begin it; at a client's first batch, give it the global posterior."""
+        """At the round's first batch begin it. At a client's first batch, give it the global posterior."""
         if batch_idx == 0:  # here, not in on_train_epoch_start: the hooks of others may still change the weights there
             self.federation.begin(self._plan[0])
         clients = self.federation.engine.begin_batch(batch_idx)
@@ -343,7 +343,7 @@ class FederatedBayes(L.Callback):
             self._report.show_clients(trainer, clients)
 
     def _end_batch(self, batch_idx: int) -> None:
-        """At a client's last batch, take its posterior; at the last client's, fuse."""
+        """At a client's last batch, take its posterior. At the last client's, fuse."""
         federation = self.federation
         outcomes = federation.receive(federation.engine.end_batch(batch_idx))
         if federation.is_complete:
@@ -370,7 +370,7 @@ class FederatedBayes(L.Callback):
             seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round, the x-axis of the validation's figures; estimate the ELBO of sites."""
+        """Log the round, the x-axis of the validation's figures. Estimate the ELBO of sites."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.federation.stage == "fused":
@@ -399,7 +399,7 @@ class FederatedBayes(L.Callback):
         self._report.log_test(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of clients, drop a round that was cut short; raise FederationError if no round succeeded."""
+        """Log the table of clients, drop a round that was cut short. Raise FederationError if no round succeeded."""
         self._drop_unfinished_round()
         self.federation.check_trained()
         self.federation.take_over()  # changes that hooks made after the last round
@@ -472,7 +472,7 @@ class _Checked(Exception):
 
 
 def check(trainer: L.Trainer, module: L.LightningModule, data: Any = None) -> list[str]:
-    """Return every reason why ``trainer.fit(module, data)`` would be refused, without training; empty if there is none.
+    """Return every reason why ``trainer.fit(module, data)`` would be refused, without training. Empty if there is none.
 
     The fit runs up to its first round, with its sanity check and without loggers: Trainer, reports, schedulers, data,
     method and engine are checked, each although another is wrong. Random states stay, and the same Trainer can fit

@@ -1,4 +1,4 @@
-"""Figures, curves and tables for the loggers of a Trainer; Weights & Biases without an account."""
+"""Figures, curves and tables for the loggers of a Trainer. Weights & Biases without an account."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def log_curves(
 
 
 def _log_media(logger: WandbLogger, name: str, value: Any, round: int) -> None:
-    """Log a picture, table or chart to W&B over the rounds; the data of a chart become another table there."""
+    """Log a picture, table or chart to W&B over the rounds. The data of a chart become another table there."""
     for each in (name, f"{name}_table"):
         logger.experiment.define_metric(each, step_metric="round")
     logger.log_metrics({name: value, "round": round})

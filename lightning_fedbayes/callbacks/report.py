@@ -69,7 +69,7 @@ class ClientRecords:
         return len(self.rounds)
 
     def note(self, outcome: ClientOutcome) -> bool:
-        """Note the outcome of a client; return whether its training diverges in this round for the first time."""
+        """Note the outcome of a client. Return whether its training diverges in this round for the first time."""
         client = outcome.client
         self.rounds[client] += 1
         self.seconds[client] = outcome.seconds
@@ -126,7 +126,7 @@ def divergence_of(names: Sequence[str]) -> str:
 CLIENT_COLUMNS = ("client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds")
 CLIENT_COLUMNS += ("megabytes_up", "last_failure")
 MOST_CURVES = 20
-"""Most clients with a curve each; for more, quantiles are logged."""
+"""Most clients with a curve each. For more, quantiles are logged."""
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
 """Figures with curves that begin in the first round in which they are not 0."""
@@ -220,7 +220,7 @@ class FederationReport:
         self._failures = {}
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and reliabilities if the rule infers them; print lines about what went wrong."""
+        """Note the clients' weights, and reliabilities if the rule infers them. Print lines about what went wrong."""
         for outcome in result.outcomes:
             if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen among others
                 self.records.fail(outcome.client, outcome.error)
@@ -271,7 +271,7 @@ class FederationReport:
 
         Args:
             trainer: at the end of a training epoch.
-            figures: name → value; "round", counted from 1, becomes the x-axis.
+            figures: name → value. "round", counted from 1, becomes the x-axis.
             training_names, step_names: figures that the module has logged per epoch, and per step, over the step.
             scored: knows the accuracy of the global model for each client, by the last validation.
         """
@@ -292,7 +292,7 @@ class FederationReport:
                 self._draw_over_rounds(logger, names)
 
     def log_test(self, trainer: L.Trainer) -> None:
-        """Draw the figures of a test over the rounds; the round is logged with them."""
+        """Draw the figures of a test over the rounds. The round is logged with them."""
         if not trainer.loggers:
             return
         self._note_figures(trainer, int(trainer.callback_metrics["round"]), {})
@@ -309,7 +309,7 @@ class FederationReport:
         note(trainer, {"round": round, "figures": {**new, **more}})
 
     def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
-        """Return the names except of counts still 0 and of traffic down that equals traffic up; once told, always."""
+        """Return the names except of counts still 0 and of traffic down that equals traffic up. Once told, always."""
         constant = {name for name in ZERO if figures[name] == 0}
         if figures["megabytes_down"] == figures["megabytes_up"]:
             constant.add("megabytes_down")
@@ -342,7 +342,7 @@ class FederationReport:
         self._with_axis |= names
 
     def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
-        """Log the tables of clients, reliabilities (with a picture) and chosen rules; tell how far sites have come."""
+        """Log the tables of clients, reliabilities (with a picture) and chosen rules. Tell how far sites have come."""
         tell_of_sites(history)
         known = self.records
         if not trainer.loggers or not len(known):
@@ -360,7 +360,7 @@ class FederationReport:
         log_choices(trainer, history)
 
     def _log_reliabilities(self, trainer: L.Trainer) -> None:
-        """Log the clients' reliabilities over the rounds, if the rule has inferred any; of many, the last round's."""
+        """Log the clients' reliabilities over the rounds, if the rule has inferred any. Of many, the last round's."""
         if not self.reliabilities:
             return
         names = self._clients.names
@@ -405,7 +405,7 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
 
 
 def learnt_variances(module: nn.Module) -> list[str]:
-    """Return the names of the Gaussian parameters with trained variances; empty for layers of bayesian-torch."""
+    """Return the names of the Gaussian parameters with trained variances. Empty for layers of bayesian-torch."""
     parameters = gaussian_parameters(module)
     if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
         return []

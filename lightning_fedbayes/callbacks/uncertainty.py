@@ -44,7 +44,7 @@ class UncertaintyReport(Reader):
 
     It reads what ``validation_step`` (``test_step``) returns: a dict with "probs", class probabilities of shape
     (samples, batch, classes) or (batch, classes), and "target", classes of shape (batch,).
-    :class:`FederatedBayes` brings one along; add it yourself to train without a federation.
+    :class:`FederatedBayes` brings one along. Add it yourself to train without a federation.
 
     Logged in every validation: the area under accuracy-retained for entropy, mutual information ("epistemic") and
     Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
@@ -59,10 +59,10 @@ class UncertaintyReport(Reader):
     "val/client_accuracy" (average by size) and "val/worst_client_accuracy" (worst 10 %).
 
     Args:
-        samples: draws for these predictions; None predicts nothing, as in the report that a federation brings along.
+        samples: draws for these predictions. None predicts nothing, as in the report that a federation brings along.
 
     Attributes:
-        client_accuracy: of each client of the federation, on its data or estimated; None if unknown.
+        client_accuracy: of each client of the federation, on its data or estimated. None if unknown.
         by: "draws/" if it comes from predictions that the package has drawn, otherwise "".
     """
 
@@ -212,7 +212,7 @@ class UncertaintyReport(Reader):
         log_curves(trainer, f"{self._begin}retained_curve", ("examples retained", *retained), rows, round, title)
 
     def _measured_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
-        """Return every client's accuracy on its data, NaN without any, shape (clients,); None if they are unknown."""
+        """Return every client's accuracy on its data, NaN without any, shape (clients,). None if they are unknown."""
         evaluator = evaluator_of(trainer)
         if not evaluator.has_clients(trainer, pl_module):
             return None
@@ -229,7 +229,7 @@ class UncertaintyReport(Reader):
         return torch.tensor([accuracy.get(name, math.nan) for name in names], dtype=torch.float64)
 
     def _estimated_accuracy(self) -> Tensor | None:
-        """Return every client's accuracy by its label mix, NaN if none of its classes is seen; None without clients."""
+        """Return every client's accuracy by its label mix, NaN if none of its classes is seen. None without clients."""
         if self.label_counts is None:
             return None
         classes = torch.tensor(self.classes, dtype=torch.int64)

@@ -28,7 +28,7 @@ repeated. Any other option with a dot in its name, such as --trainer.max_epochs 
 
 
 def compare(arguments: list[str]) -> int:
-    """Run what is missing, then write table, metrics and picture; return 1 if a run failed, otherwise 0."""
+    """Run what is missing, then write table, metrics and picture. Return 1 if a run failed, otherwise 0."""
     options = Options("compare", DESCRIPTION)
     options.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, as for 'fedbayes fit --config'")
     options.add_argument("--fusion", metavar="A,B,C", required=True, help="fusion rules, by name or alias, or 'auto'")
@@ -87,7 +87,7 @@ def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: str | None) -> Run:
-    """Train one federation; its loggers write below ``folder``, to W&B too if there is a ``project``."""
+    """Train one federation. Its loggers write below ``folder``, to W&B too if there is a ``project``."""
     from lightning_fedbayes.cli.federation import FederationCLI
 
     files = {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"}
@@ -118,7 +118,7 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
 
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
-    """Print the table; save the table and the picture."""
+    """Print the table. Save the table and the picture."""
     from lightning_fedbayes.core.tables import markdown_table
 
     text = markdown_table(*results.table(runs))

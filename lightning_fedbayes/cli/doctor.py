@@ -24,7 +24,7 @@ ENGINES = ("sequential", "vectorized")
 
 
 def doctor(arguments: list[str]) -> int:
-    """Print what works, and the reason of what does not; return 1 if no federation can run, else 0."""
+    """Print what works, and the reason of what does not. Return 1 if no federation can run, else 0."""
     Options("doctor", "Print versions, and which engines and extras work here.").parse(arguments)
     name = "lightning-fedbayes"
     packages = [match(r"[\w-]+", each) for each in requires(name) or () if "extra ==" not in each]
@@ -50,7 +50,7 @@ def _versioned(package: str) -> str:
 
 
 def _told(what: str, attempt: Callable[[], Any]) -> bool:
-    """Print whether an attempt succeeds, and its result or error; return whether it does."""
+    """Print whether an attempt succeeds, and its result or error. Return whether it does."""
     try:
         said = attempt()
     except Exception as error:  # whatever is wrong here is the answer
@@ -61,7 +61,7 @@ def _told(what: str, attempt: Callable[[], Any]) -> bool:
 
 
 def _round(engine: Any) -> str:
-    """Train two clients for a round; return on which device."""
+    """Train two clients for a round. Return on which device."""
     import lightning as L
     import torch
     from torch.utils.data import DataLoader, TensorDataset

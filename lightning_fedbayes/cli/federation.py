@@ -22,7 +22,7 @@ from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of
 
 LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}}
-"""Default logger; ``fedbayes plot`` reads its files."""
+"""Default logger. ``fedbayes plot`` reads its files."""
 PREDICTIONS = "predictions.pt"
 NO_SCORES = ("train/", "federation/")
 """Beginnings of the names of figures that are not shown after a fit."""
@@ -59,15 +59,15 @@ class FederationCLI(LightningCLI):
     ``seed_everything``. Classes of this package need no import path.
 
     Args:
-        arguments: of the command line; the first is the stage if ``run`` is true.
-        run: run that stage; otherwise only make the objects.
+        arguments: of the command line. The first is the stage if ``run`` is true.
+        run: run that stage. Otherwise only make the objects.
 
     Attributes:
         model, datamodule, trainer: objects that the configuration describes.
         config: the configuration.
 
     Raises:
-        FedBayesError: an option, key, class or value cannot be used; the message has one line.
+        FedBayesError: an option, key, class or value cannot be used. The message has one line.
     """
 
     def __init__(self, arguments: list[str], run: bool = True) -> None:
@@ -92,11 +92,11 @@ class FederationCLI(LightningCLI):
         parser.link_arguments("seed_everything", "federation.seed")
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed as an integer; LightningCLI would also take a bool."""
+        """Add the seed as an integer. LightningCLI would also take a bool."""
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of every random draw.")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments; raise FedBayesError with one line for a mistake."""
+        """Parse the arguments. Raise FedBayesError with one line for a mistake."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -105,7 +105,7 @@ class FederationCLI(LightningCLI):
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
 
     def instantiate_classes(self) -> None:
-        """Make the objects; raise an error of this package as itself, without the parser's error around it."""
+        """Make the objects. Raise an error of this package as itself, without the parser's error around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -119,7 +119,7 @@ class FederationCLI(LightningCLI):
             raise found from error
 
     def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
-        """Make the Trainer; raise FedBayesError with one line for a value of ``trainer`` that Lightning refuses."""
+        """Make the Trainer. Raise FedBayesError with one line for a value of ``trainer`` that Lightning refuses."""
         try:
             return super().instantiate_trainer(**arguments)
         except (ValueError, TypeError, MisconfigurationException) as error:

@@ -43,12 +43,12 @@ EXTRA = ("jsonargparse", "docstring_parser")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; print one line on stderr if it cannot be run.
+    """Run a command line. Print one line on stderr if it cannot be run.
 
     Args:
-        argv: arguments without the program's name; None: of the process.
+        argv: arguments without the program's name. None: of the process.
 
-    Returns: exit code: 0; 1 if a run of a comparison failed; 2 if the command line, the YAML file or the federation
+    Returns: exit code: 0. 1 if a run of a comparison failed. 2 if the command line, the YAML file or the federation
     cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -15,7 +15,7 @@ from lightning_fedbayes.core.errors import FedBayesError, nearest
 
 
 class Options(argparse.ArgumentParser):
-    """Argument parser of the small commands; raises FedBayesError instead of printing the usage and exiting."""
+    """Argument parser of the small commands. Raises FedBayesError instead of printing the usage and exiting."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(f"fedbayes {command}", description=description, allow_abbrev=False)
@@ -25,7 +25,7 @@ class Options(argparse.ArgumentParser):
         raise FedBayesError(f"{message}; see {self.prog} --help")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Return the values of ``arguments``; raise FedBayesError for an unknown option."""
+        """Return the values of ``arguments``. Raise FedBayesError for an unknown option."""
         values, unknown = self.parse_known_args(arguments)
         if unknown:
             self.refuse(unknown[0])
@@ -46,13 +46,13 @@ def check_file(config: Path) -> None:
 PLUMBING = ("Given value", "Subtypes:", "Errors:", "Does not validate", "- Expected a <class 'NoneType'>")
 """Beginnings of lines of jsonargparse that do not help a user."""
 OTHER_TYPES = ("- Expected a ", "- Import path")
-"""Beginnings of lines about other possible types of the value; dropped if another line names the mistake."""
+"""Beginnings of lines about other possible types of the value. Dropped if another line names the mistake."""
 CONTAINERS = ("builtins", "collections.abc", "typing")
 """Modules of generic types, which are no candidates for a class name."""
 
 
 def explain(message: str, keys: Collection[str]) -> str:
-    """Return one line, with the nearest known name, for an error ``message`` of jsonargparse; ``keys`` have no dashes.
+    """Return one line, with the nearest known name, for an error ``message`` of jsonargparse. ``keys`` have no dashes.
 
     >>> explain("Subcommand 'fit' does not accept option 'federation.fuson'", ["federation.fusion", "model"])
     "unknown option 'federation.fuson': did you mean 'federation.fusion'? Known: federation.fusion"
@@ -87,7 +87,7 @@ def _where(message: str) -> str:
 
 
 def _load(path: str) -> Any:
-    """Import the object at a dotted path; return None if there is none."""
+    """Import the object at a dotted path. Return None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name) if module else None
@@ -150,7 +150,7 @@ SENTENCES: tuple[tuple[str, Callable[[re.Match[str], Collection[str]], str]], ..
     (r"(?s)Expected a typing\.Literal\[([^]]*)\]\s+- Expected a <class 'int'>.*Given value: (\S+)", _wrong_choice),
     (r"arguments are required: (.*)", _missing),
 )
-"""Pattern of a message → function that rewrites it; the first match counts."""
+"""Pattern of a message → function that rewrites it. The first match counts."""
 
 
 WIDTH, COLUMN = 110, 34
@@ -166,7 +166,7 @@ HELP = {
 
 
 def short_help(command: str, description: str, actions: Iterable[argparse.Action], classes: dict[str, type]) -> str:
-    """Return a help of one page: one line per option, in groups; the Trainer's options by name only.
+    """Return a help of one page: one line per option, in groups. The Trainer's options by name only.
 
     ``classes`` are the base classes of the keys that take a class, such as "model".
     """
@@ -189,7 +189,7 @@ def short_help(command: str, description: str, actions: Iterable[argparse.Action
 
 
 def class_help(name: str, actions: Iterable[argparse.Action]) -> str:
-    """Return one line per argument of the class ``name``; ``actions`` are of a parser for this class."""
+    """Return one line per argument of the class ``name``. ``actions`` are of a parser for this class."""
     lines = [_line(action.dest, action) for action in actions if _is_option(action)]
     return "\n".join([f"arguments of {name}:", *lines]) + "\n"
 

@@ -21,7 +21,7 @@ LOGARITHMIC = 1e3
 FAR = 1e150
 """Larger values, as of a diverged run, are not drawn."""
 COLOURS, DASHES = 7, ("none", "6 3", "2 3")
-"""Lines have the classes c0 to c6; more lines are dashed."""
+"""Lines have the classes c0 to c6. More lines are dashed."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -37,7 +37,7 @@ GROUPS = {
     "rmse": "RMSE",
     "crps": "CRPS",
 }
-"""Part of a name → title of the chart that such figures share; any other figure has its own."""
+"""Part of a name → title of the chart that such figures share. Any other figure has its own."""
 LAST = 3
 """The first so many of them are no scores, and stand last."""
 STAGES = ("val/", f"val/{BY_DRAWS}", "test/", f"test/{BY_DRAWS}")
@@ -216,7 +216,7 @@ def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
 
 
 def _section(title: str, charts: Iterable[str]) -> str:
-    """Return charts under a heading; nothing without charts."""
+    """Return charts under a heading. Nothing without charts."""
     shown = "\n".join(charts)
     return f'<h2>{escape(title)}</h2><div class="charts">{shown}</div>' if shown else ""
 
@@ -240,13 +240,13 @@ def chart(
     y: tuple[float, float] | None = None,
     shares: Sequence[float] = (),
 ) -> str:
-    """Return a chart of lines as SVG; logarithmic where the values span more than three orders of magnitude.
+    """Return a chart of lines as SVG. Logarithmic where the values span more than three orders of magnitude.
 
     Args:
         title: above it.
-        lines: label → points; those that are not finite, or nearly, are left out.
+        lines: label → points. Those that are not finite, or nearly, are left out.
         xlabel: name of the x-axis.
-        x, y: ends of the axes; None: of the points.
+        x, y: ends of the axes. None: of the points.
         shares: with both ends of both axes: draw the diagonal, and the points of the last line as discs of these areas.
     """
     lines = {label: [(a, b) for a, b in points if abs(b) < FAR] for label, points in lines.items()}
@@ -302,7 +302,7 @@ def chart(
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest and the largest value; where they are equal, it lies between 0 and its double."""
+    """Return the smallest and the largest value. Where they are equal, it lies between 0 and its double."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     return (low, high) if high > low else (min(2 * low, 0.0), max(2 * low, 0.0)) if low else (-1.0, 1.0)
 

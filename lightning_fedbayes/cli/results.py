@@ -24,7 +24,7 @@ PICTURE = "learning_curves.png"
 AXES = ("epoch", "step", "round")
 
 Curves = dict[str, list[float]]
-"""Metric → its values in rounds 1, 2, …; NaN where it was not logged."""
+"""Metric → its values in rounds 1, 2, …. NaN where it was not logged."""
 
 
 def read_curves(file: Path) -> Curves:
@@ -57,7 +57,7 @@ class Run:
 
 
 def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> None:
-    """Write the runs and their common configuration; an interrupted write leaves the old file."""
+    """Write the runs and their common configuration. An interrupted write leaves the old file."""
     content = {"configuration": configuration, "runs": [asdict(run) for run in runs]}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.part"
@@ -66,7 +66,7 @@ def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> No
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
-    """Return the configuration and the runs that :func:`save` wrote; raise FedBayesError for another format."""
+    """Return the configuration and the runs that :func:`save` wrote. Raise FedBayesError for another format."""
     try:
         content = json.loads((folder / FILE).read_text())
         runs = [Run(run["fusion"], run["seed"], _replaced(run["curves"], None, math.nan)) for run in content["runs"]]
@@ -91,7 +91,7 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
 
 
 def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
-    """Return rule → mean of ``metric`` over the seeds in every round; NaN where a seed has no value."""
+    """Return rule → mean of ``metric`` over the seeds in every round. NaN where a seed has no value."""
     by_rule = {
         run.fusion: [other.curves.get(metric, []) for other in runs if other.fusion == run.fusion] for run in runs
     }
@@ -102,7 +102,7 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows: each rule's validation metrics in the last round, seconds and megabytes per round.
 
     Several seeds give mean ± standard deviation, "nan" where one has no value. Seconds are the median over the rounds,
-    because the first includes the set-up; megabytes are those sent and received, summed over the clients.
+    because the first includes the set-up. Megabytes are those sent and received, summed over the clients.
 
     >>> curves = {"val/nll": [0.5, 0.25], "federation/seconds": [3.0, 1.0], "federation/megabytes_up": [2.0, 2.0]}
     >>> table([Run("conflation", 0, curves), Run("conflation", 1, {**curves, "val/nll": [0.5, 0.75]})])
@@ -150,7 +150,7 @@ def plot(arguments: list[str]) -> int:
 
 
 def curves_of(folder: Path) -> dict[str, Curves]:
-    """Return validation metric → label → values by round, of a run or a comparison; raise FedBayesError for neither."""
+    """Return validation metric → label → values by round, of a run or a comparison. Raise FedBayesError for neither."""
     if (folder / FILE).is_file():
         _, runs = load(folder)
         return {metric: mean_curves(runs, metric) for metric in metrics_of(runs)}
@@ -164,7 +164,7 @@ def curves_of(folder: Path) -> dict[str, Curves]:
 
 
 def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Path:
-    """Save a picture of ``metric`` by round, one line per label; return its file."""
+    """Save a picture of ``metric`` by round, one line per label. Return its file."""
     from lightning_fedbayes.core import plots
 
     file = folder / f"{metric.replace('/', '_')}_by_round.png"

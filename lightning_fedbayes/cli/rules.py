@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {
     "interpolating: hold all clients of a round": (AlphaBarycenter,),
     "streaming: memory does not grow with the clients": (SumRule,),
 }
-"""Title → base classes; a rule belongs to the first family with one of its base classes."""
+"""Title → base classes. A rule belongs to the first family with one of its base classes."""
 OTHER = "others"
 
 
@@ -29,7 +29,7 @@ def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
     """Return every rule with its aliases, its needs (weights, the previous posterior) and its first line.
 
     Args:
-        names: names of the rules; None: all that are registered.
+        names: names of the rules. None: all that are registered.
         width: characters per line.
 
     >>> print(listing(["conflation"]))

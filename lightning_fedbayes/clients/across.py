@@ -38,12 +38,12 @@ TRIALS, CELLS = 20_000, 10_000_000
 class CrossScores:
     """Scores of each client's own model (rows) on every client's data (columns).
 
-    A row that stands out is of a model that serves the others badly, or well; a column, of data that are unlike the
+    A row that stands out is of a model that serves the others badly, or well. A column, of data that are unlike the
     others', or have other labels. The diagonal is each client's model on its data.
 
     Args:
         names: of the clients, in the order of rows and columns.
-        values: figure → matrix of shape (clients, clients) with entry [i, j] for model i on data j; figures as in
+        values: figure → matrix of shape (clients, clients) with entry [i, j] for model i on data j. Figures as in
             :class:`~lightning_fedbayes.clients.evaluation.ClientScores`.
 
     >>> nll = torch.tensor([[0.2, 0.3, 2.1], [0.3, 0.2, 2.0], [2.2, 2.1, 0.2]])
@@ -94,7 +94,7 @@ class CrossScores:
         return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
 
     def _of(self, figure: str | None) -> tuple[str, Tensor]:
-        """Return a figure and its matrix in float64; for None the NLL, or else the first figure."""
+        """Return a figure and its matrix in float64. For None the NLL, or else the first figure."""
         if figure is None:
             names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
             figure = next(names, next(iter(self.values)))
@@ -102,7 +102,7 @@ class CrossScores:
         return figure, self.values[figure].detach().cpu().double()
 
     def others(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
-        r"""Return the means off the diagonal: of each row (model), and of each column (data); shape (clients,) each.
+        r"""Return the means off the diagonal: of each row (model), and of each column (data). Shape (clients,) each.
 
         .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
             \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
@@ -110,7 +110,7 @@ class CrossScores:
         NaN for a single client.
 
         Args:
-            figure: name; None: the NLL, or else the first figure.
+            figure: name. None: the NLL, or else the first figure.
 
         Raises:
             FedBayesError: unknown figure.
@@ -119,7 +119,7 @@ class CrossScores:
         return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
 
     def effects(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
-        r"""Return by how much each model, and each client's data, raise a figure; shape (clients,) each.
+        r"""Return by how much each model, and each client's data, raise a figure. Shape (clients,) each.
 
         They are the row and column means off the diagonal, made comparable: a row lacks the client's data, so the
         mean of a client with hard data is over easier ones. Effects are the least squares fit of
@@ -131,7 +131,7 @@ class CrossScores:
         with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`.
 
         Args:
-            figure: name; None: the NLL, or else the first figure.
+            figure: name. None: the NLL, or else the first figure.
 
         Raises:
             FedBayesError: unknown figure, or there are fewer than three clients.
@@ -158,10 +158,10 @@ class CrossScores:
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
         the clients are equal, or there are fewer than three clients, no other client stands out. An accuracy of few
-        examples has such ties; the NLL has none.
+        examples has such ties. The NLL has none.
 
         Args:
-            figure: name; None: the NLL, or else the first figure.
+            figure: name. None: the NLL, or else the first figure.
             rate: chance of naming any client if none differs, in (0, 1).
 
         Raises:
@@ -203,7 +203,7 @@ class CrossScores:
         Of more than 100 clients it shows 100, at equal distances.
 
         Args:
-            figure: name; None: the NLL, or else the first figure.
+            figure: name. None: the NLL, or else the first figure.
 
         Raises:
             FedBayesError: unknown figure.
@@ -215,7 +215,7 @@ class CrossScores:
         return [f"{figure}: model on data of", *names], [[name, *line] for name, line in zip(names, lines)]
 
     def markdown(self, figure: str | None = None) -> str:
-        """Return the table in Markdown, with the means over the other clients; arguments as in :meth:`table`."""
+        """Return the table in Markdown, with the means over the other clients. Arguments as in :meth:`table`."""
         return markdown_table(*self._lines(figure))
 
     def _repr_html_(self) -> str:
@@ -237,7 +237,7 @@ class CrossScores:
             writer.writerows(self.rows())
 
     def plot(self, figure: str | None = None) -> Figure:
-        """Return a heat map of one figure, the darker the worse; arguments as in :meth:`table`.
+        """Return a heat map of one figure, the darker the worse. Arguments as in :meth:`table`.
 
         Of more than 100 clients it shows 100, at equal distances.
         """
@@ -273,13 +273,13 @@ def evaluate_across(
     not trained on, or the diagonal is too good.
 
     Args:
-        modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`; for
+        modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`. For
             each of ``clients``, and for no others.
         clients: name → data set of inputs and targets.
-        figure: the only one to keep, such as "nll"; None keeps all.
+        figure: the only one to keep, such as "nll". None keeps all.
         batch_size: of the passes.
         seed: of the draws from the posteriors, the same for every pair.
-        collate_fn: list of examples → batch; None: torch's.
+        collate_fn: list of examples → batch. None: torch's.
 
     Raises:
         FedBayesError: a client lacks examples or a module, a module has no client, the predictions are not of this
@@ -309,7 +309,7 @@ def _without_diagonal(values: Tensor) -> Tensor:
 
 @cache
 def threshold(clients: int, rate: float) -> float:
-    """Return how many MADs from the median one of ``clients`` stands out; see :meth:`CrossScores.outlying`."""
+    """Return how many MADs from the median one of ``clients`` stands out. See :meth:`CrossScores.outlying`."""
     chance = torch.Generator().manual_seed(0)
     trials = min(TRIALS, max(1000, CELLS // clients))
     draws = torch.empty(trials, clients, dtype=torch.float64).exponential_(generator=chance)

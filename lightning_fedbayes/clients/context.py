@@ -28,7 +28,7 @@ Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Module, optimizers and options of a training loop; an engine sees these and no Trainer.
+    """Module, optimizers and options of a training loop. An engine sees these and no Trainer.
 
     Args:
         module: the user's module.
@@ -41,13 +41,13 @@ class TrainingContext:
         accumulate: batches between two steps of the optimizer.
         steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
         in_training_step: returns True while ``training_step`` runs.
-        training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
+        training_step_marks: attributes of the module that say so. A step that calls ``training_step`` itself sets them.
         obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
-            optimizer's step; empty if these are all.
+            optimizer's step. Empty if these are all.
         watched: inside, ``training_step`` raises CannotVectorize if it reads a position in the loop.
         clip_value: limit of the gradients, None for none.
         clips_norm: True if the norm of all gradients is limited, False if each entry is.
-        mean_over_processes: averages a number over processes that train each client together (DDP); None for others.
+        mean_over_processes: averages a number over processes that train each client together (DDP). None for others.
     """
 
     module: L.LightningModule
@@ -81,7 +81,7 @@ class TrainingContext:
 
     @property
     def rate(self) -> float | None:
-        """The learning rate, if there is one and steps are those of plain SGD; None otherwise."""
+        """The learning rate, if there is one and steps are those of plain SGD. None otherwise."""
         if len(self.optimizers) != 1 or type(self.optimizers[0]) is not torch.optim.SGD:
             return None
         rates = set()
@@ -103,7 +103,7 @@ class TrainingContext:
         return keepable and settings.method.keeps_optimizer
 
     def learned_posterior(self, source: Source | None = None) -> LearnedPosterior | None:
-        """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.
+        """Return the posterior of parameters outside of Bayesian layers. None if they are point masses.
 
         Without a ``source`` it is of an :class:`~lightning_fedbayes.IVON` among the optimizers. Raise FederationError
         if the Trainer or the optimizer does not suit the source.
@@ -185,7 +185,7 @@ class TrainingLog:
         self.module.__dict__.pop("log", None)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Collect a mean over the epoch; pass everything else on to :meth:`lightning.LightningModule.log`."""
+        """Collect a mean over the epoch. Pass everything else on to :meth:`lightning.LightningModule.log`."""
         if self.in_training_step() and not args and is_epoch_mean(value, kwargs):
             weight = kwargs.get("batch_size") or extract_batch_size(self.batch)
             detached = value.detach() if isinstance(value, Tensor) else float(value)
@@ -212,7 +212,7 @@ class TrainingLog:
         self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:
-        """Return the means of the client that has just trained; they count unless it is forgotten."""
+        """Return the means of the client that has just trained. They count unless it is forgotten."""
         self._clients[client], self._sums = self._sums, {}
         return {name: float(total) / examples for name, (total, examples) in self._clients[client].items()}
 
@@ -240,7 +240,7 @@ class TrainingLog:
         return set(self._options)
 
     def end_round(self) -> None:
-        """Log the means over the round's clients; called where epoch-wise values are logged."""
+        """Log the means over the round's clients. Called where epoch-wise values are logged."""
         for name, options in self._options.items():
             sums = [client[name] for client in self._clients.values() if name in client]
             if sums:

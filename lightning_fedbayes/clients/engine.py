@@ -55,21 +55,21 @@ class Engine(ABC):
     Args:
         context: the training loop's module, optimizers and options.
         model: the resident network.
-        loader: brings the clients' batches; it knows the clients.
+        loader: brings the clients' batches. It knows the clients.
         log: collects the figures that ``training_step`` logs.
         method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         keep_posteriors: let every client keep the posterior that it has trained last.
-        folder: of the clients' states; None: in memory.
+        folder: of the clients' states. None: in memory.
         writes: this process writes them there, for all.
         seed: of all random draws.
 
     Attributes:
         states: what every client keeps.
         plan: the clients of the round that this process trains.
-        prepare: brings the loop's batch to the device; None: the loop does.
+        prepare: brings the loop's batch to the device. None: the loop does.
         shared: what the server has sent to all clients of the round.
-        local: puts the clients' priors into the network in this round; None where the method neither sets priors nor
+        local: puts the clients' priors into the network in this round. None where the method neither sets priors nor
             measures.
     """
 
@@ -109,7 +109,7 @@ class Engine(ABC):
         self.use(loader)
 
     def use(self, loader: FederatedLoader) -> None:
-        """Take the clients and their batches from ``loader`` from now on; their number must not change."""
+        """Take the clients and their batches from ``loader`` from now on. Their number must not change."""
         self._loader = loader
         self.names, self.sizes = OfClients(loader.clients.names), OfClients(loader.clients.sizes)
 
@@ -121,7 +121,7 @@ class Engine(ABC):
 
     @abstractmethod
     def num_batches(self, plan: RoundPlan) -> int:
-        """Return the number of the loop's batches for the clients of ``plan``; one, which is idle, without clients."""
+        """Return the number of the loop's batches for the clients of ``plan``. One, which is idle, without clients."""
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``, which may be none."""
@@ -186,7 +186,7 @@ class Engine(ABC):
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
     def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
-        """Return the states with which a client's optimizers start, :func:`after_absence`; empty if they are new.
+        """Return the states with which a client's optimizers start, :func:`after_absence`. Empty if they are new.
 
         An optimizer that learns a posterior starts from the global one.
         """
@@ -219,7 +219,7 @@ class Engine(ABC):
         return found
 
     def _priors(self, problem: LocalProblem) -> dict[str, LocalPrior] | None:
-        """Return a client's priors of parameters outside of Bayesian layers; None where it has the network's."""
+        """Return a client's priors of parameters outside of Bayesian layers. None where it has the network's."""
         if problem.prior is None:
             return None
         assert self.local is not None
@@ -305,14 +305,14 @@ class Engine(ABC):
 
     @abstractmethod
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Train on the batch that has begun; a client that raises is left out of the round, and training goes on.
+        """Train on the batch that has begun. A client that raises is left out of the round, and training goes on.
 
-        ``step`` is the loop's, with its arguments; the number of the batch counts within its :meth:`span`.
+        ``step`` is the loop's, with its arguments. The number of the batch counts within its :meth:`span`.
         """
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of clients that end with this batch; the caller must take all.
+        """Return the updates, or failures, of clients that end with this batch. The caller must take all.
 
         The tensors of an update may be views that the next batch overwrites.
         """
@@ -339,14 +339,14 @@ class Engine(ABC):
         self.states.take([states for _, states in everyone])
 
     def end_round(self, *, success: bool) -> None:
-        """End the round; clients keep their new state if it was fused."""
+        """End the round. Clients keep their new state if it was fused."""
         self.states.end_round(success=success)
         self._under_way = {}
         if self.local is not None:
             self.local.remove()
 
     def close(self) -> None:
-        """Restore the optimizers, and release the folder of states; a second call does nothing."""
+        """Restore the optimizers, and release the folder of states. A second call does nothing."""
         self.states.close()
 
 

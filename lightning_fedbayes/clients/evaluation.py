@@ -60,8 +60,8 @@ class ClientScores:
         names: of the clients.
         num_examples: of each client, the weights of :meth:`mean`.
         values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
-            bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval);
-            of risks "c_index" and "nll", with pairs and risk sets within each client. A missing value is NaN and does
+            bins). Of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval).
+            Of risks "c_index" and "nll", with pairs and risk sets within each client. A missing value is NaN and does
             not count.
 
     >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
@@ -89,7 +89,7 @@ class ClientScores:
 
     @classmethod
     def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
-        """Return the table of each client's number of examples and figures, by its name; NaN for a missing figure."""
+        """Return the table of each client's number of examples and figures, by its name. NaN for a missing figure."""
         values = {
             figure: torch.tensor([figures[name].get(figure, math.nan) for name in num_examples], dtype=torch.float64)
             for figure in dict.fromkeys(figure for each in figures.values() for figure in each)
@@ -119,7 +119,7 @@ class ClientScores:
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:
-        """Return the standard deviation over clients; 0 for a single one."""
+        """Return the standard deviation over clients. 0 for a single one."""
         values = self._of(figure)
         values = values[~values.isnan()]
         return float(values.std(correction=0)) if len(values) else math.nan
@@ -180,7 +180,7 @@ def evaluate_clients(
     seed: int = 0,
     collate_fn: Collate | None = None,
 ) -> ClientScores:
-    """Score every client on its data, in one pass; the server needs no data.
+    """Score every client on its data, in one pass. The server needs no data.
 
     ::
 
@@ -195,7 +195,7 @@ def evaluate_clients(
         clients: name → data set of inputs and targets, in batches that ``module`` takes.
         batch_size: of the pass.
         seed: of the draws from the posterior, the same for every client.
-        collate_fn: list of examples → batch, as for a DataLoader of graphs; None: torch's.
+        collate_fn: list of examples → batch, as for a DataLoader of graphs. None: torch's.
 
     Raises:
         FedBayesError: a client lacks examples or a module, or the predictions are not of this package.
@@ -223,7 +223,7 @@ def _check_pass(batch_size: int, seed: int) -> None:
 
 
 def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = None) -> Iterator[Any]:
-    """Yield batches; raise FedBayesError for examples that make none."""
+    """Yield batches. Raise FedBayesError for examples that make none."""
     loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be a NumPy integer
     while True:
         try:
@@ -263,7 +263,7 @@ def predict_data(
 ) -> Predicted:
     """Return the joined predictions of ``predict`` for the batches of a data set, with ``module`` in evaluation mode.
 
-    Batches come to its device; draws are from ``seed``, and the global generators do not change.
+    Batches come to its device. Draws are from ``seed``, and the global generators do not change.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
@@ -273,7 +273,7 @@ def predict_data(
 
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, torch draws from ``seed``; afterwards its generators are restored."""
+    """Inside, torch draws from ``seed``. Afterwards its generators are restored."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -291,7 +291,7 @@ def has_predict_step(module: L.LightningModule) -> bool:
 
 
 def predicted(module: L.LightningModule, batch: Any) -> Predicted:
-    """Return the rows to score of a module's ``predict_step``, "probs" as one draw; raise FedBayesError for others."""
+    """Return the rows to score of a module's ``predict_step``, "probs" as one draw. Raise FedBayesError for others."""
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
     if not isinstance(prediction, Prediction):
@@ -340,10 +340,10 @@ def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def figures_of(found: Predicted) -> dict[str, float]:
-    """Return the figures of a client's predictions; raise FedBayesError if they have another form.
+    """Return the figures of a client's predictions. Raise FedBayesError if they have another form.
 
     Args:
-        found: "probs" (batch, classes) and "target" (batch,); "mean", "variance" and "target", (batch, targets); or
+        found: "probs" (batch, classes) and "target" (batch,). "mean", "variance" and "target", (batch, targets); or
             "log_risk" (batch,) and "target" (batch, 2).
     """
     target = found["target"]
@@ -364,7 +364,7 @@ def figures_of(found: Predicted) -> dict[str, float]:
 
 
 def nll_of(found: Predicted) -> Tensor:
-    """Return the NLL of each row in nats, summed over targets; for "probs" of their mean over draws."""
+    """Return the NLL of each row in nats, summed over targets. For "probs" of their mean over draws."""
     if "nll" in found:
         return found["nll"]
     if "log_risk" in found:
@@ -407,7 +407,7 @@ def choose_personal_weight(
     favour the client's own posterior, nor the data on which you report the result.
 
     Args:
-        posterior_of: weight → the personal posterior; 0 is the global one.
+        posterior_of: weight → the personal posterior. 0 is the global one.
         module: the network.
         held_out: data of the client, inputs and targets.
         weights: to choose from, each in [0, 1].
@@ -470,7 +470,7 @@ def held_out_loss(
 
 
 def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
-    """Return the hook of our modules that takes a candidate's posterior; None for other modules.
+    """Return the hook of our modules that takes a candidate's posterior. None for other modules.
 
     A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
     """

@@ -34,7 +34,7 @@ class ProcessNote:
     """Note of one process to the others at the end of a round.
 
     Args:
-        trained: figures and states of its clients; None in a single process.
+        trained: figures and states of its clients. None in a single process.
         sent: client → its posterior, where the module wants to see it.
         extra: added by the caller.
     """
@@ -47,22 +47,22 @@ class ProcessNote:
 class Federation:
     """Drives an engine and a server through the rounds of a federation.
 
-    A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and passes their updates to
-    :meth:`receive`; when :attr:`is_complete`, :meth:`land` and :meth:`finish`.
+    A round: :meth:`begin`. The loop trains the clients through :attr:`engine` and passes their updates to
+    :meth:`receive`. When :attr:`is_complete`, :meth:`land` and :meth:`finish`.
 
     Args:
         settings: of the federation.
-        engine: trains the clients; it holds the resident network.
+        engine: trains the clients. It holds the resident network.
         collective: the processes that share the clients of a round.
         held_out: returns the batches that an ``AutoFusion`` scores its candidates with.
 
     Attributes:
         server: holds the global posterior, the history and the rule's state.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
-        plan: of the last round that was begun; None before the first.
+        plan: of the last round that was begun. None before the first.
         share: the part of the plan that this process trains.
-        result: of the last round that :meth:`finish` has ended; None before, and after an error.
-        in_flight: messages under way, where there is a schedule; empty between rounds.
+        result: of the last round that :meth:`finish` has ended. None before, and after an error.
+        in_flight: messages under way, where there is a schedule. Empty between rounds.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Federation:
         return outcomes
 
     def _leave(self, messages: Iterable[ClientUpdate | ClientFailure], outcomes: list[ClientOutcome]) -> None:
-        """Bring messages to the server, and add their ``outcomes``; under a schedule send them on their way."""
+        """Bring messages to the server, and add their ``outcomes``. Under a schedule send them on their way."""
         for message in messages:
             if self.settings.schedule is None:
                 outcomes.append(self._admit(message))
@@ -219,7 +219,7 @@ class Federation:
         return self.stage == "training" and self._received == len(self.share.cohort)
 
     def _admit(self, result: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
-        """Let the server take an update in; the client keeps its old state if the update does not count."""
+        """Let the server take an update in. The client keeps its old state if the update does not count."""
         outcome = self.server.admit(result, started)
         if outcome.error is not None:
             self.engine.forget(outcome.client)
@@ -231,10 +231,10 @@ class Federation:
         """Let the server finish the round, and load the global model into the module.
 
         Args:
-            note: what this process tells the others; see :meth:`notes_of`.
+            note: what this process tells the others. See :meth:`notes_of`.
 
         Raises:
-            FederationError: too many rounds in a row have failed; the module holds the last good global model.
+            FederationError: too many rounds in a row have failed. The module holds the last good global model.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None
@@ -274,7 +274,7 @@ class Federation:
         return [note.extra for note in result.notes]
 
     def _end(self, *, success: bool) -> None:
-        """End the round at the clients; without success the module goes back to the old global model."""
+        """End the round at the clients. Without success the module goes back to the old global model."""
         if not success:
             self.engine.model.load_global()
         self._sent = {}
@@ -302,7 +302,7 @@ class Federation:
 
     @contextmanager
     def _scoring(self, auto: AutoFusion) -> Iterator[Scorer]:
-        """Inside, ``auto`` scores its candidates; afterwards the module holds the old global model."""
+        """Inside, ``auto`` scores its candidates. Afterwards the module holds the old global model."""
         model, batches = self.engine.model, []
 
         def score(candidate: Aggregate, notes: Sequence[ProcessNote]) -> float:
@@ -341,7 +341,7 @@ class Federation:
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
-        """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
+        """Inside, the module predicts by the posterior that a client has trained last. Afterwards by the global one."""
         model, module = self.engine.model, self.engine.model.module
         state = self._personal(client)
         with model.unchanged(), kept_attributes(module, "global_round"):
@@ -385,7 +385,7 @@ class Federation:
         return {**self.server.state_dict(), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; the module's checkpoint restores its parameters."""
+        """Restore what :meth:`state_dict` gave. The module's checkpoint restores its parameters."""
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)

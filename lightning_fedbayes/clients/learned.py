@@ -34,7 +34,7 @@ class TrainedClient:
         num_examples: n_k.
         values, buffers: its parameters and buffers, name → tensor.
         state: of its optimizer, by the number of the parameter.
-        priors: of this client, such as by sites; None: as for all clients.
+        priors: of this client, such as by sites. None: as for all clients.
         received: parameters and buffers with which it began, name → tensor.
         batches: returns its training batches as ``training_step`` gets them.
     """
@@ -58,7 +58,7 @@ class LearnedPosterior(ABC):
 
     Attributes:
         linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
-        variances: name in the posterior → present variance; the tensor is replaced when it changes.
+        variances: name in the posterior → present variance. The tensor is replaced when it changes.
     """
 
     linearised: ClassVar[bool] = False
@@ -74,27 +74,27 @@ class LearnedPosterior(ABC):
 
     @abstractmethod
     def prior_std(self, name: str) -> float:
-        """Return the standard deviation of a parameter's prior; infinite without a prior."""
+        """Return the standard deviation of a parameter's prior. Infinite without a prior."""
 
     def temperature(self, name: str) -> float:
-        """Return the temperature of a parameter's posterior; 1 is Bayes."""
+        """Return the temperature of a parameter's posterior. 1 is Bayes."""
         return 1.0
 
     def prior(self, name: str) -> NormalPrior:
-        """Return a parameter's prior; raise FederationError if it has none."""
+        """Return a parameter's prior. Raise FederationError if it has none."""
         if self.prior_std(name) == float("inf"):
             raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
         return NormalPrior(0.0, float(self.prior_std(name)))
 
     def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
-        """Make ``posterior`` the prior of all clients, except the names in ``exclude``; None restores the priors."""
+        """Make ``posterior`` the prior of all clients, except the names in ``exclude``. None restores the priors."""
         self._priors = {}
         if posterior is not None:
             for name in self.variances.keys() - set(exclude):
                 self._priors[name] = NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
 
     def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
-        """Return a client's ``priors``, or all clients', as :func:`natural_prior` does; empty if none was replaced."""
+        """Return a client's ``priors``, or all clients', as :func:`natural_prior` does. Empty if none was replaced."""
         replaced = self._priors if priors is None else priors
         if not replaced:
             return {}
@@ -109,19 +109,19 @@ class LearnedPosterior(ABC):
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
-        """Return the state with which a client's optimizer starts; by default what it has kept.
+        """Return the state with which a client's optimizer starts. By default what it has kept.
 
         Args:
             kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
             num_examples: of the client.
-            priors: of the client, such as by sites; None: as for all clients.
+            priors: of the client, such as by sites. None: as for all clients.
             local: tensors that the client keeps, with variances of parameters that never leave it
                 (:func:`variance_of`).
         """
         return kept
 
     def kept(self, state: OptimizerState) -> OptimizerState:
-        """Return the part of its optimizer's state that a client keeps after a round; by default all."""
+        """Return the part of its optimizer's state that a client keeps after a round. By default all."""
         return state
 
     def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
@@ -132,11 +132,11 @@ class LearnedPosterior(ABC):
         return {}, {}
 
     def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
-        """Observe the parameters after a step of the optimizer; by default do nothing.
+        """Observe the parameters after a step of the optimizer. By default do nothing.
 
         Args:
             optimizer: of one client, or of a stack of clients.
-            done: share of its steps that each client has taken; a single number without a stack.
+            done: share of its steps that each client has taken. A single number without a stack.
         """
 
     @abstractmethod
@@ -152,7 +152,7 @@ class PosteriorSource(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
-        """Return the posterior of ``module``, which these ``optimizers`` train; called once in a fit.
+        """Return the posterior of ``module``, which these ``optimizers`` train. Called once in a fit.
 
         Raise FederationError if the source does not suit the module or its optimizers.
         """
@@ -417,7 +417,7 @@ class PathPosterior(LearnedPosterior):
 
 
 KEPT = ("step", "momentum", "square", "signal", "noise")
-"""State of IVON that a client keeps with its optimizer; the precision is the global posterior's."""
+"""State of IVON that a client keeps with its optimizer. The precision is the global posterior's."""
 
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer, each of the parameter's shape, as stacks need it."""
@@ -431,7 +431,7 @@ def full(variance: Tensor) -> Tensor:
 def learned_posterior(
     optimizers: Sequence[Optimizer], module: nn.Module, source: Source | PosteriorSource | None = None
 ) -> LearnedPosterior | None:
-    """Return the posterior of ``module`` by ``source``; without a source by an IVON among the ``optimizers``."""
+    """Return the posterior of ``module`` by ``source``. Without a source by an IVON among the ``optimizers``."""
     if isinstance(source, PosteriorSource):
         return source.attach(module, optimizers)
     if source is not None:
@@ -449,7 +449,7 @@ def variance_of(name: str) -> str:
 def natural_prior(prior: NormalPrior | LocalPrior | float, like: Tensor) -> dict[str, Tensor]:
     """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
 
-    A number is the standard deviation of a prior with mean 0; infinite means no prior.
+    A number is the standard deviation of a prior with mean 0. Infinite means no prior.
     """
     if isinstance(prior, LocalPrior):
         fields = prior.curvature, prior.curvature * prior.mean - prior.slope

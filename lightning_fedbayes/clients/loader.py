@@ -53,24 +53,24 @@ class Arrangement(Protocol):
 class FederatedLoader:
     """Iterates over the batches of the current round, client after client unless an engine arranges them otherwise.
 
-    It indexes whole batches where every client's data are tensors in memory; otherwise a
+    It indexes whole batches where every client's data are tensors in memory. Otherwise a
     :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them. Both
     give the same batches, with any number of workers: random transforms draw from (seed, round, client, batch).
 
     Args:
-        loader: of the user; its settings are taken over.
+        loader: of the user. Its settings are taken over.
         clients: the clients.
         batching: how examples become batches.
         plan: returns the plan of the current round, of the clients that this process trains.
-        part: number of this process, and number of the processes that split every batch; see :func:`part_of`.
+        part: number of this process, and number of the processes that split every batch. See :func:`part_of`.
 
     Attributes:
-        timeline: of a federation without rounds; None with rounds.
-        arrangement: the order of batches; None: client after client.
-        tensors: per client, the tensors in memory that hold its data, and its rows of them; empty for other data.
+        timeline: of a federation without rounds. None with rounds.
+        arrangement: the order of batches. None: client after client.
+        tensors: per client, the tensors in memory that hold its data, and its rows of them. Empty for other data.
         shapes: of single examples in memory.
         collate_fn: of the user's loader.
-        statistics: columns and rows of the table of the clients' data; None where no module asks for the scale.
+        statistics: columns and rows of the table of the clients' data. None where no module asks for the scale.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FederatedLoader:
         return batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
-        """Fill the scalers of ``module`` that ask for the clients' scale; each process adds up the sums of its clients.
+        """Fill the scalers of ``module`` that ask for the clients' scale. Each process adds up the sums of its clients.
 
         Raise NotSent if the clients' data are private.
         """
@@ -183,7 +183,7 @@ class FederatedLoader:
 
 
 def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
-    """Return the part of a batch for process ``rank`` of ``count``; one example of a batch that is too small.
+    """Return the part of a batch for process ``rank`` of ``count``. One example of a batch that is too small.
 
     >>> part_of(torch.arange(5), 1, 2)
     tensor([1, 3])

@@ -31,7 +31,7 @@ class ResidentModel:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
             the module's attribute ``local_parameters``.
-        learned: the posterior of parameters outside of Bayesian layers; None: they are point masses.
+        learned: the posterior of parameters outside of Bayesian layers. None: they are point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
@@ -132,7 +132,7 @@ class ResidentModel:
                 )
 
     def digest(self) -> str:
-        """Return a digest of the frozen parameters; empty if none is frozen."""
+        """Return a digest of the frozen parameters. Empty if none is frozen."""
         shared = {name: bits(p)[1] for name, p in self.frozen.items() if self._aliases[name] not in self.local_names}
         return sha256(repr(sorted(shared.items())).encode()).hexdigest() if shared else ""
 
@@ -185,7 +185,7 @@ class ResidentModel:
             self._global_variances.update(own)
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
-        """Make ``posterior`` the prior of the federated parameters; None restores the network's priors."""
+        """Make ``posterior`` the prior of the federated parameters. None restores the network's priors."""
         exclude = () if posterior is None else self.local_names | self.frozen_names
         set_prior(self.module, posterior, exclude)
         if self.learned is not None:
@@ -206,7 +206,7 @@ class ResidentModel:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Inside, other posteriors may be loaded; afterwards the global model is what it was, bit by bit."""
+        """Inside, other posteriors may be loaded. Afterwards the global model is what it was, bit by bit."""
         before = self.global_parameters, self.global_buffers, self._global_variances
         try:
             yield
@@ -251,7 +251,7 @@ class ResidentModel:
 
         Args:
             posterior: of the federated parameters.
-            local: of the client, see :meth:`read_local`; what is missing is taken from the global model.
+            local: of the client, see :meth:`read_local`. What is missing is taken from the global model.
         """
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
@@ -286,7 +286,7 @@ class ResidentModel:
         return {} if self.policy == "frozen" else {name: self.global_buffers[name] for name in self.buffer_names}
 
     def read_buffers(self) -> Tensors:
-        """Return the buffers that the client sends; none if they are frozen."""
+        """Return the buffers that the client sends. None if they are frozen."""
         return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)
 
     def read_local(self) -> Tensors:

@@ -36,7 +36,7 @@ class Pull:
     Args:
         strength: :math:`\mu`, or name → a value for every entry, as in a Gaussian prior.
         centre: name → global value of a deterministic parameter.
-        duals: name → v, of the parameter's shape; in a stack (clients, *). None: :math:`v = 0`.
+        duals: name → v, of the parameter's shape. In a stack (clients, *). None: :math:`v = 0`.
     """
 
     def __init__(self, strength: float | Tensors, centre: Tensors, duals: Tensors | None = None) -> None:
@@ -45,7 +45,7 @@ class Pull:
         self.duals = {} if duals is None else duals
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the term, a scalar; with ``stack``, which selects a step's clients, of shape (clients,)."""
+        """Return the term, a scalar. With ``stack``, which selects a step's clients, of shape (clients,)."""
         term = torch.zeros((), device=next(iter(self.centre.values())).device)
         for name, centre in self.centre.items():
             if name in parameters:
@@ -61,7 +61,7 @@ class Pull:
     def gradient(
         self, name: str, value: Tensor, stack: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Tensor | None:
-        """Return the gradient of the term by a parameter at its ``value``; None if the term does not depend on it."""
+        """Return the gradient of the term by a parameter at its ``value``. None if the term does not depend on it."""
         if name not in self.centre:
             return None
         strength: Any = self.strength if isinstance(self.strength, float | int) else self.strength[name]
@@ -132,7 +132,7 @@ class LocalPriors:
     """Puts the clients' quadratics of one round into the network, as priors of its Gaussian parameters.
 
     Args:
-        like: the problem of any client of the round; all have quadratics of the same names.
+        like: the problem of any client of the round. All have quadratics of the same names.
         names: of the federated tensors.
         model: the resident network.
 
@@ -209,8 +209,8 @@ class Measured:
     Args:
         like: name → tensor of a parameter's shape; in a stack (clients, \*).
         layers: names of Gaussian parameters of layers.
-        clients: in the stack; None: one.
-        parts: micro-batches per step; each loss is divided by it.
+        clients: in the stack. None: one.
+        parts: micro-batches per step. Each loss is divided by it.
     """
 
     def __init__(self, like: Tensors, layers: Collection[str], clients: int | None = None, parts: int = 1) -> None:
@@ -237,7 +237,7 @@ class Measured:
             num_examples, local_epochs: of the client's training.
             variances: of the draws of layers.
             scales: factors of the loss per example, of other parameters.
-            slot: of the client in the stack; None: there is no stack.
+            slot: of the client in the stack. None: there is no stack.
         """
         row = (lambda value: value) if slot is None else (lambda value: value[slot])
         gradients, precisions = {}, {}
@@ -269,7 +269,7 @@ def factor_of(ratio: float, scatter: float, steps: float) -> float:
     Args:
         ratio: :math:`\hat r`, Price's trace over the trace of the squares, a sum over the steps.
         scatter: the sum of the squares of its terms, from which the variance :math:`v` of the sum is estimated.
-        steps: their number m; :math:`v` is multiplied by (m + 1) / (m − 1), since it is estimated.
+        steps: their number m. :math:`v` is multiplied by (m + 1) / (m − 1), since it is estimated.
 
     >>> factor_of(1.5, 1.5**2 / 100, 100), round(factor_of(-3.0, 1e6, 100), 2)
     (1.5, 1.0)

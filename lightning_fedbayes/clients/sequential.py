@@ -30,7 +30,7 @@ from lightning_fedbayes.server.plan import RoundPlan
 
 
 class SequentialEngine(Engine):
-    """Trains any LightningModule, client by client; the reference for correctness.
+    """Trains any LightningModule, client by client. The reference for correctness.
 
     At a client's first batch the global model is copied into the module in place, and the optimizer state is reset or
     replaced by the client's. At its last batch its posterior is read. All objects stay the same.
@@ -216,7 +216,7 @@ class SequentialEngine(Engine):
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"])
 
     def _measure(self, client: Client, learned: LearnedPosterior) -> Exception | None:
-        """Measure the variances of the client that has just trained; return the error if that fails."""
+        """Measure the variances of the client that has just trained. Return the error if that fails."""
         optimizer = self.context.optimizers[0]
         held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
         local, buffers = self.states.of(client.job).local, dict(self.model.module.named_buffers())

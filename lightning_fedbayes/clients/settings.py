@@ -58,7 +58,7 @@ class Sending(NamedTuple):
 
 
 Adversaries = Callable[[Sending], Callable[[ClientUpdate | None], Iterable[ClientUpdate | ClientFailure]]]
-"""Called at the start of a round; what it returns is called with each update, and with None after the last."""
+"""Called at the start of a round. What it returns is called with each update, and with None after the last."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Kept:
     """Choice of what every client keeps from round to round, in addition to the method's tensors, and where.
 
     Args:
-        what: "optimizer", "posterior" or both; see :class:`~lightning_fedbayes.FederatedBayes`.
+        what: "optimizer", "posterior" or both. See :class:`~lightning_fedbayes.FederatedBayes`.
         folder: for this run only, on a disk that all processes share. Clients' states lie there in an SQLite file, a
             round in one transaction. They are neither in memory nor in checkpoints, which refer to the folder: keep it
             to resume from one of the last two checkpoints. None: in memory, and in every checkpoint.
@@ -89,13 +89,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """Every choice of a federation; :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
+    """Every choice of a federation. :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
 
     Arguments are checked and brought into one form: ``fusion`` becomes a :class:`~lightning_fedbayes.Method`, one
     pattern of local parameters a tuple of one.
 
     Raises:
-        FusionError, FederationError: an argument cannot be used; the message names it, the rule and the remedy.
+        FusionError, FederationError: an argument cannot be used. The message names it, the rule and the remedy.
     """
 
     partition: Partition | None = None
@@ -170,7 +170,7 @@ class FederationSettings:
 
     @property
     def method(self) -> Method:
-        """The federated method; for ``fusion=None`` it is known once the network is."""
+        """The federated method. For ``fusion=None`` it is known once the network is."""
         assert isinstance(self.fusion, Method)
         return self.fusion
 

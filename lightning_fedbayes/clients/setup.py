@@ -39,7 +39,7 @@ fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). T
 TIMES_PER_CLIENT = 4
 """Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
 
-torch takes them in one operation for one client; a stack of any size takes about twenty for each step in time. Rounds
+torch takes them in one operation for one client. A stack of any size takes about twenty for each step in time. Rounds
 of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients 0.3 to 0.8
 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
 """
@@ -113,7 +113,7 @@ def make_engine(
     *,
     writes: bool = True,
 ) -> Engine:
-    """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
+    """Return the engine that ``settings.engine`` names. For "auto" the faster one, with a line that says which.
 
     "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
     most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client. Raise

@@ -37,7 +37,7 @@ LARGE, LONG = 2**24, 1000
 """Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
 
 LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
-"""Objects of these packages are compared by identity; modules are compared one by one."""
+"""Objects of these packages are compared by identity. Modules are compared one by one."""
 
 
 class Snapshot:
@@ -135,7 +135,7 @@ class ModuleState:
     """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
 
     Attributes:
-        snapshots: path of each part → its attributes; modules in lists and dicts, such as metrics, are parts, too.
+        snapshots: path of each part → its attributes. Modules in lists and dicts, such as metrics, are parts, too.
         tensors: name → tensor, its version and its contents.
     """
 
@@ -205,7 +205,7 @@ class RoundState:
         self._by_hook |= {(path, name) for path, snapshot in self._snapshots.items() for name in snapshot.changes()}
 
     def restore(self, *, keep_hooks: bool = False) -> None:
-        """Restore everything that can be; ``keep_hooks`` leaves what ``on_client_start`` has set."""
+        """Restore everything that can be. ``keep_hooks`` leaves what ``on_client_start`` has set."""
         for each, prints in self._watchers:
             changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
             self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
@@ -240,7 +240,7 @@ def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
-    """Copy ``values`` into a tensor; only ``inference_mode`` writes into one that was made under it."""
+    """Copy ``values`` into a tensor. Only ``inference_mode`` writes into one that was made under it."""
     if tensor.is_inference():
         with torch.inference_mode():
             tensor.copy_(values)
@@ -255,7 +255,7 @@ def own_attributes() -> frozenset[str]:
 
 
 def fingerprint(value: Any, depth: int = 4) -> Any:
-    """Return a fingerprint that changes when ``value`` is replaced or written into; of unknown objects the identity."""
+    """Return a fingerprint that changes when ``value`` is replaced or written into. Of unknown objects the identity."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, Tensor):

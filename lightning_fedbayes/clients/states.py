@@ -52,15 +52,15 @@ class Client:
 
 @dataclass
 class ClientState:
-    """State that a client keeps from round to round; it never leaves the client.
+    """State that a client keeps from round to round. It never leaves the client.
 
     Args:
         local: local parameters and buffers, name → tensor.
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
         options: changes of each optimizer's options by training: see :meth:`ClientOptimizer.read`.
         kept: what the method keeps at the client, such as its site.
-        own: the ``state_dict`` of the posterior that the client has trained last; empty if it keeps none.
-        rounds: of the federation, when the optimizers' states were kept; 0 if they are not.
+        own: the ``state_dict`` of the posterior that the client has trained last. Empty if it keeps none.
+        rounds: of the federation, when the optimizers' states were kept. 0 if they are not.
     """
 
     local: dict[str, Tensor] = field(default_factory=dict)
@@ -101,10 +101,10 @@ ON_THE_CPU = frozenset({"step", "examples", "received"})
 
 
 class States:
-    """States of all clients, by the numbers that an engine uses; a round's new ones count when it ends.
+    """States of all clients, by the numbers that an engine uses. A round's new ones count when it ends.
 
     Args:
-        folder: of the states; None: in memory.
+        folder: of the states. None: in memory.
         writes: this process writes what all have trained.
         device: where clients train.
 
@@ -131,7 +131,7 @@ class States:
         return self.store is not None and not self.is_shared
 
     def of(self, client: int) -> ClientState:
-        """Return what a client keeps; an empty state before it keeps anything."""
+        """Return what a client keeps. An empty state before it keeps anything."""
         if self.store is None:
             return self.memory.get(client, ClientState())
         state = self.store.get(client)
@@ -142,14 +142,14 @@ class States:
         return {number % STRIDE for number in (self.memory if self.store is None else self.store.clients())}
 
     def keep(self, client: int, state: ClientState) -> None:
-        """Take the state of a client that has trained; an empty one takes no memory."""
+        """Take the state of a client that has trained. An empty one takes no memory."""
         if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
         elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
     def withdraw(self, client: int) -> ClientState | None:
-        """Return the new state of a client that has trained, and drop it here; None for an empty one."""
+        """Return the new state of a client that has trained, and drop it here. None for an empty one."""
         if self.store is None or not self.writes_at_once:
             return self._new.pop(client, None)
         state = self.store.pending(client)
@@ -189,7 +189,7 @@ class States:
         self._new = {}
 
     def end_round(self, *, success: bool) -> None:
-        """End the round; clients keep their new states if it was fused."""
+        """End the round. Clients keep their new states if it was fused."""
         if self.store is None:
             self.memory.update(self._new if success else {})
         else:
@@ -202,7 +202,7 @@ class States:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin with empty states; raise FederationError if the folder holds the clients of another run."""
+        """Begin with empty states. Raise FederationError if the folder holds the clients of another run."""
         if self.store is not None:
             self.store.begin()
 
@@ -212,7 +212,7 @@ class States:
             self.store.mark()
 
     def close(self) -> None:
-        """Release the folder; a second call does nothing."""
+        """Release the folder. A second call does nothing."""
         if self.store is not None:
             self.store.close()
 
@@ -223,7 +223,7 @@ class States:
         return {client: dict(vars(state)) for client, state in self.memory.items()}
 
     def load_state_dict(self, states: Mapping[Any, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; states from memory are written to the folder, if there is one."""
+        """Restore what :meth:`state_dict` gave. States from memory are written to the folder, if there is one."""
         if "folder" not in states:
             self.memory = {client: self._here(state) for client, state in states.items()}
             if self.store is not None:
@@ -293,7 +293,7 @@ class InFlight:
         return found
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """Restore what :meth:`state_dict` gave; a failure has the name and text of its error."""
+        """Restore what :meth:`state_dict` gave. A failure has the name and text of its error."""
         self.sent = {}
         for stored in apply_to_collection(state, Tensor, lambda value: value.to(device)):
             message, kept = stored["message"], stored["state"]
@@ -320,7 +320,7 @@ PLAIN = (int, float, complex, str, bool, type(None))
 
 
 class ClientOptimizer:
-    """The Trainer's optimizer, set to a client's start and read at its end; it stays the same object.
+    """The Trainer's optimizer, set to a client's start and read at its end. It stays the same object.
 
     At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
     between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
@@ -476,7 +476,7 @@ def copied(value: Any) -> Any:
 
 
 def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optimizer) -> Optimizer:
-    """Return the optimizer that ``configure`` makes in this ``place``; raise FederationError if it is not ``like``."""
+    """Return the optimizer that ``configure`` makes in this ``place``. Raise FederationError if it is not ``like``."""
     made = configure()
     if len(made) <= place or type(made[place]) is not type(like):
         raise FederationError(

@@ -31,7 +31,7 @@ class Whole:
 def unpacked(
     batch: Any, module: nn.Module | None = None, unpack: Unpack | None = None, *, needs_targets: bool = False
 ) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch; targets are None if it has none.
+    """Return inputs and targets of a batch. Targets are None if it has none.
 
     ===========================  ==================================  ========================
     a batch is                   inputs                              targets
@@ -46,7 +46,7 @@ def unpacked(
         batch: as a DataLoader gives it.
         module: takes the inputs. One that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole
             batch as inputs.
-        unpack: the user's rule, in place of this one; None: a method ``unpack`` of ``module``, if it has one.
+        unpack: the user's rule, in place of this one. None: a method ``unpack`` of ``module``, if it has one.
         needs_targets: a batch without a tensor of targets is an error.
 
     Raises:
@@ -124,7 +124,7 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
     parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
 
     Args:
-        network: any module; one of :func:`predicts_batches` runs its ``predict_step``.
+        network: any module. One of :func:`predicts_batches` runs its ``predict_step``.
         inputs: one argument of it, or its keywords.
         values: name → tensor, in place of its parameters and buffers.
 

@@ -21,7 +21,7 @@ LARGEST = 2**63 - 1
 
 
 class FedBayesError(ValueError):
-    """An argument, module or data set that cannot be used as it is; base class of all errors of this package."""
+    """An argument, module or data set that cannot be used as it is. Base class of all errors of this package."""
 
 
 class PosteriorError(FedBayesError):
@@ -57,7 +57,7 @@ class LostState(FederationError):
 
 
 class CannotVectorize(FederationError):
-    """A module, optimizer or Trainer that the vectorized engine cannot train; the message says why."""
+    """A module, optimizer or Trainer that the vectorized engine cannot train. The message says why."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -119,12 +119,12 @@ def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether ``value`` is a whole number; a bool, a float or a tensor is not."""
+    """Return whether ``value`` is a whole number. A bool, a float or a tensor is not."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a finite real number that torch takes; a bool, a fraction or a tensor is not."""
+    """Return whether ``value`` is a finite real number that torch takes. A bool, a fraction or a tensor is not."""
     if is_whole(value):
         return abs(value) <= LARGEST
     return isinstance(value, Real) and not isinstance(value, Rational) and math.isfinite(value)
@@ -163,7 +163,7 @@ def check_number(
 
     >>> check_number("fraction", 2, "(0, 1]", why="the share of clients in a round")
     Traceback (most recent call last):
-    lightning_fedbayes.core.errors.FederationError: fraction=2: give a finite number in (0, 1]; the share of clients ...
+    lightning_fedbayes.core.errors.FederationError: fraction=2: give a finite number in (0, 1]. The share of clients ...
     """
     low, high, closed = _ends(interval)
     if type(value) is float and low < value < high:  # nearly always
@@ -208,7 +208,7 @@ def check_kind(
 def check_strings(
     name: str, value: Any, remedy: str, *, error: type[FedBayesError] = FederationError
 ) -> tuple[str, ...]:
-    """Return one string, or several, as a tuple; raise ``error`` with the ``remedy`` for anything else."""
+    """Return one string, or several, as a tuple. Raise ``error`` with the ``remedy`` for anything else."""
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Sequence | Set) or not all(isinstance(each, str) for each in values):
         raise error(f"{name}={shown(value)}: {remedy}")
@@ -216,7 +216,7 @@ def check_strings(
 
 
 def check_path(name: str, value: Any, *, error: type[FedBayesError] = FederationError) -> Path:
-    """Return the path that an argument names; raise ``error`` if the system cannot have such a path."""
+    """Return the path that an argument names. Raise ``error`` if the system cannot have such a path."""
     if not isinstance(value, str | PathLike):
         raise error(f"{name}={shown(value)}: give a path")
     path = Path(value)
@@ -234,7 +234,7 @@ def raised_as(error: type[FedBayesError], what: str, remedy: str) -> Iterator[No
     >>> with raised_as(FederationError, "the network cannot take this batch", "give tensors"):
     ...     raise KeyError("x")
     Traceback (most recent call last):
-    lightning_fedbayes.core.errors.FederationError: the network cannot take this batch: KeyError: 'x'; give tensors
+    lightning_fedbayes.core.errors.FederationError: the network cannot take this batch: KeyError: 'x'. Give tensors
     """
     try:
         yield

@@ -41,7 +41,7 @@ class Collective(ABC):
         Args:
             values: picklable, value r for process r. NumPy arrays in them are sent as they lie in memory.
 
-        Returns: the value that each process has sent to this one, in order of rank; this process's value is not copied.
+        Returns: the value that each process has sent to this one, in order of rank. This process's value is not copied.
 
         Raises:
             FederationError: a process has ended.
@@ -115,9 +115,9 @@ class Reduction:
     """Running sums of this process's clients, to be merged with the sums of the other processes.
 
     Args:
-        own: the sums, name → vector of ``length`` entries or scalar; empty if this process has no client.
+        own: the sums, name → vector of ``length`` entries or scalar. Empty if this process has no client.
         length: number of entries of every vector.
-        merge: adds the second argument to the first, in place; vectors are shards of equal length.
+        merge: adds the second argument to the first, in place. Vectors are shards of equal length.
         totals_only: return only the sum of the entries of every merged vector.
     """
 
@@ -128,7 +128,7 @@ class Reduction:
 
 
 def merge_statistics(reductions: Sequence[Reduction], collective: Collective) -> list[Statistics]:
-    """Merge the sums of all processes; the result is the same in each, on the CPU where there are several.
+    """Merge the sums of all processes. The result is the same in each, on the CPU where there are several.
 
     Each process receives its shard of all vectors, merges it in order of rank, and sends the result to all. Vectors
     that are 0 everywhere, such as the variances of a deterministic network, are not sent.

@@ -16,7 +16,7 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.exchange import Collective
 
 TIMEOUT = timedelta(hours=12)
-"""Time that a process waits for another that is alive; the end of another process is noticed at once."""
+"""Time that a process waits for another that is alive. The end of another process is noticed at once."""
 
 HEAD = struct.Struct("!QQ")
 """Head of a message: its length, and the length of the longest message that its sender sends in this call."""
@@ -61,7 +61,7 @@ class GlooCollective(Collective):
         return [values[other] if other == self.rank else pickle.loads(inbox[other]) for other in range(self.size)]
 
     def _exchange_bytes(self, parts: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
-        """Send ``parts``, one per process; return one from each, of ``lengths`` in bytes."""
+        """Send ``parts``, one per process. Return one from each, of ``lengths`` in bytes."""
         content = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
         sent = [len(each) for each in parts]
         received = torch.empty(sum(lengths), dtype=torch.uint8)

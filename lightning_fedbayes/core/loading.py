@@ -1,6 +1,6 @@
 """Data sets and batches of clients, as a loader's worker processes have them.
 
-A worker that is spawned imports what its data set needs. From here that is torch alone; with Lightning, which other
+A worker that is spawned imports what its data set needs. From here that is torch alone. With Lightning, which other
 rooms import, a worker takes three times as long to start.
 """
 
@@ -69,7 +69,7 @@ class PlannedBatch(list):
 
 
 class ReproducibleDataset(Dataset):
-    """All clients' data sets; every batch is loaded and collated under its own random state."""
+    """All clients' data sets. Every batch is loaded and collated under its own random state."""
 
     def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
         self.datasets = datasets

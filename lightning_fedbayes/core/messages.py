@@ -19,7 +19,7 @@ Kind = Literal[
 ]
 
 SCALE = "scale/"
-"""Prefix of a scale among the buffers that the server sends; clients answer with none."""
+"""Prefix of a scale among the buffers that the server sends. Clients answer with none."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Message:
             sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": it could
             not do what it was asked for.
         client: its number.
-        round: the round that it is based on, from 1; 0 before the first.
+        round: the round that it is based on, from 1. 0 before the first.
         num_examples: number of the client's examples behind it.
         tensors: name → tensor.
         figures: name → number.
@@ -55,7 +55,7 @@ class Message:
         Args:
             kind, client, round: see :class:`Message`.
             value: its fields are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the server
-                knows; a field "num_examples" becomes the message's.
+                knows. A field "num_examples" becomes the message's.
             figures: further ones.
         """
         tensors: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ class Message:
         return cls(kind, client, round, int(value.num_examples), tensors, numbers)
 
     def read(self, kind: type[T], **known: Any) -> T:
-        """Return the dataclass that :meth:`of` has sent; the message is not trusted.
+        """Return the dataclass that :meth:`of` has sent. The message is not trusted.
 
         Args:
             kind: the dataclass, which checks its values.
@@ -110,11 +110,11 @@ class ClientUpdate:
         client: the client's number.
         num_examples: its number of training examples.
         posterior: its posterior.
-        buffers: its buffers, name → tensor, which the server averages; what a method sends besides the posterior is
+        buffers: its buffers, name → tensor, which the server averages. What a method sends besides the posterior is
             among them, under names that begin with "method/".
-        metrics: figures of its training, name → value; "train_loss" is averaged over the round.
+        metrics: figures of its training, name → value. "train_loss" is averaged over the round.
         seconds: time that it took.
-        kept: what the client keeps of it, in the process of the server; it never travels. None: the server works out
+        kept: what the client keeps of it, in the process of the server. It never travels. None: the server works out
             what such a client keeps, where it has to know.
 
     Raises:
@@ -178,7 +178,7 @@ class ClientOutcome:
     Args:
         client: its number.
         error: the reason why it is left out, or None if its update counts.
-        seconds: time that it took; an equal share where several clients train at once.
+        seconds: time that it took. An equal share where several clients train at once.
         num_examples: its number of training examples.
         num_bytes: size of its update, 0 if it has failed.
         metrics: figures of its training, name → value.

@@ -49,7 +49,7 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
     Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence.
 
     Args:
-        confidence, accuracy: per bin of equal width over [0, 1], shape (bins,); NaN where a bin is empty.
+        confidence, accuracy: per bin of equal width over [0, 1], shape (bins,). NaN where a bin is empty.
         counts: examples per bin, shape (bins,).
         ece: expected calibration error, for the title.
     """
@@ -125,7 +125,7 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
     Of more than 100 clients it shows every n-th.
 
     Args:
-        values: shape (models, data); what is not finite is grey.
+        values: shape (models, data). What is not finite is grey.
         names: of the clients, in the order of rows and columns.
         figure: name of the values.
         higher_is_better: higher values are better.
@@ -178,7 +178,7 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
 
 
 def client_accuracy(accuracies: Tensor) -> Figure:
-    """Bars of every client's accuracy, from the worst to the best, with their mean; of more than 100 a sample.
+    """Bars of every client's accuracy, from the worst to the best, with their mean. Of more than 100 a sample.
 
     Args:
         accuracies: shape (clients,), NaN for a client without examples, which is left out.
@@ -201,7 +201,7 @@ def client_accuracy(accuracies: Tensor) -> Figure:
 
 
 def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
-    """Learning curves: one value per round, from round 1; NaN leaves a gap.
+    """Learning curves: one value per round, from round 1. NaN leaves a gap.
 
     Args:
         curves: label → values of rounds 1, 2, ….
@@ -218,7 +218,7 @@ def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Learning curves of several quantities on one page: a panel each, as :func:`rounds` draws one.
 
     Args:
-        panels: name of the values → label → values of rounds 1, 2, …; at least one, all with the same labels.
+        panels: name of the values → label → values of rounds 1, 2, …. At least one, all with the same labels.
     """
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -253,7 +253,7 @@ def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
 
 
 def _heatmap(table: np.ndarray, width: float, height: float, **options: Any) -> tuple[Figure, Axes, AxesImage]:
-    """Draw a table on a figure of about ``width`` × ``height`` inches; ``options`` are of ``imshow``."""
+    """Draw a table on a figure of about ``width`` × ``height`` inches. ``options`` are of ``imshow``."""
     figure, axes = _figure(min(max(width, 4.4), 12), min(max(height, 2.6), 10))
     image = axes.imshow(table, aspect="auto", **{"cmap": SEQUENTIAL, **options})
     axes.set_facecolor(GRID)
@@ -288,7 +288,7 @@ def sample(number: int) -> np.ndarray:
 
 
 def _part(*counts: tuple[int, int, str]) -> str:
-    """Return the end of a title that says how many of what are drawn; empty if all are."""
+    """Return the end of a title that says how many of what are drawn. Empty if all are."""
     parts = [f"{drawn} of {number:,} {what}" for drawn, number, what in counts if drawn < number]
     return f"\n{', '.join(parts)}" if parts else ""
 

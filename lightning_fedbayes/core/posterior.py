@@ -132,7 +132,7 @@ class GaussianPosterior:
         return self._of_checked(mean, variance, linearised=self.linearised)
 
     def marked(self, linearised: bool) -> GaussianPosterior:
-        """This posterior, with another value of ``linearised``; it shares its tensors."""
+        """This posterior, with another value of ``linearised``. It shares its tensors."""
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
 
     def flattened(self) -> GaussianPosterior:
@@ -177,7 +177,7 @@ class GaussianPosterior:
         Work piece by piece happens in the cache of the processor, in a fraction of the time.
 
         Args:
-            cuts: :meth:`cuts` of a posterior of the same names and shapes; None: of this one.
+            cuts: :meth:`cuts` of a posterior of the same names and shapes. None: of this one.
         """
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
@@ -192,7 +192,7 @@ class GaussianPosterior:
         return [self._of_checked(*group, _flat=pair, **known) for group, pair in zip(groups, flat)]
 
     def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
-        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
+        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes. Takes pieces one by one."""
         means = {n: torch.empty_like(like, memory_format=torch.contiguous_format) for n, like in self.mean.items()}
         variances = {name: zeros_like(value) for name, value in means.items()}
         filled = dict.fromkeys(self.mean, 0)
@@ -208,7 +208,7 @@ class GaussianPosterior:
         return self._of_checked(means, variances, linearised=self.linearised)
 
     def unbind(self) -> Iterator[GaussianPosterior]:
-        """Yield the posteriors of clients from a stack of them, as views; small ones are flattened together."""
+        """Yield the posteriors of clients from a stack of them, as views. Small ones are flattened together."""
         count = len(next(iter(self.mean.values())))
         size = self.num_parameters // count
         together = POINT_PIECE // max(1, size)
@@ -246,11 +246,11 @@ class GaussianPosterior:
         return self._of_checked(mean, variance, linearised=self.linearised)
 
     def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into.
+        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`. Not to be written into.
 
         Args:
             dtype: of the vectors.
-            room: vector of ``dtype`` and at least P entries, into which the mean may be written; None: a new one.
+            room: vector of ``dtype`` and at least P entries, into which the mean may be written. None: a new one.
         """
         if self._flat is not None and dtype == torch.float64:
             return self._flat
@@ -329,7 +329,7 @@ class GaussianPosterior:
         return draw
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state for :meth:`from_state_dict`; deterministic tensors store no variance."""
+        """Return a state for :meth:`from_state_dict`. Deterministic tensors store no variance."""
         variance = {name: value for name, value in self.variance.items() if not is_zero(value)}
         kind = {"linearised": True} if self.linearised else {}
         return {"mean": dict(self.mean), "variance": variance, **kind}
@@ -377,7 +377,7 @@ def is_zero(variance: Tensor) -> bool:
 
 
 def is_random(variance: Tensor) -> bool:
-    """Return True if ``variance`` is not all zero; it is read if need be."""
+    """Return True if ``variance`` is not all zero. It is read if need be."""
     return not is_zero(variance) and bool(variance.any())
 
 
@@ -445,7 +445,7 @@ def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBay
 def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
     """Raise ``error`` unless ``posterior`` is a GaussianPosterior that is still as it was made.
 
-    For posteriors that come in from outside; values are not read (see ``check_finite`` of the fusion).
+    For posteriors that come in from outside. Values are not read (see ``check_finite`` of the fusion).
     """
     if not isinstance(posterior, GaussianPosterior):
         raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")

@@ -1,7 +1,7 @@
 """Private names of torch. No other file of the package uses one; tests/test_private_names.py checks that.
 
 Importing this module never fails. Without a primitive of vmap the vectorized engine falls back on the public
-``torch.func.vmap``; without another name that it needs it cannot be used, and says so. Last checked with torch 2.15.
+``torch.func.vmap``. Without another name that it needs it cannot be used, and says so. Last checked with torch 2.15.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def to_client_view(stack: Tensor, level: int) -> Tensor:
 
 
 def to_stack(tensor: Tensor, level: int, count: int) -> Tensor:
-    """Return the stack of shape (clients, *) behind a result of shape (*); a result that clients share is repeated."""
+    """Return the stack of shape (clients, *) behind a result of shape (*). A result that clients share is repeated."""
     return _functorch._remove_batch_dim(tensor, level, count, 0)
 
 
@@ -151,7 +151,7 @@ version_of = attrgetter("_version")
 
 
 def version_if_any(tensor: Tensor) -> int | None:
-    """Return :func:`version_of` a tensor; None in a functional transform or from ``inference_mode``."""
+    """Return :func:`version_of` a tensor. None in a functional transform or from ``inference_mode``."""
     is_transformed = getattr(_functorch, "is_functorch_wrapped_tensor", None)
     if is_transformed is not None and is_transformed(tensor):
         return None

@@ -30,7 +30,7 @@ def without_banners(level: int = logging.WARNING) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Switch warnings off and let Lightning and W&B log errors only; restore both at the end.
+    """Switch warnings off and let Lightning and W&B log errors only. Restore both at the end.
 
     When to use it: in commands that train many times.
 

@@ -12,7 +12,7 @@ from lightning_fedbayes.core.errors import FedBayesError
 
 FILE = "federation.jsonl"
 WANDB_FILES = "files"
-"""Its folder in W&B's folder of a run; other loggers have it in the run's folder itself."""
+"""Its folder in W&B's folder of a run. Other loggers have it in the run's folder itself."""
 
 BY_DRAWS = "draws/"
 """Prefix, behind "val/" or "test/", of figures of predictions that this package has drawn for a module."""
@@ -26,7 +26,7 @@ class RunRecord:
     """Content of the file of a run.
 
     Attributes:
-        settings: of the federation; "network": its name and its numbers of parameters.
+        settings: of the federation. "network": its name and its numbers of parameters.
         figures: name → round (from 1) → value.
         curves: name → round → table.
         tables: name → the last one.
@@ -40,7 +40,7 @@ class RunRecord:
     torn: bool = False
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Add a line of the file; it replaces earlier values of the same name and round."""
+        """Add a line of the file. It replaces earlier values of the same name and round."""
         round = entry["round"]
         if "settings" in entry:
             if round == 0:  # another federation, in the folder of an earlier one
@@ -55,7 +55,7 @@ class RunRecord:
 
 
 def append(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Append a line to the file of the run in ``folder``; values that JSON does not know become text."""
+    """Append a line to the file of the run in ``folder``. Values that JSON does not know become text."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "a", encoding="utf-8") as file:
         file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")

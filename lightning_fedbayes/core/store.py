@@ -29,14 +29,14 @@ OLDEST = "AND rounds < (SELECT max(rounds) FROM states WHERE client = :client AN
 
 
 class Store:
-    """The states of a run's clients in a folder; memory holds none of them.
+    """The states of a run's clients in a folder. Memory holds none of them.
 
     The states of a round become the run's in one transaction, when the round ends: whenever a process is killed, the
     folder holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a
     run goes on from either, even if the last one was not written to its end.
 
     Args:
-        folder: of this run only; made if it is missing. Several processes share it.
+        folder: of this run only. Made if it is missing. Several processes share it.
         writes: this process writes what all have trained.
 
     Raises:
@@ -63,7 +63,7 @@ class Store:
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a new run; raise FederationError if the folder holds another one."""
+        """Begin a new run. Raise FederationError if the folder holds another one."""
         if not self.writes:
             return
         if self._fact("marks", ""):  # otherwise no checkpoint can go on with them
@@ -132,7 +132,7 @@ class Store:
         return None if found is None else pickle.loads(found[0])
 
     def put(self, client: int, state: Mapping[str, Any]) -> None:
-        """Write the state of a client after the present round; it counts when :meth:`finish` is called."""
+        """Write the state of a client after the present round. It counts when :meth:`finish` is called."""
         file = io.BytesIO()
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(dict(state))
         self._waiting[client] = file.getvalue()
@@ -199,7 +199,7 @@ class Store:
         return found or {}
 
     def close(self) -> None:
-        """Release the folder's lock; states can still be read."""
+        """Release the folder's lock. States can still be read."""
         for each in (self._file, self._lock):
             if each is not None:
                 each.close()

@@ -13,7 +13,7 @@ MOST_ROWS = 100
 
 
 def texts(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the cells of a table as text; floats with four significant digits.
+    """Return the cells of a table as text. Floats with four significant digits.
 
     >>> texts([["a", 0.123456, 3]])
     [['a', '0.1235', '3']]
@@ -22,7 +22,7 @@ def texts(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def worst_rows(rows: Sequence[Row], badness: Callable[[Row], Any]) -> list[Row]:
-    """Return the rows of a table; of more than 100 the worst, the worst first, and a last row that counts the
+    """Return the rows of a table. Of more than 100 the worst, the worst first, and a last row that counts the
     others.
 
     The count stands in the first column of text, such as the client's name.
@@ -45,7 +45,7 @@ def badness_of(value: float) -> float:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return a Markdown table; floats with four significant digits.
+    """Return a Markdown table. Floats with four significant digits.
 
     >>> print(markdown_table(["client", "loss"], [["a", 0.123456]]))
     | client | loss |
@@ -57,7 +57,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return a table of HTML, its cells escaped; floats with four significant digits.
+    """Return a table of HTML, its cells escaped. Floats with four significant digits.
 
     >>> html_table(("a",), [(1 / 3,)])
     '<table><tr><th>a</th></tr><tr><td>0.3333</td></tr></table>'

@@ -44,7 +44,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
 
     Args:
         dataset: map-style.
-        source: where to find them instead; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
+        source: where to find them instead. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Raises:
         PartitionError: ``source`` is not a column, or does not give one number per example.
@@ -75,7 +75,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
 
 
 def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
-    """Return the labels that the user has named; see :func:`labels_of`."""
+    """Return the labels that the user has named. See :func:`labels_of`."""
     if isinstance(source, str):
         values = _column(dataset, source)
     else:
@@ -103,7 +103,7 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def _entry(example: Any, name: str) -> int:
-    """Return the label in one example, a dict or an object such as a graph; raise PartitionError without one."""
+    """Return the label in one example, a dict or an object such as a graph. Raise PartitionError without one."""
     if isinstance(example, Mapping):
         known, value = example.keys(), example.get(name)
     else:
@@ -132,12 +132,12 @@ class ClientDatasets(ConcatDataset):
     """Real clients: one data set each, by name.
 
     Return a loader over it from ``train_dataloader`` and give :class:`~lightning_fedbayes.FederatedBayes` no
-    partition. A plain :class:`torch.utils.data.ConcatDataset` works too; its clients are then numbered.
+    partition. A plain :class:`torch.utils.data.ConcatDataset` works too. Its clients are then numbered.
 
     Args:
         datasets: client name → its map-style data set. A whole number, such as a key of pandas' ``groupby``, becomes a
             string: 3 is "3".
-        skip_empty: leave out clients without an example, and name them in the log; False: such a client stops a fit.
+        skip_empty: leave out clients without an example, and name them in the log. False: such a client stops a fit.
 
     Raises:
         FederationError: not a dict of names and map-style data sets, an empty one, or one with two clients of one name;
@@ -188,7 +188,7 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
     Args:
         clients: name → map-style data set.
         fraction: of each client's examples that are held out, in (0, 1), rounded to a whole number from 1 to all but 1.
-        seed: of the draws; a client's do not depend on the other clients.
+        seed: of the draws. A client's do not depend on the other clients.
 
     Returns: the rest, and the held-out examples, for all clients.
 
@@ -226,7 +226,7 @@ class Clients:
     Args:
         names: one per client.
         datasets: one map-style data set per client.
-        counts: examples of each class that each client holds, shape (clients, classes); None without labels.
+        counts: examples of each class that each client holds, shape (clients, classes). None without labels.
         classes: the classes of the columns of ``counts``.
     """
 
@@ -261,11 +261,11 @@ class Clients:
 
 
 def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clients:
-    """Return the clients into which ``partition`` divides ``dataset``; without a partition, one client per part.
+    """Return the clients into which ``partition`` divides ``dataset``. Without a partition, one client per part.
 
     Args:
         dataset: map-style, with a length.
-        partition: divides the examples; None if ``dataset`` is a ``ConcatDataset`` with one part per client.
+        partition: divides the examples. None if ``dataset`` is a ``ConcatDataset`` with one part per client.
         seed: seed of the partition.
 
     Raises:
@@ -310,7 +310,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
 
 
 def check_classes(clients: Clients) -> None:
-    """Raise FederationError if no client has an example of some class; warn if the class numbers have gaps."""
+    """Raise FederationError if no client has an example of some class. Warn if the class numbers have gaps."""
     if clients.counts is None:
         return
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
@@ -357,7 +357,7 @@ class TensorsOfClients(Sequence[Any]):
 
 
 def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return tensors of a ``TensorDataset`` or a ``Subset`` of one, and its rows, None for all; None for other data."""
+    """Return tensors of a ``TensorDataset`` or a ``Subset`` of one, and its rows, None for all. None for other data."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset:

@@ -1,4 +1,4 @@
-"""Data modules over training, validation and test splits; two small data sets that come with scikit-learn."""
+"""Data modules over training, validation and test splits. Two small data sets that come with scikit-learn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EVALUATION_BATCH = 256
 
 
 class SplitDataModule(L.LightningDataModule):
-    """A data module over three data sets; a subclass fills ``train``, ``validation`` and ``test`` in ``setup``.
+    """A data module over three data sets. A subclass fills ``train``, ``validation`` and ``test`` in ``setup``.
 
     Args:
         batch_size: examples per training batch.
-        seed: of the splits; one that NumPy takes, too.
+        seed: of the splits. One that NumPy takes, too.
     """
 
     train: Dataset[Any]
@@ -79,9 +79,9 @@ class TensorDataModule(SplitDataModule):
 
 
 class DigitsDataModule(TensorDataModule):
-    """1,797 handwritten digits from scikit-learn, 10 classes, 64 grey values in [0, 1]; needs no network.
+    """1,797 handwritten digits from scikit-learn, 10 classes, 64 grey values in [0, 1]. Needs no network.
 
-    Inputs are float32 of shape (batch, 64) or, as images, (batch, 1, 8, 8); labels int64. The split is stratified:
+    Inputs are float32 of shape (batch, 64) or, as images, (batch, 1, 8, 8). Labels int64. The split is stratified:
     every digit has the same share in training and validation. Test and predict use the validation examples.
 
     Args:
@@ -121,7 +121,7 @@ class DigitsDataModule(TensorDataModule):
 
 
 class DiabetesDataModule(TensorDataModule):
-    """442 patients from scikit-learn, 10 measurements, one target: progression after a year; needs no network.
+    """442 patients from scikit-learn, 10 measurements, one target: progression after a year. Needs no network.
 
     Inputs are float32 of shape (batch, 10), targets float32 of shape (batch, 1). Both are standardised with the mean
     and standard deviation of the training split. To score in original units: y = ``target_mean`` + ``target_std``·z, a
@@ -143,9 +143,9 @@ class DiabetesDataModule(TensorDataModule):
     num_targets = 1
 
     target_mean: float
-    """Mean target of the training split, in original units; known after ``setup``."""
+    """Mean target of the training split, in original units. Known after ``setup``."""
     target_std: float
-    """Standard deviation of the target in the training split, in original units; known after ``setup``."""
+    """Standard deviation of the target in the training split, in original units. Known after ``setup``."""
 
     def __init__(self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0) -> None:
         super().__init__(batch_size, validation_fraction, seed)

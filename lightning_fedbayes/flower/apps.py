@@ -34,7 +34,7 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
 
     Every random draw comes from the server's seed, the round and the client's number, which is the node's
     ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises
-    is left out of the round; the server says why.
+    is left out of the round. The server says why.
 
     Args:
         module: the network, the same at every client and at the server. A message starts from it as it was built.
@@ -72,7 +72,7 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
 
 
 def client_number(context: Context) -> int:
-    """Return the client's number of a node; raise FederationError if the node's configuration lacks it."""
+    """Return the client's number of a node. Raise FederationError if the node's configuration lacks it."""
     number = context.node_config.get(NODE_CONFIG_KEY)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         remedy = f'start every SuperNode with another number from 0, as by --node-config "{NODE_CONFIG_KEY}=0"'
@@ -87,7 +87,7 @@ def number_or_none(context: Context) -> int:
 
 
 def question_in(message: flwr.app.Message, context: Context) -> Question:
-    """Return the question in a server's message; raise FedBayesError for foreign messages or an unnumbered node."""
+    """Return the question in a server's message. Raise FedBayesError for foreign messages or an unnumbered node."""
     content = message.content
     arrays, config = content.get("arrays"), content.get("config")
     if not isinstance(arrays, ArrayRecord) or not isinstance(config, ConfigRecord):
@@ -105,7 +105,7 @@ def initial_arrays(module: L.LightningModule, **options: Any) -> ArrayRecord:
 
     Args:
         module: the network.
-        options: ``buffers``, ``local_parameters`` and ``posterior`` of the clients; see
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of the clients. See
             :class:`~lightning_fedbayes.FederatedBayes`.
     """
     return record_of(initial_model(module, **options))

@@ -46,7 +46,7 @@ class Heard(NamedTuple):
 class Course:
     """Messages under way, and messages that have arrived since the last fusion.
 
-    Messages that are too late do not count; a client that does not answer in time is given up. A client whose message
+    Messages that are too late do not count. A client that does not answer in time is given up. A client whose message
     has arrived, or that was given up, begins again after the next fusion.
 
     Args:
@@ -89,7 +89,7 @@ class Course:
         return {job.client for job in self._jobs.values()}
 
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
-        """Run the federation until messages are to be fused, and admit them; return outcomes in order of arrival.
+        """Run the federation until messages are to be fused, and admit them. Return outcomes in order of arrival.
 
         ``round`` is the number of earlier fusions, and ``fewest`` clients must be connected. Raises FederationError if
         they are not, or a replay cannot go on.
@@ -137,7 +137,7 @@ class Course:
             self.clients.look(grid, self.timeout)
 
     def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
-        """Let the server admit these clients, or note their failures; raise FederationError for one in a replay."""
+        """Let the server admit these clients, or note their failures. Raise FederationError for one in a replay."""
         assert self._turn is not None
         now = time.monotonic() - self._begin
         arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
@@ -216,7 +216,7 @@ class Course:
             self._heard[client] = Heard(ClientFailure(client, failure), started)
 
     def _hear(self, grid: Grid, round: int, refused: set[int]) -> bool:
-        """Take the messages that have arrived; return False if there are none."""
+        """Take the messages that have arrived. Return False if there are none."""
         replies = {}
         for reply in grid.pull_messages(list(self._jobs)) if self._jobs else ():
             identity = reply.metadata.reply_to_message_id
@@ -245,7 +245,7 @@ class Course:
         return [job for job in self._jobs.values() if not self.schedule.is_too_late(job.started, round)]
 
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:
-        """Return the clients to fuse now, in the order of arrival; None to wait for more."""
+        """Return the clients to fuse now, in the order of arrival. None to wait for more."""
         valid = sum(isinstance(each.message, ClientUpdate) for each in self._heard.values())
         ends = not self._waited(round) and (late or bool(self._heard))
         return list(self._heard) if valid >= buffer or ends else None

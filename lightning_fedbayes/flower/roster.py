@@ -16,7 +16,7 @@ POLL_SECONDS = 0.5
 
 
 class Roster:
-    """The connected clients, by number; ``nodes`` maps client → node, ascending.
+    """The connected clients, by number. ``nodes`` maps client → node, ascending.
 
     Random draws and a rule's state go by the client's number, which outlives a node's connection. A node says once in
     a run which client it is. A number belongs to the first node that claims it, while that node is connected.
@@ -29,7 +29,7 @@ class Roster:
         self._greeted: dict[int, tuple[str | None, float]] = {}
 
     def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
-        """Wait until ``clients`` clients are at hand; return client → node. Raises FederationError at the timeout.
+        """Wait until ``clients`` clients are at hand. Return client → node. Raises FederationError at the timeout.
 
         With ``at_once`` it goes on as soon as so many have answered, without waiting for all connected nodes.
         """
@@ -43,7 +43,7 @@ class Roster:
         return self.nodes
 
     def update(self, grid: Grid, timeout: float) -> dict[int, int]:
-        """Ask new nodes who they are, and forget nodes that have gone; return client → node."""
+        """Ask new nodes who they are, and forget nodes that have gone. Return client → node."""
         strangers = self._strangers(grid)
         if strangers:
             questions = [Message(RecordDict(), node, MessageType.QUERY) for node in strangers]
@@ -79,7 +79,7 @@ class Roster:
         return sorted(connected - self._claims.keys())
 
     def _settle(self) -> dict[int, int]:
-        """Give each number to the first node that has claimed it; return client → node."""
+        """Give each number to the first node that has claimed it. Return client → node."""
         holders: dict[int, int] = {}
         for node, number in self._claims.items():  # the first that has claimed a number comes first
             holders.setdefault(number, node)

@@ -36,9 +36,9 @@ class Monitor:
     """Figure of the clients' validation that tells the best round.
 
     Args:
-        name: of the figure; None: there is no best round.
+        name: of the figure. None: there is no best round.
         mode: "min" or "max".
-        patience: rounds without a better one after which the federation stops; None: never.
+        patience: rounds without a better one after which the federation stops. None: never.
     """
 
     name: str | None
@@ -57,7 +57,7 @@ class Monitor:
     def noted(self, best: Mapping[str, Any], figures: Mapping[str, Any], server: Server) -> dict[str, Any]:
         """Return the best round after a further one: "score", "round" from 1, "posterior", "buffers", and "scored".
 
-        "scored" is the last round with scores; ``figures`` are of the clients' validation, perhaps empty. Raises
+        "scored" is the last round with scores. ``figures`` are of the clients' validation, perhaps empty. Raises
         FederationError if the figure is missing.
         """
         if self.name is None or not figures:
@@ -80,7 +80,7 @@ EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
 
 class FusionStrategy(Rounds, Strategy):
-    """Fuses the posteriors of Flower's clients by any registered rule; the server's half of ``FederatedBayes``.
+    """Fuses the posteriors of Flower's clients by any registered rule. The server's half of ``FederatedBayes``.
 
     A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
     another structure, of another round, or unreadable. A round with fewer valid updates than ``safeguards`` ask for, or
@@ -94,25 +94,25 @@ class FusionStrategy(Rounds, Strategy):
     Args:
         fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
             :class:`~lightning_fedbayes.Method` or a rule object.
-        weighting: how much each client counts; see :class:`~lightning_fedbayes.FederatedBayes`. Clients state their
+        weighting: how much each client counts. See :class:`~lightning_fedbayes.FederatedBayes`. Clients state their
             sizes: give "equal" if they are not to be trusted.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, which waits for no slow
             client, and a client that does not answer within the ``timeout`` is given up. A file with the name of the
             checkpoint and the suffix ".jsonl" holds the order of arrivals, by which the run can be repeated.
-        monitor: the figure of the clients' scores by which the checkpoint keeps the best round, too; the arrays that
+        monitor: the figure of the clients' scores by which the checkpoint keeps the best round, too. The arrays that
             :meth:`start` returns are of the best round.
         mode: "min" or "max", whichever is better.
-        patience: stop after this many rounds in a row that are not better; None: never.
+        patience: stop after this many rounds in a row that are not better. None: never.
         options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores by the free
             clients, and by the last scores of the others.
 
     Attributes:
-        server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
+        server: the :class:`~lightning_fedbayes.Server` that it drives. None before :meth:`start`.
         client_scores: the :class:`.ClientScores` of the last evaluation: figures that each client's
             ``validation_step`` has logged, by the client's number.
         cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's personal posterior on
-            the data of each, by their numbers; None where fewer than two clients have trained in this run and score the
+            the data of each, by their numbers. None where fewer than two clients have trained in this run and score the
             models of all.
 
     Raises:
@@ -255,7 +255,7 @@ class FusionStrategy(Rounds, Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the round's cohort from (seed, round) and send it the global posterior; see Flower's ``Strategy``."""
+        """Draw the round's cohort from (seed, round) and send it the global posterior. See Flower's ``Strategy``."""
         server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
         server.posterior, server.buffers = from_arrays(arrays, "the global arrays")
         nodes = self._roster.wait(grid, self.safeguards.min_clients, self._timeout)
@@ -299,7 +299,7 @@ class FusionStrategy(Rounds, Strategy):
         return self.update_of(client, {client: answer})
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Fuse the usable replies of the round; see Flower's ``Strategy``.
+        """Fuse the usable replies of the round. See Flower's ``Strategy``.
 
         Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if
             too many rounds in a row failed.
@@ -329,7 +329,7 @@ class FusionStrategy(Rounds, Strategy):
         Args:
             grid: how the server reaches the clients.
             arrays: the global arrays.
-            calibration: callbacks to fit; a FederatedTemperature first.
+            calibration: callbacks to fit. A FederatedTemperature first.
             timeout: seconds that an exchange waits for its clients.
 
         Raises:
@@ -367,9 +367,9 @@ class FusionStrategy(Rounds, Strategy):
             head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
         For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as in the first round,
-        and sends its weights with their curvature; for an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
+        and sends its weights with their curvature. For an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
         sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
-        sends sums over features; a softmax head asks further, as often as it needs. The result is the same as of these
+        sends sums over features. A softmax head asks further, as often as it needs. The result is the same as of these
         calls in one process. A client that fails is left out.
 
         Args:
@@ -424,7 +424,7 @@ class FusionStrategy(Rounds, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the global posterior to all clients at hand to score, if ``evaluate``; see Flower's ``Strategy``."""
+        """Send the global posterior to all clients at hand to score, if ``evaluate``. See Flower's ``Strategy``."""
         if not self.evaluate:
             return []
         self._scoring = nodes = self._at_leisure(grid)

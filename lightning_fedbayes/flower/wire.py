@@ -32,12 +32,12 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers of :func:`to_arrays`; raise FusionError for arrays of another form."""
+    """Return the posterior and buffers of :func:`to_arrays`. Raise FusionError for arrays of another form."""
     return posterior_in(tensors_in(arrays, who), who)
 
 
 def tensors_in(arrays: ArrayRecord, who: str) -> dict[str, Tensor]:
-    """Return the tensors of a record, by their keys; raise FusionError for unreadable ones, or other than row order."""
+    """Return the tensors of a record, by their keys. Raise FusionError for unreadable ones, or other than row order."""
     tensors = {}
     for key, array in arrays.items():
         try:
@@ -61,7 +61,7 @@ def records_of(message: Message) -> RecordDict:
 
 
 def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_round: int) -> Message:
-    """Return the message in a client's reply; raise FusionError as ``transport.messages.read_message`` does."""
+    """Return the message in a client's reply. Raise FusionError as ``transport.messages.read_message`` does."""
     node = reply.metadata.src_node_id
     who = f"node {node}" if client is None else f"client {client}"
     if reply.has_error():
@@ -75,5 +75,5 @@ def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_r
 
 
 def header_in(reply: flwr.app.Message) -> object:
-    """Return the header of a reply; None for an error of Flower's."""
+    """Return the header of a reply. None for an error of Flower's."""
     return None if reply.has_error() else reply.content.get("config")

@@ -72,7 +72,7 @@ class FusionAccumulator:
         self._clients: list[int] = []
 
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
-        """Add one client; weight 0 changes nothing.
+        """Add one client. Weight 0 changes nothing.
 
         Raises:
             FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
@@ -81,7 +81,7 @@ class FusionAccumulator:
         self.add_all([(posterior, weight)])
 
     def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
-        """Add several clients in order, all or none; without ``look`` :meth:`check_values` checks point masses."""
+        """Add several clients in order, all or none. Without ``look`` :meth:`check_values` checks point masses."""
         checked = []
         like = self.previous if self.previous is not None else self._like
         for number, (posterior, weight) in enumerate(clients, start=self.count):
@@ -98,7 +98,7 @@ class FusionAccumulator:
         self.add_checked(checked)
 
     def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
-        """Raise FusionError unless the clients so far are finite; read them only if their mean is not known to be."""
+        """Raise FusionError unless the clients so far are finite. Read them only if their mean is not known to be."""
         sums = self.rule if isinstance(self.rule, SumRule) else None
         means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
         if not all(mean is not None and math.isfinite(mean[0].sum()) for mean in means):
@@ -109,7 +109,7 @@ class FusionAccumulator:
         """Add clients that have been checked: numbers, posteriors with equal order of parameters, and weights.
 
         Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
-        the processor's cache; meanwhile ``watch`` is called for every piece of every client that counts. This changes
+        the processor's cache. Meanwhile ``watch`` is called for every piece of every client that counts. This changes
         no result.
         """
         self.count += len(clients)
@@ -153,7 +153,7 @@ class FusionAccumulator:
 
     @property
     def like(self) -> GaussianPosterior:
-        """A posterior with the clients' names and shapes; its values have no meaning."""
+        """A posterior with the clients' names and shapes. Its values have no meaning."""
         like = self._like if self._like is not None else self.previous
         assert like is not None
         return like
@@ -179,7 +179,7 @@ class FusionAccumulator:
         return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
-        """Return the result of a :class:`SumRule` for all clients so far; see :meth:`SumRule.advance`."""
+        """Return the result of a :class:`SumRule` for all clients so far. See :meth:`SumRule.advance`."""
         assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)
         if len(likes) == 1:
@@ -203,7 +203,7 @@ class FusionAccumulator:
         return self.rule.advance(statistics, self.like, self.previous, state, weights)
 
     def cohort(self, total: float) -> Cohort:
-        """Return the clients for other rules; ``total`` is the sum of the weights in all processes."""
+        """Return the clients for other rules. ``total`` is the sum of the weights in all processes."""
         weights = torch.tensor(self._weights, dtype=torch.float64) / total
         return Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
 
@@ -227,12 +227,12 @@ def fuse(
     Args:
         rule: a registered name or alias (see :func:`available_fusions`), a rule object or a function.
         posteriors: the clients. An iterator is consumed one by one: a :class:`SumRule` holds one client at a time.
-        weights: one per client, at least 0, not all 0; they are normalised. None gives every client the same.
-        previous: the global posterior that the clients started from; ``dwc`` needs it.
+        weights: one per client, at least 0, not all 0. They are normalised. None gives every client the same.
+        previous: the global posterior that the clients started from. ``dwc`` needs it.
 
     Raises:
-        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of the
-            wrong number, negative or all 0; a fusion that is not defined (see the rule).
+        FusionError: unknown rule. No client. Names or shapes that differ. Values that are not finite. Weights of the
+            wrong number, negative or all 0. A fusion that is not defined (see the rule).
 
     >>> import torch
     >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
@@ -269,7 +269,7 @@ def fuse(
 
 
 def as_weights(weights: Any, who: str = "") -> Tensor:
-    """Return weights as a float64 vector, shape (clients,); raise FusionError unless they are finite and at least 0."""
+    """Return weights as a float64 vector, shape (clients,). Raise FusionError unless they are finite and at least 0."""
     try:
         if "complex" in str(getattr(weights, "dtype", "")):  # torch would drop the imaginary part
             raise TypeError
@@ -330,7 +330,7 @@ def check_finite(posterior: GaussianPosterior, who: str) -> None:
 def fuse_distributed(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
 ) -> Fused:
-    """Fuse the clients of all processes, whose weights sum to 1; the result is the same in each.
+    """Fuse the clients of all processes, whose weights sum to 1. The result is the same in each.
 
     A rule ``by_columns`` gets a shard of the parameters of all clients in each process, any other rule all clients. A
     process may have no clients of its ``own``.

@@ -39,7 +39,7 @@ class AutoFusion:
 
     Args:
         candidates: names or rule objects, at least two.
-        score: the mean loss of a module on a batch, the lower the better; None: the negative log-likelihood of
+        score: the mean loss of a module on a batch, the lower the better. None: the negative log-likelihood of
             ``predict_step``, for modules of this package.
 
     Raises:

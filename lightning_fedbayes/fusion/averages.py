@@ -109,7 +109,7 @@ class LinearPool(SumRule):
         add(statistics, "variance", of_zeros(variance), weight)
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
-        """See :meth:`SumRule.merge`; pairwise form of Chan, Golub and LeVeque."""
+        """See :meth:`SumRule.merge`. Pairwise form of Chan, Golub and LeVeque."""
         if not other:
             return
         if not statistics:

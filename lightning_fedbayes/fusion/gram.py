@@ -113,7 +113,7 @@ class Gram:
     of the clients' means then reads the K × P parameters twice, and iterates on K + 1 numbers.
 
     Args:
-        products: shape (K + 1, K + 1), float64, on the CPU, symmetric. Rows 0 to K − 1 are the clients; row K is the
+        products: shape (K + 1, K + 1), float64, on the CPU, symmetric. Rows 0 to K − 1 are the clients. Row K is the
             origin, the mean of the previous global posterior, or 0.
         size: number of parameters P.
     """
@@ -122,7 +122,7 @@ class Gram:
     size: int
 
     def squared_distances(self) -> Tensor:
-        """Return ‖x_i − x_j‖² between clients, shape (K, K); see :func:`squared_distances`."""
+        """Return ‖x_i − x_j‖² between clients, shape (K, K). See :func:`squared_distances`."""
         return squared_distances(self.products[:-1, :-1])
 
 
@@ -152,7 +152,7 @@ class GramRule(ReliabilityRule):
 def fused_by_shares(
     cohort: Cohort, mean: Tensor, shares: Tensor, reliability: Tensor, reasons: Mapping[int, str], state: RuleState
 ) -> Fused:
-    """Return the result for a mean, (P,), and medians of the variances by ``shares``; reasons are by position."""
+    """Return the result for a mean, (P,), and medians of the variances by ``shares``. Reasons are by position."""
     variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
     return Fused(
         cohort.posteriors[0].unflatten(mean, variance),

@@ -79,7 +79,7 @@ def lower_quartile(values: Tensor) -> int:
 
 
 LEAST_WEIGHT = 1e-9
-"""Least weight of a round; weights of 0 have no average."""
+"""Least weight of a round. Weights of 0 have no average."""
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
 ALIKE = 1e-4
@@ -114,7 +114,7 @@ class InferredRule(ReliabilityRule):
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return coefficients of the updates in the ground truth, (K,), and reliabilities, (K,), at least 0, of sum 1.
 
-        Distances are mean squared differences per parameter; ``size`` is the number of parameters P.
+        Distances are mean squared differences per parameter. ``size`` is the number of parameters P.
         """
 
     def check_state(self, state: Any, parameters: int) -> None:
@@ -157,7 +157,7 @@ class InferredRule(ReliabilityRule):
         return fused_by_shares(cohort, mean, shares, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:
-        """Call :meth:`infer` for one of each group of equal updates; the consensus where the result is not finite."""
+        """Call :meth:`infer` for one of each group of equal updates. The consensus where the result is not finite."""
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -214,7 +214,7 @@ def average_rounds(
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
     :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
     :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
-    does not affect clients that missed it. Earlier rounds are discounted by ``memory``; "counts" and "rounds" are sums
+    does not affect clients that missed it. Earlier rounds are discounted by ``memory``. "counts" and "rounds" are sums
     of weights.
     """
     if memory == 0:
@@ -267,7 +267,7 @@ class Reliability(ReliabilityRule):
         FederatedBayes(fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"))
 
     When to use it: Bayesian networks with clients that cannot be trusted. ``by`` uses only the means, since a client
-    can claim any variance; ``then`` fuses means and variances with the reliabilities as weights.
+    can claim any variance. ``then`` fuses means and variances with the reliabilities as weights.
 
     Args:
         by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``geometric_median``, …
@@ -350,13 +350,13 @@ class InverseVarianceMLE(_InverseVariance):
     When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
     bad clients. The likelihood is unbounded (y can be one client's update, with a variance going to 0), so the method
     starts at the geometric median, keeps variances above ε and bounds the number of iterations. Still y may end at one
-    client's update, mostly with a handful of nearly equal clients or very few parameters; ``ivar_vb`` prevents that.
+    client's update, mostly with a handful of nearly equal clients or very few parameters. ``ivar_vb`` prevents that.
 
     Args:
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: ε in units of the lower quartile of the clients' mean squared distances to the geometric median.
         tolerance: stop when no share changes by more.
-        max_iterations: bound of the number of iterations; each costs O(K²).
+        max_iterations: bound of the number of iterations. Each costs O(K²).
 
     Source: [Untrusted] Algorithm 1, eq. (6), (7).
     """
@@ -391,7 +391,7 @@ class InverseVarianceVB(_InverseVariance):
     client's update less easily than under maximum likelihood, though it can with few clients and parameters. It follows
     clients that agree: clients with unusual data may look like noise.
 
-    Args: see :class:`InverseVarianceMLE`; ``floor`` bounds the noise variances.
+    Args: see :class:`InverseVarianceMLE`. ``floor`` bounds the noise variances.
 
     Source: [Untrusted] eq. (10) to (13).
     """

@@ -194,7 +194,7 @@ class _InverseCovariance(InferredRule):
 
     @abstractmethod
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Return coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
+        """Return coefficients of generalised least squares, shape (K,), of sum 1. See :meth:`InferredRule.infer`."""
 
 
 @register_fusion("icov_vb")
@@ -214,7 +214,7 @@ class InverseCovarianceVB(_InverseCovariance):
     :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
 
     An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
-    parameters on; with few parameters the result stays at the average. Noise of up to three times the honest length
+    parameters on. With few parameters the result stays at the average. Noise of up to three times the honest length
     from two of five clients counts as in the average. Where clients differ by more than errors independent of y (other
     steps, other curvature), it can be worse than the average, by a tenth with five examples per parameter.
     ``benchmarks/untrusted`` has figures.
@@ -338,7 +338,7 @@ def plausible(coefficients: Tensor, products: Tensor, size: int) -> bool:
     .. math:: \frac{\sum_{j \ne k} a_j a_k \, x_j \cdot x_k}{\sum_{j \ne k} a_j a_k} \approx
               \frac{\sum_{jk} a_j b_k \, x_j \cdot x_k}{\sum_{jk} a_j b_k}
 
-    are y's squared length. Clients that hold a part g of y have :math:`g^2` on the left and g on the right; noise has
+    are y's squared length. Clients that hold a part g of y have :math:`g^2` on the left and g on the right. Noise has
     0, the opposite of y a negative right side. So the sides must differ by at most a fifth and two standard errors, and
     the right side must exceed 0 by as many. One client that gains has no such products. If fewer than half of the
     clients gain, they may hold the same part of y: at least four fifths of the average's update must be left.
@@ -376,9 +376,9 @@ class InverseCovarianceMLE(_InverseCovariance):
     :math:`\delta = x - y 1`, by expectation maximisation, which needs no step size.
 
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
-    clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.
+    clients near y are not found. The source also finds it unreliable. Use ``icov_vb``.
 
-    Args: see :class:`InverseCovarianceVB`; iterations end at ``max_iterations``, or if no coefficient moves by
+    Args: see :class:`InverseCovarianceVB`. Iterations end at ``max_iterations``, or if no coefficient moves by
         ``tolerance``.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.

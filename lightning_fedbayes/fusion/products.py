@@ -1,7 +1,7 @@
 r"""Rules that multiply densities, so precisions :math:`1/\sigma_k^2` add up, and α-barycenters.
 
 A point mass has infinite precision. Where clients are point masses, the limit of equal, vanishing variances is taken:
-their (weighted) mean with variance 0; clients with a positive variance do not count there.
+their (weighted) mean with variance 0. Clients with a positive variance do not count there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NEGLIGIBLE = 1e-6
 
 
 class _ProductRule(SumRule):
-    """A rule on sums of weighted precisions and of precision-weighted means; point masses are summed separately."""
+    """A rule on sums of weighted precisions and of precision-weighted means. Point masses are summed separately."""
 
     by_columns: ClassVar[bool] = True
 
     scale: ClassVar[str | None] = None
-    """Statistic that is divided by the summed precision to give the variance; None: 1."""
+    """Statistic that is divided by the summed precision to give the variance. None: 1."""
 
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """Return mean and variance where no client is a point mass; any values elsewhere."""
+        """Return mean and variance where no client is a point mass. Any values elsewhere."""
         precision = statistics["precision"]
         return statistics["precision_mean"] / precision, (statistics[self.scale] if self.scale else 1) / precision
 
@@ -133,7 +133,7 @@ class DistributedWeightConsolidation(_ProductRule):
     is then the posterior of the pooled data, exact for conjugate models. Pre-train q_o. It takes no weights.
 
     Args:
-        min_precision: least fused precision, positive; entries below it get the conflation's mean and the variance
+        min_precision: least fused precision, positive. Entries below it get the conflation's mean and the variance
             ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
@@ -247,7 +247,7 @@ class HellingerBarycenter(AlphaBarycenter):
     .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k \sqrt{q_k(\theta)}\Bigr)^2, \qquad
               H^2(p, q) = 1 - \int \sqrt{p\,q}
 
-    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``; its divergence is symmetric.
+    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``. Its divergence is symmetric.
     """
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 
 def unregister_fusion(name: str) -> None:
-    """Remove the rule ``name`` and its aliases; raise FusionError, with the nearest name, if there is none."""
+    """Remove the rule ``name`` and its aliases. Raise FusionError, with the nearest name, if there is none."""
     check_choice("name", name, _RULES, error=FusionError)
     del _RULES[name]
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
@@ -98,7 +98,7 @@ def unregister_fusion(name: str) -> None:
 
 
 def available_fusions(aliases: bool = False) -> list[str]:
-    """Return the names of all registered rules, sorted; with ``aliases``, their other names too.
+    """Return the names of all registered rules, sorted. With ``aliases``, their other names too.
 
     >>> available_fusions()[:2]
     ['alpha_barycenter', 'conflation']
@@ -116,7 +116,7 @@ def rule_name(rule: str | FusionRule) -> str:
 
 
 def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
-    """Return the rule object for a name, an alias, a rule object or a function; raise FusionError for anything else."""
+    """Return the rule object for a name, an alias, a rule object or a function. Raise FusionError for anything else."""
     if isinstance(rule, FusionRule):
         return rule
     if isinstance(rule, str):

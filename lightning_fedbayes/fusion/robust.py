@@ -40,7 +40,7 @@ class GeometricMedian(GramRule):
     σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
     :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: clients with less than half of the weight may send anything; the honest clients set a bound on the
+    When to use it: clients with less than half of the weight may send anything. The honest clients set a bound on the
     result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
     than half of the weight. If clients on one line split evenly the minimiser is not unique.
 
@@ -48,7 +48,7 @@ class GeometricMedian(GramRule):
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
             objective is at most ν / 2 worse.
         tolerance: stop when an iteration moves y by less, in the same units.
-        max_iterations: bound of the number of iterations; each costs O(K²).
+        max_iterations: bound of the number of iterations. Each costs O(K²).
 
     Raises:
         FusionError: an argument that is not positive.
@@ -111,7 +111,7 @@ class MultiKrum(GramRule):
     :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
 
     Args:
-        byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
+        byzantine: f, the number of clients that may send anything. :math:`2f + 2 < K`. None: the largest allowed.
         keep: m. None: :math:`K - f`.
 
     Raises:
@@ -162,7 +162,7 @@ class Krum(MultiKrum):
     """The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
 
     When to use it: for comparison. The result is one of the clients (the average of two), so it loses what the others
-    have learned; where data differ, prefer ``multi_krum`` or ``geometric_median``.
+    have learned. Where data differ, prefer ``multi_krum`` or ``geometric_median``.
 
     Args:
         byzantine: see :class:`MultiKrum`.
@@ -304,7 +304,7 @@ class Preaggregation(CohortRule):
         self.then.check_state(state, parameters)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
-        """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times their shares."""
+        """See :meth:`FusionRule.apply`. A client's reliability sums its parts of the new clients times their shares."""
         gram = gram_of(cohort)
         means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
@@ -339,16 +339,16 @@ class Preaggregation(CohortRule):
 
 @register_fusion("nearest_neighbour_mixing", aliases=("nnm",))
 class NearestNeighbourMixing(Preaggregation):
-    r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
+    r"""Every client is replaced by the average of its K − f nearest clients, itself included. Then a rule fuses.
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
-    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one;
-    mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
+    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one.
+    Mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
-        byzantine: f, the number of clients that may send anything; :math:`2f < K`. None: the largest allowed.
+        byzantine: f, the number of clients that may send anything. :math:`2f < K`. None: the largest allowed.
 
     Raises:
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
@@ -380,7 +380,7 @@ class NearestNeighbourMixing(Preaggregation):
 
 @register_fusion("norm_clipping")
 class NormClipping(Preaggregation):
-    r"""Updates longer than a radius are scaled down to it; then a rule fuses.
+    r"""Updates longer than a radius are scaled down to it. Then a rule fuses.
 
     .. math:: \mu_k' = \mu_o + \min\Bigl(1, \frac{r}{\|\mu_k - \mu_o\|}\Bigr) (\mu_k - \mu_o), \qquad
               {\sigma_k'}^2 = \sigma_k^2

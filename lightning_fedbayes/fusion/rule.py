@@ -30,7 +30,7 @@ class Cohort:
         weights: shape (clients,), float64, positive, of sum 1.
         previous: the global posterior that the clients started from, if it is known.
         clients: their numbers, by which a rule with a state recognises them in later rounds.
-        collective: if this process holds a shard of the parameters, the processes that hold the others; complete sums
+        collective: if this process holds a shard of the parameters, the processes that hold the others. Complete sums
             over parameters by its ``all_reduce``.
     """
 
@@ -47,7 +47,7 @@ class Fused:
 
     Args:
         posterior: the global posterior.
-        reliability: client → its share of the fusion, at least 0, of sum 1; empty if the rule infers none.
+        reliability: client → its share of the fusion, at least 0, of sum 1. Empty if the rule infers none.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
         figures: diagnostics of the rule, name → value.
@@ -68,16 +68,16 @@ class FusionRule(ABC):
     """
 
     uses_weights: ClassVar[bool] = True
-    """True if the clients' weights count; other rules ignore them."""
+    """True if the clients' weights count. Other rules ignore them."""
     needs_previous: ClassVar[bool] = False
     """True if the rule needs the previous global posterior."""
     by_columns: ClassVar[bool] = False
     """True if the rule may fuse a shard of the parameters: it works parameter by parameter, and completes sums over
     parameters by ``cohort.collective``, as :func:`~lightning_fedbayes.fusion.gram.gram_of` does. Processes that
-    share the clients then exchange shards; otherwise each process receives all clients."""
+    share the clients then exchange shards. Otherwise each process receives all clients."""
 
     resists: ClassVar[bool] = False
-    """True if the rule bounds what a minority of clients can do. It then gets updates as they were sent; for other
+    """True if the rule bounds what a minority of clients can do. It then gets updates as they were sent. For other
     rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
 
     narrows: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class FusionRule(ABC):
 
     @abstractmethod
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """Return the global posterior; for the arguments see :class:`Cohort`."""
+        """Return the global posterior. For the arguments see :class:`Cohort`."""
 
     def init(self) -> RuleState:
         """Return the state of the rule before the first round."""
@@ -107,7 +107,7 @@ class FusionRule(ABC):
 
 
 class CohortRule(FusionRule):
-    """A rule that is defined by :meth:`apply`; its ``fuse`` starts from the initial state and counts clients from 0."""
+    """A rule that is defined by :meth:`apply`. Its ``fuse`` starts from the initial state and counts clients from 0."""
 
     @abstractmethod
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -162,7 +162,7 @@ class SumRule(FusionRule):
 
         Args:
             statistics, like, previous, state: see :meth:`compute` and :meth:`FusionRule.apply`.
-            weights: client → its weight ω, not normalised, in all processes; empty outside a federation.
+            weights: client → its weight ω, not normalised, in all processes. Empty outside a federation.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 
@@ -184,7 +184,7 @@ class SumRule(FusionRule):
 
 
 def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:
-    """Compute ``statistics[key] += scale * value``; a missing key counts as 0."""
+    """Compute ``statistics[key] += scale * value``. A missing key counts as 0."""
     if key not in statistics:
         statistics[key] = value * scale
     elif statistics[key].numel() < value.numel():  # one number for all parameters so far, see of_zeros
@@ -194,7 +194,7 @@ def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> 
 
 
 def of_zeros(variance: Tensor) -> Tensor:
-    """Return a variance known to be 0 everywhere as one number, shape (1,), which broadcasts; others unchanged."""
+    """Return a variance known to be 0 everywhere as one number, shape (1,), which broadcasts. Others unchanged."""
     return variance[:1] if is_zero(variance) else variance
 
 
@@ -222,7 +222,7 @@ def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weigh
 
 
 def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return ``state[name]``; raise FusionError unless it is a finite tensor of ``shape``, or with None a mapping."""
+    """Return ``state[name]``. Raise FusionError unless it is a finite tensor of ``shape``, or with None a mapping."""
     value: Any = state.get(name) if isinstance(state, Mapping) else None
     if shape is None and isinstance(value, Mapping):
         return value

@@ -17,7 +17,7 @@ from lightning_fedbayes.fusion.rule import Fused, Moments, RuleState, Statistics
 
 
 class ServerOptimizer(SumRule):
-    r"""The global mean takes a step towards the clients; the variances come from the rule that fuses.
+    r"""The global mean takes a step towards the clients. The variances come from the rule that fuses.
 
     .. math:: \Delta = \mu_\text{fused} - \mu_\text{previous}, \qquad \mu = \mu_\text{previous} + \eta\, s(\Delta)
 
@@ -70,7 +70,7 @@ class ServerOptimizer(SumRule):
         state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """See :meth:`SumRule.advance`; raise FusionError if there is no previous posterior."""
+        """See :meth:`SumRule.advance`. Raise FusionError if there is no previous posterior."""
         if previous is None:
             raise FusionError(f"{type(self).__name__} takes a step from the previous posterior: give previous=")
         fused = self.then.advance(statistics, like, previous, state.get("then", self.then.init()), weights)

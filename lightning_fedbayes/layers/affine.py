@@ -40,7 +40,7 @@ class LinearReparameterization(BayesianAffine):
 
     Args:
         in_features, out_features: sizes of the last dimension of input and output.
-        prior_mean, prior_variance: the prior N(mean, variance), not N(mean, std); variance 1 by default.
+        prior_mean, prior_variance: the prior N(mean, variance), not N(mean, std). Variance 1 by default.
         posterior_mu_init: added to torch's default initialisation of the mean.
         posterior_rho_init: constant initial ρ, σ = log(1 + e^ρ). None: σ = 0.1 × the standard deviation of the
             deterministic layer's initialisation, so that outputs start at the deterministic layer's scale.
@@ -90,7 +90,7 @@ class LinearReparameterization(BayesianAffine):
         return F.linear(x, weight, bias)
 
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Signs per example (dimension 0) and feature; dimensions between, such as time, share them."""
+        """Signs per example (dimension 0) and feature. Dimensions between, such as time, share them."""
         lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
         return (*lead, self.in_features), (*lead, self.out_features)
 
@@ -106,7 +106,7 @@ class LinearLocalReparameterization(LinearReparameterization, estimator="local_r
 class LinearFlipout(LinearReparameterization, estimator="flipout"):
     """Linear layer with Flipout (Wen et al. 2018): one perturbation, decorrelated between examples by random signs.
 
-    All time steps of one example see one weight, so it suits sequences; two products. Dimension 0 of the input counts
+    All time steps of one example see one weight, so it suits sequences. Two products. Dimension 0 of the input counts
     the examples. Arguments as in :class:`LinearReparameterization`.
     """
 
@@ -215,7 +215,7 @@ class BayesianConv(BayesianAffine):
 
 
 class Convolution(BayesianConv):
-    """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those. Arguments as of :class:`BayesianConv`."""
+    """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``. Use those. Arguments as of :class:`BayesianConv`."""
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``F.conv*d``, after padding by ``padding_mode``."""
@@ -253,9 +253,9 @@ def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilati
 
 
 class TransposedConvolution(BayesianConv):
-    """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
+    """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``. Use those.
 
-    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword: bayesian-torch's order differs.
+    Arguments as of :class:`BayesianConv`. Pass all but the first three by keyword: bayesian-torch's order differs.
     """
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None) -> Tensor:
@@ -271,78 +271,78 @@ class TransposedConvolution(BayesianConv):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # nn.ConvTranspose2d has output_size second
         self, x: Tensor, output_size: Sequence[int] | None = None, return_kl: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :meth:`BayesianAffine.forward`; ``output_size`` as in ``nn.ConvTranspose2d``."""
+        """See :meth:`BayesianAffine.forward`. ``output_size`` as in ``nn.ConvTranspose2d``."""
         output = self._output(partial(self.op, output_size=output_size), x)
         return (output, self.kl_loss()) if return_kl else output
 
 
 class Conv1dReparameterization(Convolution, replaces=nn.Conv1d):
-    """1-d convolution at one kernel sample per call; see :class:`Convolution`."""
+    """1-d convolution at one kernel sample per call. See :class:`Convolution`."""
 
 
 class Conv1dLocalReparameterization(Conv1dReparameterization, estimator="local_reparameterization"):
-    """1-d convolution that samples its outputs; see :class:`Convolution`."""
+    """1-d convolution that samples its outputs. See :class:`Convolution`."""
 
 
 class Conv1dFlipout(Conv1dReparameterization, estimator="flipout"):
-    """1-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
+    """1-d convolution with Flipout, one sign per example and channel. See :class:`Convolution`."""
 
 
 class Conv2dReparameterization(Convolution, replaces=nn.Conv2d):
-    """2-d convolution at one kernel sample per call; see :class:`Convolution`."""
+    """2-d convolution at one kernel sample per call. See :class:`Convolution`."""
 
 
 class Conv2dLocalReparameterization(Conv2dReparameterization, estimator="local_reparameterization"):
-    """2-d convolution that samples its outputs; see :class:`Convolution`."""
+    """2-d convolution that samples its outputs. See :class:`Convolution`."""
 
 
 class Conv2dFlipout(Conv2dReparameterization, estimator="flipout"):
-    """2-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
+    """2-d convolution with Flipout, one sign per example and channel. See :class:`Convolution`."""
 
 
 class Conv3dReparameterization(Convolution, replaces=nn.Conv3d):
-    """3-d convolution at one kernel sample per call; see :class:`Convolution`."""
+    """3-d convolution at one kernel sample per call. See :class:`Convolution`."""
 
 
 class Conv3dLocalReparameterization(Conv3dReparameterization, estimator="local_reparameterization"):
-    """3-d convolution that samples its outputs; see :class:`Convolution`."""
+    """3-d convolution that samples its outputs. See :class:`Convolution`."""
 
 
 class Conv3dFlipout(Conv3dReparameterization, estimator="flipout"):
-    """3-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
+    """3-d convolution with Flipout, one sign per example and channel. See :class:`Convolution`."""
 
 
 class ConvTranspose1dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose1d):
-    """1-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+    """1-d transposed convolution at one kernel sample per call. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose1dLocalReparameterization(ConvTranspose1dReparameterization, estimator="local_reparameterization"):
-    """1-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+    """1-d transposed convolution that samples its outputs. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose1dFlipout(ConvTranspose1dReparameterization, estimator="flipout"):
-    """1-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
+    """1-d transposed convolution with Flipout, one sign per example and channel. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose2dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose2d):
-    """2-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+    """2-d transposed convolution at one kernel sample per call. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose2dLocalReparameterization(ConvTranspose2dReparameterization, estimator="local_reparameterization"):
-    """2-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+    """2-d transposed convolution that samples its outputs. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose2dFlipout(ConvTranspose2dReparameterization, estimator="flipout"):
-    """2-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
+    """2-d transposed convolution with Flipout, one sign per example and channel. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose3dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose3d):
-    """3-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+    """3-d transposed convolution at one kernel sample per call. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose3dLocalReparameterization(ConvTranspose3dReparameterization, estimator="local_reparameterization"):
-    """3-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+    """3-d transposed convolution that samples its outputs. See :class:`TransposedConvolution`."""
 
 
 class ConvTranspose3dFlipout(ConvTranspose3dReparameterization, estimator="flipout"):
-    """3-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
+    """3-d transposed convolution with Flipout, one sign per example and channel. See :class:`TransposedConvolution`."""

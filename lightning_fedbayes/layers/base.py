@@ -59,7 +59,7 @@ class GaussianParameter:
 
     @property
     def rho(self) -> Tensor:
-        """The live parameter ρ, for ``layers`` only; see :attr:`std`."""
+        """The live parameter ρ, for ``layers`` only. See :attr:`std`."""
         return getattr(self.layer, self.rho_name)
 
     @property
@@ -79,7 +79,7 @@ class GaussianParameter:
         return layer.replaced_priors.get(self.path) or layer.priors[self.path]
 
     def replace_prior(self, prior: Prior | None) -> None:
-        """Put ``prior`` in force; None restores the layer's prior."""
+        """Put ``prior`` in force. None restores the layer's prior."""
         replaced = cast("BayesianLayer", self.layer).replaced_priors
         if prior is None:
             replaced.pop(self.path, None)
@@ -97,9 +97,9 @@ class BayesianLayer(BaseVariationalLayer_):
     Priors follow ``.to`` and ``deepcopy``. They are not part of the ``state_dict``.
 
     Attributes:
-        mean_only: True if ``forward`` uses the posterior mean; see :func:`~lightning_fedbayes.layers.mean_only`.
+        mean_only: True if ``forward`` uses the posterior mean. See :func:`~lightning_fedbayes.layers.mean_only`.
         priors: path of each Gaussian parameter → prior.
-        replaced_priors: priors in force instead; see :func:`~lightning_fedbayes.layers.set_prior`.
+        replaced_priors: priors in force instead. See :func:`~lightning_fedbayes.layers.set_prior`.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class BayesianLayer(BaseVariationalLayer_):
         """The Gaussian parameters of this layer, in definition order."""
 
     def mean_layer(self) -> nn.Module:
-        """The deterministic layer at the posterior mean, with this layer's mean parameters; override this method."""
+        """The deterministic layer at the posterior mean, with this layer's mean parameters. Override this method."""
         raise ConversionError(f"{type(self).__name__} has no mean_layer: override it with the layer at the mean")
 
     def kl_loss(self) -> Tensor:
@@ -132,7 +132,7 @@ class BayesianAffine(BayesianLayer):
     """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
 
     Args:
-        template: the deterministic layer; the means take its shapes and initial values.
+        template: the deterministic layer. The means take its shapes and initial values.
         weight_name: "weight" or "kernel", as bayesian-torch calls it.
         prior: of weight and bias.
         posterior_mu_init, posterior_rho_init, bayesian_bias: see :class:`LinearReparameterization`.
@@ -189,7 +189,7 @@ class BayesianAffine(BayesianLayer):
 
     @property
     def estimator(self) -> Estimator:
-        """Estimator of the output: "reparameterization", "local_reparameterization" or "flipout"; may be assigned."""
+        """Estimator of the output: "reparameterization", "local_reparameterization" or "flipout". May be assigned."""
         return self._estimator
 
     @estimator.setter
@@ -263,7 +263,7 @@ class BayesianAffine(BayesianLayer):
         return self.flipout(op, x, weight, bias, FlipoutNoise(*draws, *signs))
 
     def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
-        """Output of Flipout; arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
+        """Output of Flipout. Arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
         return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:
@@ -282,10 +282,10 @@ class Reparameterized(BayesianLayer):
     whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
     Parameters that are frozen when it is wrapped stay deterministic, buffers stay buffers. The estimator is
     reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence. It works under
-    ``torch.func.vmap`` if the module does; ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
+    ``torch.func.vmap`` if the module does. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
 
     Args:
-        module: the module to wrap; it is kept, not copied.
+        module: the module to wrap. It is kept, not copied.
         prior_mean, prior_variance, prior_std, prior: as in
             :class:`~lightning_fedbayes.layers.LinearReparameterization`.
         posterior_std: initial σ. None: for each parameter 0.1 × the root mean square of its values (of all the
@@ -374,7 +374,7 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     A ``TorchFunctionMode`` can override it. Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        means, rhos: μ and ρ of each parameter, of equal shape; the draws have these shapes.
+        means, rhos: μ and ρ of each parameter, of equal shape. The draws have these shapes.
     """
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
@@ -414,7 +414,7 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
-    """Raise ConversionError unless a layer can have these; ``sizes``: name → features or channels."""
+    """Raise ConversionError unless a layer can have these. ``sizes``: name → features or channels."""
     for name, size in sizes.items():
         check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
     check_flag("bias", bias, error=ConversionError)
@@ -434,10 +434,10 @@ def check_estimator(name: str) -> Estimator:
 
 
 def rho_name(name: str) -> str:
-    """Attribute that holds the ρ of the inner parameter ``name``; an attribute name has no dots."""
+    """Attribute that holds the ρ of the inner parameter ``name``. An attribute name has no dots."""
     return f"rho_{name.replace('.', '/')}"
 
 
 def root_mean_square(values: Tensor) -> float:
-    """Square root of the mean of the squares; 0 for no values."""
+    """Square root of the mean of the squares. 0 for no values."""
     return float(values.detach().float().square().mean().sqrt()) if values.numel() else 0.0

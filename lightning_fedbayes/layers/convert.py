@@ -62,16 +62,16 @@ def bayesianize(
     posterior_std: float | None = None,
     bayesian_bias: bool = True,
 ) -> nn.Module:
-    r"""A copy of ``network`` in which the chosen layers are Bayesian; ``network`` itself stays as it is.
+    r"""A copy of ``network`` in which the chosen layers are Bayesian. ``network`` itself stays as it is.
 
     Linear layers and (transposed) convolutions become the Bayesian layer of the same geometry. Any other module that
     holds trainable parameters (LSTM, embedding, attention, normalisation), or that overrides the forward of a linear
     layer, becomes a :class:`~lightning_fedbayes.layers.Reparameterized`. Dtype, device, training mode and
-    ``requires_grad`` are kept; a module used in two places stays one module.
+    ``requires_grad`` are kept. A module used in two places stays one module.
 
     Args:
         network: any module without hooks or parametrisations on the chosen layers.
-        last: the last n linear or convolutional layers in the order of definition; 0 gives an unchanged copy. Frozen
+        last: the last n linear or convolutional layers in the order of definition. 0 gives an unchanged copy. Frozen
             layers do not count where others train, such as the unused original of a fine-tuned layer.
         names: dotted names of the chosen modules, as in ``network.named_modules()``.
         types: all modules that are instances of these types.
@@ -83,7 +83,7 @@ def bayesianize(
             et al. 2020) from the network's weights w: mean w, :math:`\sigma = \delta |w|`, prior N(w, s²).
         delta: :math:`\delta` of "pretrained". |w| counts as at least 1 % of the standard deviation of torch's default
             initialisation, so that a weight of 0 can move too.
-        posterior_std: initial σ of "fresh"; None is 0.1 × the standard deviation of the default initialisation.
+        posterior_std: initial σ of "fresh". None is 0.1 × the standard deviation of the default initialisation.
         bayesian_bias: False keeps the biases of linear layers and convolutions deterministic.
 
     Raises:
@@ -142,7 +142,7 @@ def bayesianize(
 def choose(
     network: nn.Module, last: int | None, names: Sequence[str] | None, types: Sequence[type[nn.Module]] | None
 ) -> dict[str, nn.Module]:
-    """The modules to convert by name; raises ConversionError where the choice makes no sense."""
+    """The modules to convert by name. Raises ConversionError where the choice makes no sense."""
     if sum(choice is not None for choice in (last, names, types)) != 1:
         given = f"last={shown(last)}, names={shown(names)}, types={shown(types)}"
         raise ConversionError(f"{given}: give exactly one of last, names and types to choose the Bayesian layers")
@@ -172,7 +172,7 @@ def choose(
 
 
 def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Module]:
-    """The last ``last`` linear or convolutional layers, of those that train; of all of them if none does."""
+    """The last ``last`` linear or convolutional layers, of those that train. Of all of them if none does."""
     if last == 0:
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
@@ -321,14 +321,14 @@ class MCDropout(nn.Module):
 
 
 def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
-    """A copy of ``network`` with Monte Carlo dropout after its linear layers and convolutions; ``network`` stays as is.
+    """A copy of ``network`` with Monte Carlo dropout after its linear layers and convolutions. ``network`` stays as is.
 
     The last such layer in the order of definition, which makes the outputs, gets no dropout: at rate 0.2, a mask over
     ten logits gives an NLL of 0.117 nats even to a network that is certain and right. Names in the ``state_dict`` stay
     the same, so checkpoints of ``network`` load, and clients' models fuse as before.
 
-    When to use it: a posterior at the price of a deterministic network, [FBDL] §3.9; dropout comes before BatchNorm
-    and the activation there. It has no KL; weight decay is its prior (Gal & Ghahramani 2016).
+    When to use it: a posterior at the price of a deterministic network, [FBDL] §3.9. Dropout comes before BatchNorm
+    and the activation there. It has no KL. Weight decay is its prior (Gal & Ghahramani 2016).
 
     Args:
         network: a module without Bayesian layers and dropout of this kind, with at least two linear layers or
@@ -360,7 +360,7 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
 
 
 def _drop_output(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Drop entries of ``output``; a copy of the layer finds its own dropout through ``layer``."""
+    """Drop entries of ``output``. A copy of the layer finds its own dropout through ``layer``."""
     return layer.get_submodule(CHILD)(output)
 
 

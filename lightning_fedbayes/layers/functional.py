@@ -30,7 +30,7 @@ Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Normal(NamedTuple):
-    """Independent Gaussians: ``mean`` and ``std`` of equal shape; ``std=None`` is a deterministic tensor."""
+    """Independent Gaussians: ``mean`` and ``std`` of equal shape. ``std=None`` is a deterministic tensor."""
 
     mean: Tensor
     std: Tensor | None
@@ -74,7 +74,7 @@ def inverse_softplus_std(std: Tensor) -> Tensor:
 
 
 def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tuple[Tensor, Tensor]:
-    r"""Mean and standard deviation of every output entry under Gaussian weights; local reparameterisation samples it.
+    r"""Mean and standard deviation of every output entry under Gaussian weights. Local reparameterisation samples it.
 
     .. math:: E[y] = \mathrm{op}(x, \mu), \qquad \mathrm{Var}[y] = \mathrm{op}(x^2, \sigma^2)
 
@@ -114,13 +114,13 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
-    One perturbation is shared by the batch; an example sees it with random signs. A bias is the weight of a constant
+    One perturbation is shared by the batch. An example sees it with random signs. A bias is the weight of a constant
     input. Source: Wen et al. 2018, equation (4).
 
     Args:
         op: the deterministic layer.
         x: its input, (batch, \*).
-        weight, bias: μ and σ, of the shapes in the deterministic layer; None for no bias.
+        weight, bias: μ and σ, of the shapes in the deterministic layer. None for no bias.
         noise: ε and the signs.
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
@@ -133,7 +133,7 @@ GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 """``convolve(x, kernel, bias, groups)``."""
 
 BLOCK = 8
-"""Channels that a grouped convolution processes at a time; with fewer per group, part of the work is on padding."""
+"""Channels that a grouped convolution processes at a time. With fewer per group, part of the work is on padding."""
 LARGEST = 1.5
 """Largest kernel, relative to its output map, at which a kernel per example is never slower in measurements."""
 ONEDNN = torch.backends.mkldnn.is_available()
@@ -191,12 +191,12 @@ def biases(bias: Normal | None, noise: FlipoutNoise) -> Tensor | None:
 
 
 def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:
-    """Return ``output``; its backward pass gives the tallies of weight and bias their gradients.
+    """Return ``output``. Its backward pass gives the tallies of weight and bias their gradients.
 
     Args:
         output: of the layer, (examples, \\*, channels, \\*space), or one example without the first dimension.
         x: its input, (examples, \\*).
-        weight, bias: tallies, zeros of the shapes of its parameters; None: not taken.
+        weight, bias: tallies, zeros of the shapes of its parameters. None: not taken.
         op: the deterministic layer, with ``dims`` dimensions of space.
     """
     tensors = tuple(each for each in (output, x, weight, bias) if each is not None)
@@ -214,7 +214,7 @@ class RowTally(torch.autograd.Function):
 
     @staticmethod
     def forward(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return ``output``; arguments as for :func:`with_tallies`."""
+        """Return ``output``. Arguments as for :func:`with_tallies`."""
         return output.view_as(output)
 
     @staticmethod
@@ -234,7 +234,7 @@ class RowTally(torch.autograd.Function):
 
 
 class _SquareTally(torch.autograd.Function):
-    """:func:`with_tallies` of any layer that is linear in its weight; one gradient of the weight for every example."""
+    """:func:`with_tallies` of any layer that is linear in its weight. One gradient of the weight for every example."""
 
     generate_vmap_rule = True
 
@@ -278,5 +278,5 @@ def weight_squares(op: Op, x: Tensor, gradient: Tensor, weight: Tensor) -> Tenso
 
 
 def in_single_precision(tensor: Tensor) -> Tensor:
-    """Return half precision in single precision, so that squares do not vanish; other tensors as they are."""
+    """Return half precision in single precision, so that squares do not vanish. Other tensors as they are."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

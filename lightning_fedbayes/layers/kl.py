@@ -17,18 +17,18 @@ from lightning_fedbayes.layers.functional import softplus_std
 
 SMALL = 2**14
 """Number of entries below which a tensor operation costs mainly the call. Smaller parameters are concatenated for their
-KL, with autograd's gradient; larger ones use the closed form."""
+KL, with autograd's gradient. Larger ones use the closed form."""
 
 
 class KLWatch:
     """Note of whether this process has computed the KL divergence of a layer or network, for advice on losses."""
 
     seen: ClassVar[bool] = False
-    """True once it has; set it to False to begin again."""
+    """True once it has. Set it to False to begin again."""
 
     @classmethod
     def note(cls) -> None:
-        """Note that one is computed; not inside ``torch.compile``, which would compile again."""
+        """Note that one is computed. Not inside ``torch.compile``, which would compile again."""
         if not torch.compiler.is_compiling():
             cls.seen = True
 
@@ -39,7 +39,7 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    Large parameters use :class:`GaussianKL`, with half of autograd's passes over memory; small ones autograd, which
+    Large parameters use :class:`GaussianKL`, with half of autograd's passes over memory. Small ones autograd, which
     takes half the time under ``vmap``.
 
     Args:
@@ -180,11 +180,11 @@ class JointDraw(torch.autograd.Function):
     Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        prior: m and s of the prior N(m, s²) that all parameters share, or a joint prior; None for no divergence.
+        prior: m and s of the prior N(m, s²) that all parameters share, or a joint prior. None for no divergence.
         parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
 
-    Returns: a draw of each parameter, of its shape; all means, ρ and σ side by side, shape (networks, entries) each;
-    the divergences in nats, shape (networks,), if there is a prior.
+    Returns: a draw of each parameter, of its shape. All means, ρ and σ side by side, shape (networks, entries) each.
+    The divergences in nats, shape (networks,), if there is a prior.
     """
 
     @staticmethod
@@ -253,5 +253,5 @@ def _split(joint: Tensor, ctx: Any) -> list[Tensor]:
 
 
 def _plus(new: Tensor, other: Tensor | None) -> Tensor:
-    """Add ``other`` to ``new`` in place if it is not None; no other code may hold ``new``."""
+    """Add ``other`` to ``new`` in place if it is not None. No other code may hold ``new``."""
     return new if other is None else new.add_(other)

@@ -58,7 +58,7 @@ class ForeignGaussianParameter(GaussianParameter):
         return NormalPrior(mu, sigma.sqrt())
 
     def replace_prior(self, prior: Prior | None) -> None:
-        """Put a :class:`NormalPrior` in force through the buffers; None restores the layer's prior."""
+        """Put a :class:`NormalPrior` in force through the buffers. None restores the layer's prior."""
         kept = [f"{name}{KEPT}" for name in self._buffers]
         if prior is None:
             for name, copy in zip(self._buffers, kept):
@@ -84,7 +84,7 @@ def store_own_prior(layer: nn.Module, state: dict, prefix: str, metadata: object
 
 
 def gaussian_parameters_of(layer: BaseVariationalLayer_) -> Iterator[GaussianParameter]:
-    """The Gaussian parameters that ``layer`` itself holds, in definition order; ours or bayesian-torch's."""
+    """The Gaussian parameters that ``layer`` itself holds, in definition order. Ours or bayesian-torch's."""
     if isinstance(layer, BayesianLayer):
         yield from layer.gaussian_parameters()
         return
@@ -95,7 +95,7 @@ def gaussian_parameters_of(layer: BaseVariationalLayer_) -> Iterator[GaussianPar
 
 
 def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
-    """Every Gaussian parameter of ``module`` by its name in the posterior; a tied one appears once.
+    """Every Gaussian parameter of ``module`` by its name in the posterior. A tied one appears once.
 
     The name is the dotted path of the mean without ``mu_``: "fc1.weight" for the parameter "fc1.mu_weight",
     "lstm.module.weight_ih_l0" inside a :class:`~lightning_fedbayes.layers.Reparameterized`. Two parameters with one
@@ -116,15 +116,15 @@ def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
 
 
 class PosteriorView:
-    """A module's parameters as one Gaussian posterior; build it once, read and load it every round.
+    """A module's parameters as one Gaussian posterior. Build it once, read and load it every round.
 
-    Gaussian parameters have their mean and variance; every other floating-point parameter is a point mass, with
+    Gaussian parameters have their mean and variance. Every other floating-point parameter is a point mass, with
     variance 0. Tied parameters appear once, buffers not at all.
 
     Args:
         module: any network, with layers of this package, of bayesian-torch and deterministic ones.
         exclude: posterior names to leave out, such as those that stay with the client.
-        variances: name → variance of parameters outside of Bayesian layers; :meth:`load` replaces the entries.
+        variances: name → variance of parameters outside of Bayesian layers. :meth:`load` replaces the entries.
 
     Raises:
         PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or ``exclude``
@@ -181,7 +181,7 @@ class PosteriorView:
 
     @torch.no_grad()
     def load(self, posterior: GaussianPosterior) -> None:
-        """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
+        """Write ``posterior`` into the parameters, in place. Loading an unchanged ``read()`` changes no bit.
 
         A parameter keeps its dtype. A Gaussian parameter of variance 0 takes the smallest σ that layers represent
         (1e-19 in float32). Names or shapes that differ from the module's raise PosteriorError.
@@ -213,12 +213,12 @@ class PosteriorView:
 
 
 def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:
-    """The posterior of ``module`` now; see :meth:`PosteriorView.read`."""
+    """The posterior of ``module`` now. See :meth:`PosteriorView.read`."""
     return PosteriorView(module, exclude).read()
 
 
 def load_posterior(module: nn.Module, posterior: GaussianPosterior, exclude: Collection[str] = ()) -> None:
-    """Write ``posterior`` into the parameters of ``module``, in place; see :meth:`PosteriorView.load`."""
+    """Write ``posterior`` into the parameters of ``module``, in place. See :meth:`PosteriorView.load`."""
     PosteriorView(module, exclude).load(posterior)
 
 
@@ -249,8 +249,8 @@ def add(entries: dict[str, T], name: str, entry: T) -> None:
 def kl_divergence(module: nn.Module) -> Tensor:
     r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
 
-    The ELBO of n examples is the summed log-likelihood minus this; the loss per example is the mean negative
-    log-likelihood plus KL/n. A tied layer counts once; a bayesian-torch layer counts with the sum over its parameters
+    The ELBO of n examples is the summed log-likelihood minus this. The loss per example is the mean negative
+    log-likelihood plus KL/n. A tied layer counts once. A bayesian-torch layer counts with the sum over its parameters
     and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``. 0 for a network without Gaussian
     parameters. A ``TorchFunctionMode`` can override it.
 
@@ -268,7 +268,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
-    """Make ``posterior`` the prior of all Gaussian parameters of ``module``; None restores the layers' priors.
+    """Make ``posterior`` the prior of all Gaussian parameters of ``module``. None restores the layers' priors.
 
     The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
     deviation in their prior buffers, as their ``kl_loss`` reads them.
@@ -276,7 +276,7 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
     Args:
         module: any network.
         posterior: has every Gaussian parameter of ``module``, in its shape, with positive variance, else
-            PosteriorError; other names are ignored.
+            PosteriorError. Other names are ignored.
         exclude: names of Gaussian parameters that keep their prior.
     """
     exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
@@ -306,7 +306,7 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` is in evaluation mode; afterwards each of its parts is in its earlier mode.
+    """Inside, ``module`` is in evaluation mode. Afterwards each of its parts is in its earlier mode.
 
     >>> network = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
     >>> with evaluation_mode(network):
@@ -328,7 +328,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 def mean_only(module: nn.Module) -> Iterator[None]:
     """Run ``module`` at its posterior mean inside the context: no noise, no dropout, the cost of a deterministic one.
 
-    A bayesian-torch layer runs with σ = 0, at its usual cost; exporting it raises ConversionError.
+    A bayesian-torch layer runs with σ = 0, at its usual cost. Exporting it raises ConversionError.
 
     >>> layer = MCDropout(0.5)
     >>> with mean_only(layer):
@@ -361,7 +361,7 @@ def mean_only(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
-    """Let linear and convolutional layers use the estimator ``name`` inside the context; others keep theirs.
+    """Let linear and convolutional layers use the estimator ``name`` inside the context. Others keep theirs.
 
     Args:
         module: any network.

@@ -1,6 +1,6 @@
 r"""Priors of a Gaussian parameter: frozen dataclasses with one method, the KL divergence of the parameter from them.
 
-Any frozen dataclass with such a ``kl`` can be a prior; its tensor fields follow the layer to its device and dtype.
+Any frozen dataclass with such a ``kl`` can be a prior. Its tensor fields follow the layer to its device and dtype.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Prior(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class NormalPrior:
-    r"""The Gaussian prior :math:`N(m, s^2)`; numbers for a fixed prior, tensors for a previous posterior.
+    r"""The Gaussian prior :math:`N(m, s^2)`. Numbers for a fixed prior, tensors for a previous posterior.
 
     Args:
-        mean, std: m and s > 0, numbers or tensors of the parameter's shape; ConversionError for numbers out of range.
+        mean, std: m and s > 0, numbers or tensors of the parameter's shape. ConversionError for numbers out of range.
 
     >>> NormalPrior(0.0, 1.0).kl(torch.zeros(3), torch.ones(3))
     tensor(0.)
@@ -69,7 +69,7 @@ class TiedMeanPrior:
     r"""A Gaussian prior around the posterior's mean, :math:`N(\mu, s^2)`, ``std`` s > 0: only the spread is penalised.
 
     Use it where a prior centred at 0 pulls the means of a deep network too hard
-    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean; weight decay can.
+    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean. Weight decay can.
     """
 
     std: float
@@ -104,7 +104,7 @@ class ScaleMixturePrior:
         check_number("weight of a scale mixture prior", self.weight, "[0, 1]", error=ConversionError)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """A one-draw Monte Carlo estimate; the noise is drawn from torch's global generator."""
+        """A one-draw Monte Carlo estimate. The noise is drawn from torch's global generator."""
         return self.kl_at(mean, std, torch.randn_like(std))
 
     def kl_at(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
 def choose_prior(
     prior_mean: float, prior_variance: float | None, prior_std: float | None, prior: Prior | None
 ) -> Prior:
-    """Return the prior that a layer's arguments describe, by default N(0, 1); ConversionError if they contradict."""
+    """Return the prior that a layer's arguments describe, by default N(0, 1). ConversionError if they contradict."""
     if prior is not None:
         if isinstance(prior, GaussianPosterior):
             raise ConversionError("prior is a GaussianPosterior, of a whole network: set_prior(network, posterior)")

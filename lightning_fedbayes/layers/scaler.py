@@ -20,7 +20,7 @@ from lightning_fedbayes.core.tables import Row, badness_of, markdown_table, wors
 from lightning_fedbayes.data.clients import tensors_of
 
 FARTHEST, FEWEST = 30.0, 3
-"""Multiple of the median client's distance at which examples count at most; fewest clients whose median tells."""
+"""Multiple of the median client's distance at which examples count at most. Fewest clients whose median tells."""
 ROWS = 256
 """Examples that are added up at once."""
 LARGEST = 1e150
@@ -73,7 +73,7 @@ class ScaleSums:
 
         Args:
             dataset: map-style.
-            collate: makes batches of examples; None: torch's default.
+            collate: makes batches of examples. None: torch's default.
             module: its ``unpack``, if any, tells inputs from targets. Only tensors of real numbers count.
         """
         known = tensors_of(dataset) if collate in (None, default_collate) else None
@@ -147,7 +147,7 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
     there is no bound. A client with other shapes of examples than most is left out, and the log names it.
 
     Args:
-        clients: name → its sums, at least one, else FederationError; their order changes the last bit.
+        clients: name → its sums, at least one, else FederationError. Their order changes the last bit.
     """
     if not clients:
         raise FederationError("no client has sent the sums that a FederatedScaler needs: see the log for their reasons")
@@ -175,7 +175,7 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
 
 
 def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
-    r"""Return the pooled sums, and columns and rows of a table that compares the clients' data; the log has it too.
+    r"""Return the pooled sums, and columns and rows of a table that compares the clients' data. The log has it too.
 
     A row for all, then one for each client, the least alike first: examples, missing values, and for inputs and targets
     "shift", the root mean square over their entries of :math:`(m_k - m) / s`, mean and standard deviation of their
@@ -219,12 +219,12 @@ class FederatedScaler(nn.Module):
     .. math:: z = (x - m) / s
 
     for each entry of an example. A federation fills it before its first round, in one exchange of
-    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`; the pooled data give the same scale. A
-    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins; for any other module
+    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`. The pooled data give the same scale. A
+    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins. For any other module
     call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
 
     When to use it: units are far from 1, or differ between inputs. The regressors of this package have one for their
-    targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss; as the attribute ``scaler`` it
+    targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss. As the attribute ``scaler`` it
     also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs, so that
     predictions are in the units of the data. Inputs go through the scaler itself, which can be the first layer of a
     network. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
@@ -237,7 +237,7 @@ class FederatedScaler(nn.Module):
         input_units, target_units: mean and standard deviation, float64, shape (2, \*example); (0,) if not filled.
 
     Raises:
-        FedBayesError: means are not finite or standard deviations not positive; a training step uses it before it is
+        FedBayesError: means are not finite or standard deviations not positive. A training step uses it before it is
             filled.
 
     >>> scaler = FederatedScaler(targets=(1e4, 500.0))
@@ -268,7 +268,7 @@ class FederatedScaler(nn.Module):
         return bool(self.input_units.numel() or self.target_units.numel())
 
     def fit(self, loader: DataLoader, module: nn.Module | None = None) -> None:
-        """Fill it, unless it is filled, from the map-style data set of a ``loader``; see :meth:`ScaleSums.of`."""
+        """Fill it, unless it is filled, from the map-style data set of a ``loader``. See :meth:`ScaleSums.of`."""
         if not self.is_filled:
             load_scale(self, pooled({"": ScaleSums.of(loader.dataset, loader.collate_fn, module)}).scale())
 
@@ -287,14 +287,14 @@ class FederatedScaler(nn.Module):
         return ((values - units[0]) / units[1]).to(dtype) if units.numel() else values
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FederatedScaler:
-        """Move the buffers; they keep double precision where the device has it."""
+        """Move the buffers. They keep double precision where the device has it."""
         device = fn(torch.zeros(1)).device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._buffers.update({name: each.to(device, dtype) for name, each in self.named_buffers()})
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any, **__: Any) -> None:  # pyright: ignore
-        """Load buffers of any shape; older checkpoints may lack them."""
+        """Load buffers of any shape. Older checkpoints may lack them."""
         for name, old in list(self.named_buffers()):
             if prefix + name in state_dict:
                 setattr(self, name, state_dict[prefix + name].detach().to(old.device, old.dtype, copy=True))
@@ -311,7 +311,7 @@ def scale_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_scale(module: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fill a module's scalers from a server's buffers, if a scale is among them; return the other buffers."""
+    """Fill a module's scalers from a server's buffers, if a scale is among them. Return the other buffers."""
     for each in asking(module):
         each._load_from_state_dict(buffers, SCALE)
     return {name: value for name, value in buffers.items() if not name.startswith(SCALE)}

@@ -34,7 +34,7 @@ class Averaging(Method):
     """Every client trains from the global posterior, and a fusion rule makes a new one of what they send.
 
     ``fusion="rklb"``, a rule object and ``fusion="auto"`` mean this method. With ``weighted_average`` and a network of
-    point masses it is federated averaging; with ``fedadam`` and its like the server takes an optimizer's step.
+    point masses it is federated averaging. With ``fedadam`` and its like the server takes an optimizer's step.
 
     Args:
         rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
@@ -89,13 +89,13 @@ class FedProx(Averaging):
 
     .. math:: \tfrac\mu2 \|\theta - \theta_g\|^2
 
-    It holds means and ρ of Bayesian layers, not a client's local parameters; under IVON it adds μ to the curvature.
+    It holds means and ρ of Bayesian layers, not a client's local parameters. Under IVON it adds μ to the curvature.
 
     When to use it: clients with unlike data take many steps.
 
     Args:
         strength: :math:`\mu` > 0; 0.001 to 1 are usual.
-        rule: a fusion rule; of point masses the default is the weighted average.
+        rule: a fusion rule. Of point masses the default is the weighted average.
 
     Raises:
         FusionError: an argument cannot be used.
@@ -165,7 +165,7 @@ class Scaffold(Method):
 
     A client's loss gains :math:`\langle c - c_k, \theta - \theta_g \rangle`: its steps follow :math:`g_k - c_k + c`.
     After T steps of rate η it has :math:`c_k^+ = c_k - c + (\theta_g - \theta_k) / (T \eta)`, the mean gradient of its
-    loss, and sends :math:`c_k^+ - c_k` with its posterior; the server adds the cohort's weighted mean of it to c, times
+    loss, and sends :math:`c_k^+ - c_k` with its posterior. The server adds the cohort's weighted mean of it to c, times
     the cohort's share of all clients. Control variates, of means, are as large as the network, in every message.
 
     When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
@@ -189,7 +189,7 @@ class Scaffold(Method):
         return {name: torch.zeros_like(mean) for name, mean in posterior.mean.items()}
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
-        """See :meth:`Method.problem`; raise FederationError unless the optimizer is plain SGD with one rate above 0."""
+        """See :meth:`Method.problem`. Raise FederationError unless the optimizer is plain SGD with one rate above 0."""
         if not client.rate:
             raise FederationError(
                 "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only: "

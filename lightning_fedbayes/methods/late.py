@@ -53,7 +53,7 @@ class FedBuff(Late):
 
     .. math:: \mu + s(\tau) (\mu_k - \mu_\text{start}), \qquad \sigma^2 (\sigma_k^2 / \sigma_\text{start}^2)^{s(\tau)}
 
-    The rule fuses a buffer of such messages; the weighted average makes it the published algorithm with a global rate
+    The rule fuses a buffer of such messages. The weighted average makes it the published algorithm with a global rate
     of 1, which divides clients' changes by the size of the buffer and not by the sum of their staleness weights.
 
     When to use it: as the default of rules that average.

@@ -39,7 +39,7 @@ class Shared:
     """Message of the server to every client of a round.
 
     Args:
-        posterior: the global posterior, from which clients start; of a network without variances a point mass.
+        posterior: the global posterior, from which clients start. Of a network without variances a point mass.
         tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
@@ -66,10 +66,10 @@ class Participant:
     Args:
         number: the client's, from 0.
         num_examples: its number of training examples.
-        kept: what it has kept of its last round for this problem, name → tensor; empty in its first.
+        kept: what it has kept of its last round for this problem, name → tensor. Empty in its first.
         problem: which of its problems this is, from 0 (:attr:`Method.problems`).
         steps: steps of the optimizer that it takes in this round.
-        rate: their learning rate, if the optimizer is plain SGD; None for others.
+        rate: their learning rate, if the optimizer is plain SGD. None for others.
         gaussian: names in the posterior of the parameters with a variance.
         frozen: names of those that do not train, though they are federated.
     """
@@ -105,8 +105,8 @@ class Quadratic:
 
     Args:
         strength: :math:`\mu`; or name → a value of every entry.
-        slope: v, name in the posterior → tensor of the mean's shape; names that are missing have none.
-        names: of the parameters that the term is of; None: all, with the ρ of Bayesian layers.
+        slope: v, name in the posterior → tensor of the mean's shape. Names that are missing have none.
+        names: of the parameters that the term is of. None: all, with the ρ of Bayesian layers.
     """
 
     strength: float | Mapping[str, Tensor] = 0.0
@@ -124,7 +124,7 @@ class Quadratic:
             check_strings("names", self.names, "give names of the posterior, or None for all")
 
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-        """Return the term for a loop of one's own, a scalar; the engines have their own way for stacks of clients.
+        """Return the term for a loop of one's own, a scalar. The engines have their own way for stacks of clients.
 
         Args:
             values: name → parameter, with gradients.
@@ -149,11 +149,11 @@ class LocalProblem:
     """Problem of a client: what it minimises beside its own loss, and where it starts.
 
     Args:
-        quadratic: a term of the loss; None for none.
+        quadratic: a term of the loss. None for none.
         prior: a quadratic, in nats, in the place of the divergence of the Gaussian parameters from the network's own
-            prior, which the loss of a client weighs; widths then stay as they are. Of every name with a slope. None:
+            prior, which the loss of a client weighs. Widths then stay as they are. Of every name with a slope. None:
             the prior of :meth:`Method.prior`, or the network's.
-        start: name in the posterior → the mean at which the client starts; missing ones start at the global value.
+        start: name in the posterior → the mean at which the client starts. Missing ones start at the global value.
         measures: the method wants to know the mean gradient and the curvature of the data along training, see
             :class:`Trained`.
     """
@@ -177,7 +177,7 @@ class Trained:
     """A client after its training.
 
     Args:
-        posterior: as it has been trained; its tensors are overwritten after :meth:`Method.report`.
+        posterior: as it has been trained. Its tensors are overwritten after :meth:`Method.report`.
         gradients: name → mean gradient along training of the client's data, without what the method has added: of
             a deterministic parameter of the mean loss times the number of examples, of a Gaussian one in nats. Empty
             if it was not asked for, without the names that had none.
@@ -200,8 +200,8 @@ class Report:
 
     Args:
         posterior: what it sends.
-        kept: what it keeps, name → tensor; it never leaves the client.
-        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`; the server averages it, or adds
+        kept: what it keeps, name → tensor. It never leaves the client.
+        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`. The server averages it, or adds
             it up (:attr:`Method.adds`).
     """
 
@@ -221,7 +221,7 @@ class Report:
 
 
 class Method:
-    """A federated algorithm. A subclass overrides the hooks that it needs; as it is, it averages by a rule.
+    """A federated algorithm. A subclass overrides the hooks that it needs. As it is, it averages by a rule.
 
     A round: the server sends a :class:`Shared`. Every client of the cohort asks :meth:`problem` what to minimise,
     trains, and :meth:`report` says what it sends and keeps. The ``rule`` fuses the posteriors by the clients' weights,
@@ -237,17 +237,17 @@ class Method:
     """
 
     registered: ClassVar[str] = ""
-    """Name by which users choose the method; :func:`~lightning_fedbayes.register_method` sets it."""
+    """Name by which users choose the method. :func:`~lightning_fedbayes.register_method` sets it."""
     keeps: ClassVar[str] = ""
-    """Name of what clients keep and cannot lose, for messages, such as "its control variate"; "" for nothing."""
+    """Name of what clients keep and cannot lose, for messages, such as "its control variate". "" for nothing."""
     sends: ClassVar[bool] = False
     """True if clients send tensors of the names of :meth:`init` beside their posteriors."""
     sent: ClassVar[tuple[str, ...]] = ()
-    """Names that they send; empty for all."""
+    """Names that they send. Empty for all."""
     told: ClassVar[tuple[str, ...]] = ()
-    """Names that the server sends to clients over a network; empty for all."""
+    """Names that the server sends to clients over a network. Empty for all."""
     adds: ClassVar[bool] = False
-    """True if the server adds up what clients send beside, as sites are; otherwise it averages it by their weights."""
+    """True if the server adds up what clients send beside, as sites are. Otherwise it averages it by their weights."""
     sends_means: ClassVar[bool] = False
     """True if the posteriors that clients send are point masses, whatever the global one is."""
     keeps_optimizer: ClassVar[bool] = False
@@ -255,11 +255,11 @@ class Method:
     keeps_posteriors: ClassVar[bool] = False
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
-    """Weighting of the clients, where the method says so; "": that of the federation."""
+    """Weighting of the clients, where the method says so. "": that of the federation."""
     bounded: ClassVar[bool] = True
     """False if no bound on a client's influence applies, whatever :class:`~lightning_fedbayes.Safeguards` say."""
     problems: ClassVar[int] = 1
-    """Problems that a client solves in a round; it sends the first one's report, and the last is its personal one."""
+    """Problems that a client solves in a round. It sends the first one's report, and the last is its personal one."""
     own_starts: ClassVar[bool] = False
     """True if a client goes on with the posterior that it has trained last, not with the global one."""
 
@@ -295,14 +295,14 @@ class Method:
         return self.described
 
     def agreement(self) -> str:
-        """Return what server and clients must have in common, in words; "" if a client needs to know nothing.
+        """Return what server and clients must have in common, in words. "" if a client needs to know nothing.
 
         By default the method with its arguments, if it does something of its own at the server.
         """
         return "" if type(self).init is Method.init and type(self).fuse is Method.fuse else self.described
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
-        """Return the first setting that the method does not go with, and why; None if there is none.
+        """Return the first setting that the method does not go with, and why. None if there is none.
 
         Args:
             weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
@@ -326,30 +326,30 @@ class Method:
         tensors of the same names and shapes.
 
         Args:
-            posterior: the global one before training; of its names and shapes the tensors may be.
+            posterior: the global one before training. Of its names and shapes the tensors may be.
         """
         return {}
 
     def prior(self, shared: Shared) -> GaussianPosterior | None:
-        """Return the prior of all clients in this round; None: the network's own."""
+        """Return the prior of all clients in this round. None: the network's own."""
         return None
 
     def prior_of(self, name: str) -> tuple[float, float] | None:
-        """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor; None for none.
+        """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor. None for none.
 
         The network's own must be the same.
         """
         return None
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
-        """Return what a client minimises; at the client, before its training."""
+        """Return what a client minimises. At the client, before its training."""
         return LocalProblem()
 
     def check(self, shared: Shared, client: Participant) -> None:
-        """Raise FederationError if what a client has kept does not go with the network; before each round."""
+        """Raise FederationError if what a client has kept does not go with the network. Before each round."""
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """Return what a client sends and keeps; at the client, after its training.
+        """Return what a client sends and keeps. At the client, after its training.
 
         Raises:
             FusionError: the client has nothing to send.
@@ -359,12 +359,12 @@ class Method:
     def fuse(
         self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """Return the new global posterior and the method's new tensors; at the server.
+        """Return the new global posterior and the method's new tensors. At the server.
 
         Args:
             shared: what the clients started from.
             fused: the rule's result.
-            averages: of what the clients have sent beside, by their weights, or its sums (:attr:`adds`); empty if they
+            averages: of what the clients have sent beside, by their weights, or its sums (:attr:`adds`). Empty if they
                 do not (:attr:`sends`).
             heard: share of all clients that have sent something.
 
@@ -375,12 +375,12 @@ class Method:
     def slope(self, shared: Shared) -> Tensor:
         """Return the gradient of all clients' objective at the global means, of a method that :attr:`adds`, shape (P,).
 
-        Clients whose moves go another way than down there, and than all others', are left out; by 0 nobody is.
+        Clients whose moves go another way than down there, and than all others', are left out. By 0 nobody is.
         """
         return shared.posterior.flatten()[0].new_zeros(shared.posterior.num_parameters)
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return figures of a round for the history, name → value; at the server.
+        """Return figures of a round for the history, name → value. At the server.
 
         Args:
             shared: what the clients started from.
@@ -401,7 +401,7 @@ class Method:
         return None
 
     def check_late(self, posterior: GaussianPosterior) -> None:
-        """Raise FederationError if messages cannot be taken that come late; before the first round.
+        """Raise FederationError if messages cannot be taken that come late. Before the first round.
 
         Args:
             posterior: the global one.
@@ -414,13 +414,13 @@ class Method:
     def late(
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
     ) -> GaussianPosterior:
-        """Return what a client would have sent if it had started from the present global model; at the server.
+        """Return what a client would have sent if it had started from the present global model. At the server.
 
         Args:
             sent: by the client.
             started: what it started from.
             now: what clients start from that begin now.
-            staleness: versions of the global model between them; 0 for a message that is not late.
+            staleness: versions of the global model between them. 0 for a message that is not late.
             how: the way to take it, for methods that average.
 
         Raises:
@@ -429,11 +429,11 @@ class Method:
         return how.taken(sent, started.posterior, now.posterior, staleness)
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
-        """Return the prior that ``posterior`` contains once, as in an ELBO; None if it contains none or many."""
+        """Return the prior that ``posterior`` contains once, as in an ELBO. None if it contains none or many."""
         return None
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Return what a user should know after ``round`` rounds of this method, said once; None for nothing.
+        """Return what a user should know after ``round`` rounds of this method, said once. None for nothing.
 
         Args:
             posterior: the global one.
@@ -444,7 +444,7 @@ class Method:
 
 
 def problem_of(method: Method, shared: Shared, client: Participant) -> LocalProblem:
-    """Return what ``method`` asks of a client; raise FederationError unless it is a LocalProblem."""
+    """Return what ``method`` asks of a client. Raise FederationError unless it is a LocalProblem."""
     problem = method.problem(shared, client)
     if not isinstance(problem, LocalProblem):  # the name is looked up for an error alone: this runs for every client
         check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
@@ -482,7 +482,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
 def fused_by(
     method: Method, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
 ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-    """Return what ``method`` makes of a rule's result; raise FusionError unless it is finite."""
+    """Return what ``method`` makes of a rule's result. Raise FusionError unless it is finite."""
     posterior, tensors = method.fuse(shared, fused, averages, heard)
     if posterior is not fused:
         check_finite(posterior, "the fused posterior")

@@ -58,7 +58,7 @@ def register_method(name: str) -> Callable[[M], M]:
 
 
 def unregister_method(name: str) -> None:
-    """Remove the method ``name``; raise FusionError, with the nearest name, if there is none."""
+    """Remove the method ``name``. Raise FusionError, with the nearest name, if there is none."""
     check_choice("name", name, _METHODS, error=FusionError)
     _METHODS.pop(name).registered = ""
 
@@ -73,7 +73,7 @@ def available_methods() -> list[str]:
 
 
 def get_method(method: Any) -> Method:
-    """Return the method for a name, method, fusion rule, function or ``AutoFusion``; else raise FusionError."""
+    """Return the method for a name, method, fusion rule, function or ``AutoFusion``. Else raise FusionError."""
     if isinstance(method, Method):
         if not hasattr(method, "rule"):
             raise FusionError(f"{type(method).__name__} has no rule: call super().__init__('weighted_average'), say")
@@ -93,12 +93,12 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     """Return the global posterior without a client's part, as the server has counted it.
 
     When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
-    conjugate models; for others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
-    Parameters without variance stay; the sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums.
+    conjugate models. For others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
+    Parameters without variance stay. The sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums.
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
-            (``torch.load(path, weights_only=False)``); a :class:`~lightning_fedbayes.Server`, or the checkpoint of
+            (``torch.load(path, weights_only=False)``). A :class:`~lightning_fedbayes.Server`, or the checkpoint of
             Flower's (:func:`~lightning_fedbayes.flower.load_checkpoint`).
         client: its number.
 
@@ -122,7 +122,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
 
 def _state_of(federation: Any) -> Mapping[str, Any]:
-    """Return a federation's state; raise FederationError if there is none."""
+    """Return a federation's state. Raise FederationError if there is none."""
     stored = getattr(federation, "server", None)  # of Flower's checkpoint
     if isinstance(federation, Mapping):
         callbacks = federation.get("callbacks")

@@ -33,7 +33,7 @@ Prior = float | Mapping[str, float]
 
 
 class _Round(NamedTuple):
-    """Values that all clients of a round have in common, flat and in float64; P parameters, G of them Gaussian.
+    """Values that all clients of a round have in common, flat and in float64. P parameters, G of them Gaussian.
 
     Args:
         names: of the Gaussian tensors.
@@ -82,7 +82,7 @@ class Sites(Method):
        curvature is F times one factor per tensor, :math:`\sum H / \Lambda` over :math:`\sum F / \Lambda`, which gives
        way to 1 as far as it is noise (:func:`~lightning_fedbayes.clients.problems.factor_of`).
     3. It moves its site there, but for :math:`2^{-a}` of the way, and sends :math:`\theta_k` and the changes of its
-       site; a is the mean number of rounds from one message of a client to its next, 1 where all train in each round.
+       site. A is the mean number of rounds from one message of a client to its next, 1 where all train in each round.
     4. The server moves m by the weighted mean of :math:`\theta_k - m`, and adds the changes up.
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
@@ -96,9 +96,9 @@ class Sites(Method):
     Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
     mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
     not take an untrained network apart. Figures: ``sites/change``, the divergence of the new posterior from the old one
-    in nats per parameter; ``sites/distance``, how far it still is from its fixed point, the larger of the Newton
+    in nats per parameter. ``sites/distance``, how far it still is from its fixed point, the larger of the Newton
     decrement :math:`c^2 / 2\Lambda` and the trend of the means. It is there while the decrement grows, or halves as
-    rounds double, and is more than what one round changes; from then on there is the noise of local training.
+    rounds double, and is more than what one round changes. From then on there is the noise of local training.
 
     When to use it: the posterior is to mean something after many rounds, above all with unlike clients. It needs layers
     of this package with normal priors and a loss with their KL divergence over the number of the client's examples, or
@@ -259,7 +259,7 @@ class Sites(Method):
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        "age" are the number of rounds, and of those from one message of a client to its next, in the mean; "_marks"
+        "age" are the number of rounds, and of those from one message of a client to its next, in the mean. "_marks"
         the means after two earlier rounds, "_trail" the Newton decrements there, and the largest of all such.
         """
         device = next(iter(posterior.mean.values())).device
@@ -279,7 +279,7 @@ class Sites(Method):
     def fuse(
         self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """See :meth:`Method.fuse`; ``averages`` are the sums of the clients' changes."""
+        """See :meth:`Method.fuse`. ``averages`` are the sums of the clients' changes."""
         tensors = {name: value + averages.get(name, 0.0) for name, value in shared.tensors.items()}
         names = gaussian_names(shared.posterior)
         variance = {name: zeros_like(value) for name, value in fused.mean.items()}
@@ -301,7 +301,7 @@ class Sites(Method):
         return posterior, {**tensors, "age": age, "_marks": marks, "_trail": marks.new_tensor(trail)}
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return change and distance; nothing of a network without Gaussian parameters."""
+        """Return change and distance. Nothing of a network without Gaussian parameters."""
         common = self._common(Shared(posterior, tensors, shared.share, False))
         if not common.names:
             return {}
@@ -345,7 +345,7 @@ class Sites(Method):
         r"""Return the posterior without a client's site: :math:`\Lambda' = \Lambda - \Lambda_k`, :math:`m + g_k /
         \Lambda'`.
 
-        Exact where the model is conjugate; elsewhere the others' sites have been measured beside the one that goes.
+        Exact where the model is conjugate. Elsewhere the others' sites have been measured beside the one that goes.
 
         Raises:
             FusionError: the other sites give a parameter no positive precision.
@@ -405,7 +405,7 @@ class Sites(Method):
         return shared.notes["sites"]
 
     def slope(self, shared: Shared) -> Tensor:
-        """See :meth:`Method.slope`: c, of the negative pooled ELBO; 0 before any client has been heard."""
+        """See :meth:`Method.slope`: c, of the negative pooled ELBO. 0 before any client has been heard."""
         common = self._common(shared)
         slope = common.gradient.clone()
         slope[common.rows] += common.slope

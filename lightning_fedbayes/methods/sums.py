@@ -22,8 +22,8 @@ COUNT = "sums.gram"
 class Sums(Method):
     r"""The global values are the sums of the clients' values, not their averages.
 
-    A client's training starts at 0 and ends at its sums :math:`s_k`, as for a :class:`~lightning_fedbayes.HeadModule`;
-    it sends the change since its last round, and the server adds it:
+    A client's training starts at 0 and ends at its sums :math:`s_k`, as for a :class:`~lightning_fedbayes.HeadModule`.
+    It sends the change since its last round, and the server adds it:
 
     .. math:: S^+ = S + \sum_{k \in \text{cohort}} (s_k - s_k^{\text{kept}})
 
@@ -49,7 +49,7 @@ class Sums(Method):
         return LocalProblem(start={name: torch.zeros_like(mean) for name, mean in moves.items()})
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """See :meth:`Method.report`; raise FederationError unless the sums count each example once."""
+        """See :meth:`Method.report`. Raise FederationError unless the sums count each example once."""
         sums = {name: value for name, value in trained.posterior.mean.items() if name not in client.frozen}
         if COUNT in sums and not torch.isclose(sums[COUNT][-1, -1], sums[COUNT].new_tensor(client.num_examples)):
             raise FederationError(
@@ -93,7 +93,7 @@ class Sums(Method):
 
     @staticmethod
     def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
-        """See :meth:`Method.without`; a client keeps its sums."""
+        """See :meth:`Method.without`. A client keeps its sums."""
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():
             return None

@@ -1,6 +1,6 @@
 """Metrics of Bayesian predictions: torchmetrics shells over the pure functions in ``metrics.functional``.
 
-Classification metrics score the mean predictive, shape (batch, classes); measures of uncertainty need all posterior
+Classification metrics score the mean predictive, shape (batch, classes). Measures of uncertainty need all posterior
 samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchmetrics' own.
 """
 

@@ -1,4 +1,4 @@
-"""Likelihoods of a network's outputs: predictions from draws of them, and what is scored; see :class:`Likelihood`."""
+"""Likelihoods of a network's outputs: predictions from draws of them, and what is scored. See :class:`Likelihood`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Categorical(_OfClasses):
         return targets if self.ignore_index is None else targets.masked_fill(targets == self.ignore_index, -1)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.nll`; 0 where a target is ``ignore_index``."""
+        """See :meth:`Likelihood.nll`. 0 where a target is ``ignore_index``."""
         logits, labels = outputs.movedim(self.channels, 1), self.labels(targets)
         return F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
 
@@ -144,7 +144,7 @@ class Categorical(_OfClasses):
         return ""
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
-        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        """See :meth:`Likelihood.terms`. Of the Fisher information, which needs no target."""
         logs = output.movedim(self.channels - 1 if self.channels > 0 else -1, -1).log_softmax(-1)
         found = logs * logs.detach().exp().sqrt()
         if self.ignore_index is not None:
@@ -179,7 +179,7 @@ class Bernoulli(_OfClasses):
         return probs[..., 1]
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.nll`; of the shape of the outputs."""
+        """See :meth:`Likelihood.nll`. Of the shape of the outputs."""
         targets = shaped_like(targets, outputs).to(outputs)
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
@@ -190,7 +190,7 @@ class Bernoulli(_OfClasses):
         return "" if bool(((targets == 0) | (targets == 1)).all()) else "targets are not all 0 or 1"
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
-        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        """See :meth:`Likelihood.terms`. Of the Fisher information, which needs no target."""
         probs = output.detach().sigmoid()
         return (output * (probs * (1 - probs)).sqrt()).reshape(-1)
 
@@ -258,7 +258,7 @@ class Gaussian(Likelihood):
         return RegressionPrediction(self.means(found.mean), variance, aleatoric, epistemic, self.means(found.samples))
 
     def _parts(self, outputs: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Return means and variances of the noise, in units of the outputs; ``channels`` is their dimension."""
+        """Return means and variances of the noise, in units of the outputs. ``channels`` is their dimension."""
         if self.in_outputs:
             mean, log_variance = outputs.chunk(2, channels)
             return mean, log_variance.exp()
@@ -271,7 +271,7 @@ class Gaussian(Likelihood):
         return outputs, noise.to(outputs).square().expand_as(outputs)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.nll`; of the shape of the means."""
+        """See :meth:`Likelihood.nll`. Of the shape of the means."""
         mean, variance = self._parts(outputs, 1)
         errors = self.standard(shaped_like(targets, mean), mean) - mean
         scaled = self._units(mean.device)[1] ** 2 * variance
@@ -292,7 +292,7 @@ class Gaussian(Likelihood):
         return self.in_units(RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples))
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`; a Gaussian is scored by its moments."""
+        """See :meth:`Likelihood.rows`. A Gaussian is scored by its moments."""
         self.check_draws(draws, targets)
         return self.rows_of(self.predict(draws), targets)
 
@@ -303,7 +303,7 @@ class Gaussian(Likelihood):
         return "" if fits else "give the network one output per target"
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
-        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        """See :meth:`Likelihood.terms`. Of the Fisher information, which needs no target."""
         mean, variance = self._parts(output[None], 1)
         found = (mean / variance.detach().sqrt()).reshape(-1)
         if not self.in_outputs:
@@ -319,10 +319,10 @@ class Cox(Likelihood):
 
     .. math:: -\log p = \sum_{i: e_i = 1} \Bigl( \log \sum_{j \in batch: t_j \ge t_i} e^{f_j} - f_i \Bigr)
 
-    When to use it: a network that ranks risks; give batches as large as memory allows. A term depends on the whole
+    When to use it: a network that ranks risks. Give batches as large as memory allows. A term depends on the whole
     batch: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it, Bayesian
     layers and :class:`~lightning_fedbayes.IVON` do not need terms. Risks have no scale, so they are not calibrated.
-    Shapes: outputs (batch,) or (batch, 1), log risks; targets (batch, 2): event, 1 or 0 (censored), and time.
+    Shapes: outputs (batch,) or (batch, 1), log risks. Targets (batch, 2): event, 1 or 0 (censored), and time.
     Source: Cox (1972); ties by Breslow's method.
 
     >>> Cox().nll(torch.zeros(3, 1), torch.tensor([[1.0, 1.0], [0.0, 2.0], [1.0, 2.0]]))  # log 3, censored, log 2
@@ -333,7 +333,7 @@ class Cox(Likelihood):
     by_example = False
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.nll`: each example's term, shape (batch,); they sum to the term of the batch."""
+        """See :meth:`Likelihood.nll`: each example's term, shape (batch,). They sum to the term of the batch."""
         terms, order = cox_terms(*_survival(outputs, targets))
         return terms[order.argsort()]
 
@@ -342,19 +342,19 @@ class Cox(Likelihood):
         return cox_terms(*_survival(outputs, targets))[0].sum() / len(targets)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """See :meth:`Likelihood.check`; of all clients that are stacked."""
+        """See :meth:`Likelihood.check`. Of all clients that are stacked."""
         _, *both = _survival(outputs, targets)
         check_survival(*(outside_of_vmap(each).flatten() for each in both))
 
     def predict(self, draws: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> SurvivalPrediction:
-        """See :meth:`Likelihood.predict`; for ``moments`` see :meth:`Gaussian.predict`."""
+        """See :meth:`Likelihood.predict`. For ``moments`` see :meth:`Gaussian.predict`."""
         draws = _log_risks(draws, 2)
         if moments is None:
             return SurvivalPrediction(draws.mean(0), draws.std(0, correction=0), draws)
         return SurvivalPrediction(moments[0].flatten(), moments[1].flatten().sqrt(), draws)
 
     def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`; a Cox model is scored by its mean log risks."""
+        """See :meth:`Likelihood.rows`. A Cox model is scored by its mean log risks."""
         self.check_draws(draws, targets)
         return self.rows_of(self.predict(draws), targets)
 
@@ -368,7 +368,7 @@ class Cox(Likelihood):
 
 
 def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
-    """Return ``outputs`` with so many dimensions, without a last one of size 1; raise FedBayesError if it is larger."""
+    """Return ``outputs`` with so many dimensions, without a last one of size 1. Raise FedBayesError if it is larger."""
     found = outputs.squeeze(-1) if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1 else outputs
     if found.ndim != dimensions:
         raise FedBayesError(
@@ -379,7 +379,7 @@ def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
 
 
 def _survival(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log risk, time and event of a batch, (batch,) each; raise FedBayesError if shapes are others."""
+    """Return log risk, time and event of a batch, (batch,) each. Raise FedBayesError if shapes are others."""
     check_tensor("targets", targets, error=FedBayesError)
     if targets.ndim != 2 or targets.shape[1] != 2:
         remedy = "two columns are needed, event (1 or 0) and time: torch.stack([event, time], 1)"
@@ -391,7 +391,7 @@ LIKELIHOODS.update({each.name: each for each in (Categorical, Bernoulli, Gaussia
 
 
 def get_likelihood(likelihood: Any) -> Likelihood:
-    """Return a likelihood by its name, or itself; raise FedBayesError for anything else."""
+    """Return a likelihood by its name, or itself. Raise FedBayesError for anything else."""
     if isinstance(likelihood, Likelihood):
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS), error=FedBayesError)
@@ -399,7 +399,7 @@ def get_likelihood(likelihood: Any) -> Likelihood:
 
 
 def said_by(module: Any) -> Likelihood | None:
-    """Return the likelihood that a module, or the network in it, names, with its noise and units; None without one."""
+    """Return the likelihood that a module, or the network in it, names, with its noise and units. None without one."""
     named = getattr(module, "likelihood", None)
     if not isinstance(named, str | Likelihood):
         inner = getattr(module, "network", None)
@@ -422,7 +422,7 @@ def check_by_example(whose: Any, why: str, error: type[FedBayesError] = FedBayes
 
 
 def units_of(module: Any) -> Tensor | None:
-    """Return shift and scale of the outputs by the scaler of a module, or of the network in it; None without one."""
+    """Return shift and scale of the outputs by the scaler of a module, or of the network in it. None without one."""
     if module is None:
         return None
     found = getattr(getattr(module, "scaler", None), "target_units", None)
@@ -440,7 +440,7 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
         outputs: of a batch, without draws.
         targets: of the batch.
 
-    Raises: FedBayesError if no likelihood fits, or several do; it names the line to add.
+    Raises: FedBayesError if no likelihood fits, or several do. It names the line to add.
     """
     named = said_by(module)
     if named is not None:

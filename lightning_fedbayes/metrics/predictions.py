@@ -20,8 +20,8 @@ from lightning_fedbayes.core.posterior import check_tensor
 Rows: TypeAlias = dict[str, Tensor]
 r"""Rows that are scored, one for each example and position, N of them.
 
-Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,); of numbers "mean", "variance" and
-"target", (N, targets), and perhaps "nll", (N,); of risks "log_risk" and "std", (N,), and "target", (N, 2). "counts",
+Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,). Of numbers "mean", "variance" and
+"target", (N, targets), and perhaps "nll", (N,). Of risks "log_risk" and "std", (N,), and "target", (N, 2). "counts",
 (batch,), are the rows of each example, which follow one another.
 """
 
@@ -30,7 +30,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {}
 
 
 class ClassPrediction(NamedTuple):
-    r"""Prediction of classes for a batch; of a Bernoulli all fields have the shape of its outputs.
+    r"""Prediction of classes for a batch. Of a Bernoulli all fields have the shape of its outputs.
 
     Attributes:
         probs: mean predictive probabilities, shape (batch, classes, \*positions); of a Bernoulli the probability of 1.
@@ -95,7 +95,7 @@ class SurvivalPrediction(NamedTuple):
 class Likelihood(ABC):
     """Meaning of a network's outputs: plain data and pure functions.
 
-    A module names it by an attribute ``likelihood``, this object or its name; modules, predictions, reports,
+    A module names it by an attribute ``likelihood``, this object or its name. Modules, predictions, reports,
     calibrations and Laplace read it there. To write another one, subclass it with :meth:`nll` and :meth:`predict`.
     """
 
@@ -123,7 +123,7 @@ class Likelihood(ABC):
         return self.nll(outputs, targets).sum() / len(outputs)
 
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
-        """Return why outputs and targets of a batch do not go together; "" if they do."""
+        """Return why outputs and targets of a batch do not go together. "" if they do."""
         return ""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -173,7 +173,7 @@ class Likelihood(ABC):
         return {"mean": mean, "variance": variance, "target": target, "counts": counts}
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
-        r"""Return functions of one example's output, shape (terms,); their squared gradients sum to its information.
+        r"""Return functions of one example's output, shape (terms,). Their squared gradients sum to its information.
 
         Here with :math:`H = \nabla^2_f (-\log p(y \mid f)) = R R^\top` they are :math:`R^\top f`.
 

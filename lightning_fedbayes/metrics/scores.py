@@ -1,4 +1,4 @@
-"""Bases of metrics; scores of predictive distributions and risks, calibration, and the accuracy of every client."""
+"""Bases of metrics. Scores of predictive distributions and risks, calibration, and the accuracy of every client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Plotted(Metric):
 
 
 class ExampleMean(Plotted):
-    """Mean over all examples of one value per example; a subclass passes the values to :meth:`add` in ``update``.
+    """Mean over all examples of one value per example. A subclass passes the values to :meth:`add` in ``update``.
 
     The state is one sum and one count, so batches and processes of any size combine exactly.
 
@@ -60,7 +60,7 @@ class ExampleMean(Plotted):
 
 
 class HitCounts(Plotted):
-    """Numbers of examples and of correct ones in ``groups`` groups; kwargs are arguments of torchmetrics.Metric."""
+    """Numbers of examples and of correct ones in ``groups`` groups. Kwargs are arguments of torchmetrics.Metric."""
 
     counts: Tensor
     hits: Tensor
@@ -77,7 +77,7 @@ class HitCounts(Plotted):
 
 
 class ExampleMetric(Plotted):
-    """Base of metrics that keep vectors of all examples; a subclass implements ``update`` and :meth:`score`.
+    """Base of metrics that keep vectors of all examples. A subclass implements ``update`` and :meth:`score`.
 
     Attributes:
         kept: names of the vectors, one number per example each: the state grows by so much.
@@ -96,7 +96,7 @@ class ExampleMetric(Plotted):
             getattr(self, name).append(vector.detach())
 
     def compute(self) -> Tensor:
-        """Return the value so far; NaN before the first example."""
+        """Return the value so far. NaN before the first example."""
         vectors = [getattr(self, name) for name in self.kept]
         if not len(vectors[0]):
             return torch.tensor(torch.nan, device=self.device)
@@ -216,9 +216,9 @@ class CalibrationSums(HitCounts):
 
 
 class CalibrationDiagram(CalibrationSums):
-    """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width; ECE.
+    """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width. ECE.
 
-    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`; log its ``ece``. [BA-BFL]
+    ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`. Log its ``ece``. [BA-BFL]
     uses 100 ``bins``, most others 15. Other arguments are those of :class:`torchmetrics.Metric`.
 
     >>> diagram = CalibrationDiagram(bins=2)
@@ -245,7 +245,7 @@ class AdaptiveCalibrationError(CalibrationSums):
     """Calibration error with bins of equal mass, over all batches.
 
     See :func:`~lightning_fedbayes.metrics.functional.adaptive_calibration_error`. Confidences are kept in a histogram
-    of ``resolution`` cells over [0, 1]; in one cell they count as equal, which matters only at the boundary of a bin.
+    of ``resolution`` cells over [0, 1]. In one cell they count as equal, which matters only at the boundary of a bin.
     Other arguments are those of :class:`torchmetrics.Metric`.
     """
 
@@ -265,7 +265,7 @@ class ClientAccuracy(HitCounts):
     """Accuracy of each client on its own data. Source: [BA-BFL] §4.
 
     For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
-    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number; other arguments
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number. Other arguments
     are those of :class:`torchmetrics.Metric`.
 
     >>> metric = ClientAccuracy(clients=2)
@@ -304,7 +304,7 @@ class ClientAccuracy(HitCounts):
         self.add(*sum_by_index(owner, self.clients, hit.long()))
 
     def compute(self) -> Tensor:
-        """Return the accuracy of each client so far, shape (clients,); NaN for a client without examples."""
+        """Return the accuracy of each client so far, shape (clients,). NaN for a client without examples."""
         return self.hits / self.counts
 
     def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -314,12 +314,12 @@ class ClientAccuracy(HitCounts):
 
 
 class SurvivalMetric(ExampleMetric):
-    """Keep risk, time and event of every example; a subclass implements :meth:`score`."""
+    """Keep risk, time and event of every example. A subclass implements :meth:`score`."""
 
     kept = ("risk", "time", "event")
 
     def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
-        """Add examples; see :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
+        """Add examples. See :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
         happened = check_survival(time, event, risk=risk)
         self.keep(risk, time, happened)
 

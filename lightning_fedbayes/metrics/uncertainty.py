@@ -23,7 +23,7 @@ class PredictiveEntropy(ExampleMean):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.predictive_entropy`: the total uncertainty.
 
     Args:
-        normalize: divide by log C, so that 1 is the most uncertain prediction; otherwise the mean is in nats.
+        normalize: divide by log C, so that 1 is the most uncertain prediction. Otherwise the mean is in nats.
         kwargs: arguments of :class:`torchmetrics.Metric`.
 
     >>> PredictiveEntropy()(torch.full((5, 2, 10), 0.1))
@@ -65,7 +65,7 @@ class MutualInformation(ExampleMean):
 
 
 class RetainedCurve(NamedTuple):
-    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each; area, a scalar: 1 − AURC."""
+    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each. Area, a scalar: 1 − AURC."""
 
     fraction: Tensor
     accuracy: Tensor
@@ -75,7 +75,7 @@ class RetainedCurve(NamedTuple):
 class AccuracyRetained(HitCounts):
     """Accuracy against the fraction retained when the most uncertain examples are discarded, over all batches.
 
-    Uncertainties u are kept in a histogram of ``resolution`` cells, equally wide in √u to resolve small u; examples in
+    Uncertainties u are kept in a histogram of ``resolution`` cells, equally wide in √u to resolve small u. Examples in
     one cell count as equally uncertain. Other arguments are those of :class:`torchmetrics.Metric`.
 
     >>> metric = AccuracyRetained()
@@ -106,7 +106,7 @@ class AccuracyRetained(HitCounts):
         self.add(*sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long()))
 
     def compute(self) -> RetainedCurve:
-        """Return the curve and its area so far; log the ``area``."""
+        """Return the curve and its area so far. Log the ``area``."""
         groups = self.counts.cpu().double(), self.hits.cpu().double()
         values = (*measures.curve_of_groups(*groups), measures.area_of_groups(*groups))
         return RetainedCurve(*(value.float().to(self.device) for value in values))
@@ -119,7 +119,7 @@ class AccuracyRetained(HitCounts):
 
 
 class OutOfDistributionMetric(ExampleMetric):
-    """Keep uncertainty and side of every example; a subclass implements :meth:`separation`."""
+    """Keep uncertainty and side of every example. A subclass implements :meth:`separation`."""
 
     kept = ("uncertainty", "out")
 
@@ -127,7 +127,7 @@ class OutOfDistributionMetric(ExampleMetric):
         """Add examples.
 
         Args:
-            uncertainty: any measure of uncertainty, shape (batch,); NaN raises FedBayesError.
+            uncertainty: any measure of uncertainty, shape (batch,). NaN raises FedBayesError.
             out: true where the example is out of distribution, bool, shape (batch,), or True or False for all.
         """
         check_vectors(uncertainty=uncertainty)
@@ -140,7 +140,7 @@ class OutOfDistributionMetric(ExampleMetric):
         self.keep(uncertainty, out.to(uncertainty.device))
 
     def score(self, *vectors: Tensor) -> Tensor:
-        """Return the value of all examples; NaN as long as one side has none."""
+        """Return the value of all examples. NaN as long as one side has none."""
         uncertainty, out = vectors
         if not 0 < int(out.sum()) < len(out):
             return torch.tensor(torch.nan, device=self.device)

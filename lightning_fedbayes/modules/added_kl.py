@@ -28,10 +28,10 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
 
     Args:
         module: its ``training_step`` returns the loss, or a dict with "loss".
-        kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
+        kl_weight: tempering factor β. 1 is the ELBO, smaller a cold posterior.
 
     Raises:
-        FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already; in training, data without a length,
+        FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a length,
             or a ``training_step`` that returns something else.
 
     Source: [BA-BFL] eq. (3); [FBDL] eq. (6).
@@ -72,7 +72,7 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
 
 
 def _plus_kl(module: Any, output: Any) -> Any:
-    """Add the KL per example to the output of a ``training_step``; None stays None."""
+    """Add the KL per example to the output of a ``training_step``. None stays None."""
     if output is None:
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else output

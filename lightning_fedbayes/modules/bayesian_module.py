@@ -74,14 +74,14 @@ class BayesianModule(L.LightningModule):
     posterior or its clients. The module receives both after every round and keeps them in its checkpoint.
 
     Args:
-        network: any module; the KL is of its Bayesian layers.
+        network: any module. The KL is of its Bayesian layers.
         samples: Monte Carlo samples per prediction and validation.
-        kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
+        kl_weight: tempering factor β. 1 is the ELBO, smaller a cold posterior.
         warmup_rounds: epochs (rounds) over which β grows linearly from 0.
         learning_rate: of the default optimizer, Adam.
         optimizer: makes another optimizer from the parameters, e.g. ``functools.partial(SGD, lr=0.01)``.
-        predictive: source of the parameters of a prediction: "layers", the Bayesian layers' noise; "omc", draws from
-            the federation's global posterior; "bootstrap", the clients' parameters of the last round, each one draw;
+        predictive: source of the parameters of a prediction: "layers", the Bayesian layers' noise. "omc", draws from
+            the federation's global posterior. "bootstrap", the clients' parameters of the last round, each one draw.
             "closed_form", as "omc" with exact mean and variance, for a network that is one linear layer. The last three
             are meant for ``fusion="gaussian_fit"`` ([FedAG]).
 
@@ -138,7 +138,7 @@ class BayesianModule(L.LightningModule):
         return nll, nll
 
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a batch; raise FedBayesError if it is no pair."""
+        """Return the inputs and targets of a batch. Raise FedBayesError if it is no pair."""
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise FedBayesError(
                 f"a batch is a {type(batch).__name__}, and not (inputs, targets): give a collate_fn that returns them, "
@@ -152,7 +152,7 @@ class BayesianModule(L.LightningModule):
         return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the network's output with one draw of its parameters; an export or trace takes their mean."""
+        """Return the network's output with one draw of its parameters. An export or trace takes their mean."""
         with mean_only(self.network) if is_exporting() else nullcontext():
             output = self.network(inputs)
         output = output[0] if isinstance(output, tuple) else output
@@ -181,7 +181,7 @@ class BayesianModule(L.LightningModule):
         self._given_examples = value
 
     def kl_factor(self) -> float:
-        """Return the factor β_t / n of the summed KL; raise FedBayesError if n is not known."""
+        """Return the factor β_t / n of the summed KL. Raise FedBayesError if n is not known."""
         if self.num_examples is None:
             raise FedBayesError(
                 f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
@@ -199,7 +199,7 @@ class BayesianModule(L.LightningModule):
         self._federated = True
 
     def on_train_start(self) -> None:
-        """Take n from the training data, unless it is set; without a federation fill scalers and drop an old round."""
+        """Take n from the training data, unless it is set. Without a federation fill scalers and drop an old round."""
         loader: Any = self.trainer.train_dataloader
         dataset = getattr(loader, "dataset", None)
         length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
@@ -246,7 +246,7 @@ class BayesianModule(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
 
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
-        """Return draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
+        """Return draws of the network's output, shape (samples, batch, *). As many as clients for "bootstrap"."""
         count = self.samples if samples is None else samples
         last, device = self.global_round, inputs.device
         if self.predictive == "layers" or last.posterior is None:  # as before the first round
@@ -373,15 +373,15 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     """A :class:`BayesianModule` with a likelihood: it trains on its NLL, predicts and is scored by it.
 
     Validation and test log as "val/" and "test/": for classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
-    mutual information ("epistemic") and Kwon's two traces, means over examples and positions; for numbers RMSE, NLL,
-    CRPS, coverage of the 90 % interval and sharpness; for risks Harrell's c and NLL. Their steps return the scored
+    mutual information ("epistemic") and Kwon's two traces, means over examples and positions. For numbers RMSE, NLL,
+    CRPS, coverage of the 90 % interval and sharpness. For risks Harrell's c and NLL. Their steps return the scored
     :data:`~lightning_fedbayes.metrics.predictions.Rows`.
 
     Args:
         network, options: see :class:`BayesianModule`.
         likelihood: a :class:`~lightning_fedbayes.modules.Likelihood` or its name.
         scaler: standardises targets of a Gaussian: a :class:`~lightning_fedbayes.FederatedScaler`, True for a new one,
-            False for none. Outputs are in its units; losses, predictions and scores in the units of the targets.
+            False for none. Outputs are in its units. Losses, predictions and scores in the units of the targets.
 
     Raises:
         FedBayesError: an argument has the wrong type.
@@ -407,12 +407,12 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         return self._known().loss(outputs, targets)
 
     def in_units(self, outputs: Tensor) -> Tensor:
-        """See :meth:`BayesianModule.in_units`; outputs that hold their noise stay as they are."""
+        """See :meth:`BayesianModule.in_units`. Outputs that hold their noise stay as they are."""
         known = self._known()
         return known.means(outputs) if isinstance(known, Gaussian) and not known.in_outputs else outputs
 
     def on_train_start(self) -> None:
-        """See :meth:`BayesianModule.on_train_start`; warn of targets far from the scale of the noise."""
+        """See :meth:`BayesianModule.on_train_start`. Warn of targets far from the scale of the noise."""
         super().on_train_start()
         known, loader = self._known(), cast(Any, self.trainer.train_dataloader)
         if not isinstance(known, Gaussian) or known.units is not None:

@@ -50,11 +50,11 @@ class DeepEnsembleRegressor(LikelihoodModule):
 
     Args:
         networks: with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes five.
-        scaler: see :class:`HybridBayesianRegressor`; outputs of the networks are in its units.
+        scaler: see :class:`HybridBayesianRegressor`. Outputs of the networks are in its units.
         learning_rate, optimizer: see :class:`BayesianModule`.
 
     Raises:
-        FedBayesError: no network, or two with equal initial parameters, which would stay equal; at the first batch:
+        FedBayesError: no network, or two with equal initial parameters, which would stay equal. At the first batch:
             outputs that are not two per target.
 
     Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
@@ -95,7 +95,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the Gaussian NLL in nats, a mean over the batch, summed over members and targets.
 
-        Outputs are means, then raw variances, (batch, members, 2 · targets); targets (batch,) or (batch, targets).
+        Outputs are means, then raw variances, (batch, members, 2 · targets). Targets (batch,) or (batch, targets).
         """
         mean, variance = mean_and_variance(outputs)
         if targets.numel() * mean.shape[1] != mean.numel():
@@ -115,7 +115,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
 
 
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Split outputs (*, 2 · targets) into means and variances; raise FedBayesError if their number is odd."""
+    """Split outputs (*, 2 · targets) into means and variances. Raise FedBayesError if their number is odd."""
     if outputs.shape[-1] % 2:
         raise FedBayesError(
             f"{outputs.shape[-1]} outputs: a network that predicts mean and variance has two outputs per target"

@@ -31,21 +31,21 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
     Bayesian layers become torch's, a :class:`~lightning_fedbayes.layers.Reparameterized` the module that it wraps, and
     Monte Carlo dropout goes. So the ``state_dict`` has the names of the network before conversion, and loads where this
-    package is not installed; tied means stay tied.
+    package is not installed. Tied means stay tied.
 
     When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
     :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
     targets: a ``state_dict`` gives the units of training.
 
     Args:
-        module: a network; a :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network; a
+        module: a network. A :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network. A
             :class:`HeadModule`, for backbone and head; or any other module, copied whole.
-        posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``; parameters that it does
+        posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``. Parameters that it does
             not name keep their value. None: the module's values, which a fit leaves at the posterior's mean, or the
             posterior of a :class:`PosteriorPredictive`.
 
     Raises:
-        ConversionError: a layer of bayesian-torch, which outputs a pair; a Bayesian layer with hooks, which would be
+        ConversionError: a layer of bayesian-torch, which outputs a pair. A Bayesian layer with hooks, which would be
             lost; or a layer of your own without ``mean_layer``.
         PosteriorError: the posterior is of another module.
 

@@ -60,7 +60,7 @@ class HierarchicalFit:
                   \mathrm{Cov}_k = T_k \mathrm{Cov}(\hat\beta) T_k^\top + S C_k S^\top, \quad
                   T_k = I - S C_k Z_k^\top X_k / \sigma^2.
 
-        β has a flat prior; Ψ and σ² count as known. Few examples draw a client towards the population; a client without
+        β has a flat prior. Ψ and σ² count as known. Few examples draw a client towards the population. A client without
         any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
         Raises:
@@ -90,7 +90,7 @@ class HierarchicalFit:
         .. math:: N(x^\top m_k,\; \sigma^2 + x^\top \mathrm{Cov}_k\, x)
 
         Args:
-            inputs: shape (batch, features), without the column of ones; the result has their dtype.
+            inputs: shape (batch, features), without the column of ones. The result has their dtype.
             client: see :meth:`posterior_of`.
 
         Raises:
@@ -123,10 +123,10 @@ class HierarchicalLinearRegression:
               V_k = \sigma^2 I + Z_k \Psi Z_k^\top.
 
     It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
-    client gives the result of the pooled data. σ² has its maximum in closed form; the search is for the triangular
+    client gives the result of the pooled data. σ² has its maximum in closed form. The search is for the triangular
     factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
 
-    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same; at
+    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. At
     least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all have the same.
 
     Args:
@@ -166,9 +166,9 @@ class HierarchicalLinearRegression:
             clients: name of the client → its statistics. Clients without examples are allowed.
 
         Raises:
-            FedBayesError: no statistics; clients with other columns; fewer than two clients in which a random column is
-                not 0; columns that are linearly dependent over all clients; not more examples than the clients'
-                coefficients; targets that fit exactly; or a search that does not converge.
+            FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column is
+                not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
+                coefficients. Targets that fit exactly; or a search that does not converge.
         """
         self._check(clients)
         names = sorted(clients)
@@ -260,7 +260,7 @@ class HierarchicalLinearRegression:
 
 @dataclass(frozen=True, eq=False)
 class _Stacked:
-    """Statistics of all clients, stacked; methods treat random columns with covariance σ² root rootᵀ."""
+    """Statistics of all clients, stacked. Methods treat random columns with covariance σ² root rootᵀ."""
 
     grams: Tensor
     moments: Tensor

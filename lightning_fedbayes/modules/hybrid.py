@@ -57,10 +57,10 @@ class HybridBayesianClassifier(LikelihoodModule):
 
     Args:
         network: maps inputs to logits of shape (batch, classes).
-        bayesian_last: the last n linear or convolutional layers become Bayesian; 0 takes ``network`` as it is. None is
+        bayesian_last: the last n linear or convolutional layers become Bayesian. 0 takes ``network`` as it is. None is
             1, or 0 if ``network`` has Bayesian layers or Monte Carlo dropout.
         estimator, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        prior_std: standard deviation of the Gaussian prior; 1 by default.
+        prior_std: standard deviation of the Gaussian prior. 1 by default.
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         robustness: :math:`\delta` in [0, 1]: train on the generalised cross-entropy :math:`(1 - p_y^\delta) / \delta`,
@@ -69,7 +69,7 @@ class HybridBayesianClassifier(LikelihoodModule):
         likelihood: "categorical", or "bernoulli" for yes or no.
         options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
-    Source of the robust loss: Zhang and Sabuncu 2018, eq. (6); Mildner et al. 2025.
+    Source of the robust loss: Zhang and Sabuncu 2018, eq. (6). Mildner et al. 2025.
 
     Raises:
         FedBayesError: ``robustness`` or an argument of :class:`BayesianModule` is out of range.
@@ -124,7 +124,7 @@ OF_SQUARES: tuple[Noise, ...] = ("residual", "none")
 
 WINDOWS = 3
 """Windows of the running mean in an epoch: after one, all clients have left 5 % of what they received, whatever
-their sizes, so that averages cover all examples; the standard error is 1.2 times the error of the epoch's mean."""
+their sizes, so that averages cover all examples. The standard error is 1.2 times the error of the epoch's mean."""
 
 
 class HybridBayesianRegressor(LikelihoodModule):
@@ -142,19 +142,19 @@ class HybridBayesianRegressor(LikelihoodModule):
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
             mean over about a third of an epoch, in a buffer that federations average, weighted by examples: where
             training stands still, the σ² of the largest ELBO. "per_client": each client keeps its σ, which weights its
-            errors and predicts for it; the global model has the pooled one. "fixed": σ stays ``noise_std``. "residual":
+            errors and predicts for it. The global model has the pooled one. "fixed": σ stays ``noise_std``. "residual":
             as "learnt", but training minimises the squared error, for a network without a likelihood. "none": the
             squared error, and σ = 0 in predictions, so only draws disagree, as in [FedAG]. Measured noise is too small
             where the network over-fits.
-        noise_std: standard deviation σ of the noise, in units of the target; if σ is measured, its initial value, in
+        noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.
-        targets: number of targets if each has a σ; None: one σ for all.
+        targets: number of targets if each has a σ. None: one σ for all.
         scaler: True: the network trains on targets in units of their mean and standard deviation over all clients, and
-            predicts in the units of the data; a :class:`~lightning_fedbayes.FederatedScaler` with your numbers; False:
+            predicts in the units of the data. A :class:`~lightning_fedbayes.FederatedScaler` with your numbers. False:
             it sees targets as they are. Draws (:meth:`sample`) are in the units of the network.
 
     Raises:
-        FedBayesError: ``noise_std`` is not positive; an unknown ``noise``; or ``noise`` "residual" or "none" for a
+        FedBayesError: ``noise_std`` is not positive. An unknown ``noise``; or ``noise`` "residual" or "none" for a
             network with Bayesian layers, which needs a likelihood for its ELBO.
         ConversionError: the network has fewer layers to convert than asked for.
 
@@ -241,7 +241,7 @@ class HybridBayesianRegressor(LikelihoodModule):
 class CoxRegressor(LikelihoodModule):
     """Cox proportional hazards with a network with Bayesian layers as log risk, for (inputs, target) batches.
 
-    The likelihood is :class:`~lightning_fedbayes.Cox`; a target has two columns, event (1 observed, 0 censored) and
+    The likelihood is :class:`~lightning_fedbayes.Cox`. A target has two columns, event (1 observed, 0 censored) and
     time. The loss is the partial likelihood of the batch divided by its number of examples, plus a share of the KL, so
     its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, stratified by client.
 
@@ -253,7 +253,7 @@ class CoxRegressor(LikelihoodModule):
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).
-        bayesian_last: as in :class:`HybridBayesianClassifier`, like other arguments; None takes ``network`` as is.
+        bayesian_last: as in :class:`HybridBayesianClassifier`, like other arguments. None takes ``network`` as is.
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.

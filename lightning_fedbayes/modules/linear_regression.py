@@ -70,7 +70,7 @@ class LinearStatistics:
         """Return statistics of a client's examples, computed in float64 on the inputs' device and kept on the CPU.
 
         Args:
-            inputs: shape (examples, features); a client may have no examples.
+            inputs: shape (examples, features). A client may have no examples.
             targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
             bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
 
@@ -94,7 +94,7 @@ class LinearStatistics:
         return self._plus(other, 1)
 
     def __sub__(self, other: LinearStatistics) -> LinearStatistics:
-        """Return the sums without ``other``, a part of them; raise FedBayesError for more examples or other columns."""
+        """Return the sums without ``other``, a part of them. Raise FedBayesError for more examples or other columns."""
         return self._plus(other, -1)
 
     def _plus(self, other: LinearStatistics, sign: int) -> LinearStatistics:
@@ -186,7 +186,7 @@ class BayesianLinearRegression:
     counted once and the noise estimated from all (:meth:`conflate`). The sums of one example reveal it.
 
     When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
-    Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has the same prior.
+    Standardise inputs and targets, so that a prior of standard deviation 1 is vague. The bias has the same prior.
 
     Args:
         gram: :math:`\tilde X^\top \tilde X`, float64, shape (features + 1, features + 1).
@@ -215,7 +215,7 @@ class BayesianLinearRegression:
         """Return the posterior of ``inputs`` and ``targets``, computed in float64.
 
         Args:
-            inputs: shape (examples, features); a constant column learns with the bias.
+            inputs: shape (examples, features). A constant column learns with the bias.
             targets: shape (examples,) or (examples, targets), any units.
             prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
             noise: its variance, or a way to estimate it. "evidence": the variance under which the targets are most
@@ -244,7 +244,7 @@ class BayesianLinearRegression:
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
 
         Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
-        variance; an estimated one is estimated from all data.
+        variance. An estimated one is estimated from all data.
 
         Raises:
             FedBayesError: no models, or models that differ in shape, prior or noise.
@@ -310,7 +310,7 @@ class BayesianLinearRegression:
 
     @cached_property
     def precision(self) -> Tensor:
-        """Λ, inverse covariance of weights and bias, the same for every target; shape (features + 1, features + 1)."""
+        """Λ, inverse covariance of weights and bias, the same for every target. Shape (features + 1, features + 1)."""
         return self.gram / self.noise_variance + torch.eye(len(self.gram)).to(self.gram) / self.prior_std**2
 
     @property
@@ -320,7 +320,7 @@ class BayesianLinearRegression:
 
     @cached_property
     def _root(self) -> Tensor:
-        """Lower triangular L with LLᵀ = Λ; raises FedBayesError if Λ is not positive definite in double precision."""
+        """Lower triangular L with LLᵀ = Λ. Raises FedBayesError if Λ is not positive definite in double precision."""
         try:
             return torch.linalg.cholesky(self.precision)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
@@ -331,12 +331,12 @@ class BayesianLinearRegression:
 
     @property
     def mean(self) -> Tensor:
-        """M, posterior mean of weights and, in the last row, bias; shape (features + 1, targets)."""
+        """M, posterior mean of weights and, in the last row, bias. Shape (features + 1, targets)."""
         return torch.cholesky_solve(self.precision_mean, self._root)
 
     @property
     def covariance(self) -> Tensor:
-        """Λ⁻¹, posterior covariance of the weights of any one target; shape (features + 1, features + 1)."""
+        """Λ⁻¹, posterior covariance of the weights of any one target. Shape (features + 1, features + 1)."""
         return torch.cholesky_inverse(self._root)
 
     def predict(
@@ -347,7 +347,7 @@ class BayesianLinearRegression:
         Args:
             inputs: shape (batch, features).
             samples: draws of the weights for the field ``samples`` of the result.
-            generator: source of the draws; None: the global one.
+            generator: source of the draws. None: the global one.
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
 
@@ -382,7 +382,7 @@ def most_evident(
               \gamma = \sum_d \frac{g_d}{g_d + \sigma^2 / s^2}
 
     with the eigenvalues g of the Gram matrix. A ``prior_std`` s or ``noise`` σ² that is None is chosen, too. s is
-    infinite where the data do not determine it, and tiny where weights of 0 are most evident; the noise may be 0.
+    infinite where the data do not determine it, and tiny where weights of 0 are most evident. The noise may be 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """

@@ -12,7 +12,7 @@ from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_
 
 
 def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
-    """Fully connected network with ReLUs; ``hidden`` has the width of each hidden layer.
+    """Fully connected network with ReLUs. ``hidden`` has the width of each hidden layer.
 
     >>> [layer.out_features for layer in mlp(64, 10) if isinstance(layer, nn.Linear)]
     [50, 10]
@@ -88,11 +88,11 @@ class ResidualBlock(nn.Module):
 def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     r"""ResNet-20 for small images: three stages of three residual blocks with 16, 32 and 64 channels.
 
-    A 3×3 convolution comes first, mean pooling and one linear layer last; the second and third stage halve height and
+    A 3×3 convolution comes first, mean pooling and one linear layer last. The second and third stage halve height and
     width. With three channels and ten classes it has 269,722 parameters: shortcuts have none (option A), and
     convolutions have no bias, since BatchNorm follows. He initialisation, :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
 
-    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic; with dropout,
+    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic. With dropout,
     ``with_mc_dropout(resnet20(), 0.2)``; and fully variational,
     ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``, which starts from
     torch's initialisation unless ``init="pretrained"``.

@@ -60,15 +60,15 @@ class PosteriorPredictive(ScoredModule):
         module: any module that maps inputs to logits (batch, classes), or to means (batch,) or (batch, targets): a
             tensor, a tuple that begins with one, or an object or mapping with ``logits``. A LightningModule without
             ``forward`` gives them by its ``predict_step``.
-        posterior: of its parameters; those that it does not name keep their value.
-        samples: number of draws S; at least 256 of linearised outputs, which are nearly free.
-        likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or the only possible one
-            for the first batch of inputs and targets (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`);
-            for inputs without targets, classes. Moments of a linearised Gaussian are exact.
-        predictive: "draws" of the parameters, or "linearised"; None: "linearised" for a posterior of a Laplace
+        posterior: of its parameters. Those that it does not name keep their value.
+        samples: number of draws S. At least 256 of linearised outputs, which are nearly free.
+        likelihood: of the outputs, or its name. None: the module's attribute ``likelihood``, or the only possible one
+            for the first batch of inputs and targets (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`).
+            For inputs without targets, classes. Moments of a linearised Gaussian are exact.
+        predictive: "draws" of the parameters, or "linearised". None: "linearised" for a posterior of a Laplace
             approximation, otherwise "draws".
-        unpack: batch → (inputs, targets). Not needed for a tensor of inputs; a sequence that begins with inputs and
-            targets; a mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
+        unpack: batch → (inputs, targets). Not needed for a tensor of inputs. A sequence that begins with inputs and
+            targets. A mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
             "targets". An object goes to ``forward`` as it is. A mapping goes to ``forward`` as keywords if its
             signature has a parameter for every key and a key for every parameter without a default, and as one argument
             if no key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
@@ -130,7 +130,7 @@ class PosteriorPredictive(ScoredModule):
         return output_of(self.network, inputs)
 
     def unpack(self, batch: Any) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch, or None for targets; raise FedBayesError if it is ambiguous."""
+        """Return inputs and targets of a batch, or None for targets. Raise FedBayesError if it is ambiguous."""
         is_pair = isinstance(self.network, BayesianModule) and type(self.network).unpack is BayesianModule.unpack
         return unpacked(batch, None if is_pair else self.network, self._unpack)  # inputs alone will do here
 
@@ -140,7 +140,7 @@ class PosteriorPredictive(ScoredModule):
         return self._known().linearised if self.predictive is None else self.predictive == "linearised"
 
     def _known(self) -> GaussianPosterior | KroneckerPosterior:
-        """Return the posterior, on the network's device; raise FedBayesError if there is none."""
+        """Return the posterior, on the network's device. Raise FedBayesError if there is none."""
         if self.posterior is None:
             raise FedBayesError("there is no posterior: give one, or load a checkpoint that has one")
         device = next(self.network.parameters()).device
@@ -180,7 +180,7 @@ class PosteriorPredictive(ScoredModule):
         return draws_of_outputs(mean, covariance, max(self.samples, OUTPUT_DRAWS) if samples is None else samples)
 
     def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call a function; if the network does not vectorise, now and from then on with ``vectorized=False``."""
+        """Call a function. If the network does not vectorise, now and from then on with ``vectorized=False``."""
         network = type(self.network).__name__
         with raised_as(FedBayesError, f"{network} cannot predict this batch", REMEDY):
             if not self._one_by_one:
@@ -191,7 +191,7 @@ class PosteriorPredictive(ScoredModule):
             return function(*arguments, vectorized=False, **options)
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
-        """Return the likelihood, if need be by the first outputs and targets; raise FedBayesError if unclear."""
+        """Return the likelihood, if need be by the first outputs and targets. Raise FedBayesError if unclear."""
         found = said_by(self)
         if found is None and isinstance(targets, Tensor):
             self.likelihood = found = likelihood_of(self.network, outputs, targets)
@@ -257,7 +257,7 @@ class PosteriorPredictive(ScoredModule):
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
-    """Return the posterior in a checkpoint of a federation or an IVON on the whole module; else raise FedBayesError."""
+    """Return the posterior in a checkpoint of a federation or an IVON on the whole module. Else raise FedBayesError."""
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and {"posterior", "rounds"} <= state.keys():
             return GaussianPosterior.from_state_dict(state["posterior"])

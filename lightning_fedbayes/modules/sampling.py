@@ -37,9 +37,9 @@ def draws_from_posterior(
     [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
 
     Args:
-        posterior: the global posterior; deterministic parameters are the same in every draw.
+        posterior: the global posterior. Deterministic parameters are the same in every draw.
         samples: number of draws M.
-        generator: source of the noise; None: the global one.
+        generator: source of the noise. None: the global one.
     """
     check_posterior(posterior, "posterior")
     check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
@@ -78,11 +78,11 @@ def outputs_with(
     In one pass, layers before the first parameter that differs between the sets run once.
 
     Args:
-        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its noise (Bayesian
+        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`). Its noise (Bayesian
             layers, Monte Carlo dropout) is off.
-        sets: see :data:`ParameterSets`; other parameters keep their value.
+        sets: see :data:`ParameterSets`. Other parameters keep their value.
         inputs: of a batch.
-        vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
+        vectorized: all sets in one pass, by ``torch.func.vmap``. Otherwise one after the other.
         buffers: in place of the network's, by name.
 
     Raises:
@@ -149,7 +149,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     value, layers of bayesian-torch that draw noise in place) runs once per sample. One without randomness runs once.
 
     Args:
-        network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second). In
+        network: maps ``inputs`` to a tensor. A tuple's first element counts (bayesian-torch returns the KL second). In
             evaluation mode, so that BatchNorm updates no statistics.
         inputs: shape (batch, *).
         samples: number of draws S, at least 1.
@@ -203,7 +203,7 @@ def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
 
 
 def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
-    """Return the number of draws per pass; None: all."""
+    """Return the number of draws per pass. None: all."""
     if inputs.device.type != "cpu":
         return None
     for module in network.modules():  # the order of definition
@@ -241,7 +241,7 @@ class GlobalRound:
 
 
 def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
-    """Return a network that is one linear layer, and the prefix of its parameters; raise FedBayesError for others."""
+    """Return a network that is one linear layer, and the prefix of its parameters. Raise FedBayesError for others."""
     prefix, layer = "", network
     while type(layer) is nn.Sequential and len(layer) == 1:
         [(name, layer)] = layer.named_children()
@@ -267,7 +267,7 @@ def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Ten
     part = within(posterior, NETWORK + prefix).to(inputs.device)
 
     def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance; a parameter that clients do not share is not in the posterior, and has variance 0."""
+        """Mean and variance. A parameter that clients do not share is not in the posterior, and has variance 0."""
         known = name in part.mean
         return (part.mean[name], part.variance[name]) if known else (parameter, torch.zeros_like(parameter))
 

@@ -27,14 +27,14 @@ class FusionClient(RemoteClient):
 
     Every random draw comes from the server's seed, the round and the client's number, which the server gives; so a
     federation over FLARE ends where one inside a single process ends. A client that raises is left out of the round,
-    and is asked again in the next; the server says why.
+    and is asked again in the next. The server says why.
 
     Args:
         module: the network, the same at every client and at the server. A task starts from it as it was built.
         datamodule: its training loader holds the client's data; or a function of the name of the site that makes it.
         partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, conformal_epsilon,
             exact, share_errors, state_folder, trainer: see
-            :class:`~lightning_fedbayes.transport.client.RemoteClient`; ``fusion``, ``buffers`` and
+            :class:`~lightning_fedbayes.transport.client.RemoteClient`. ``fusion``, ``buffers`` and
             ``local_parameters`` are the same as the :class:`FusionController`'s, and ``state_folder`` is an absolute
             path.
 
@@ -44,7 +44,7 @@ class FusionClient(RemoteClient):
     """
 
     def folder_of(self, path: Any) -> Path:
-        """See :meth:`RemoteClient.folder_of`; FLARE runs a client's processes in folders of its own."""
+        """See :meth:`RemoteClient.folder_of`. FLARE runs a client's processes in folders of its own."""
         check_absolute("state_folder", path)
         return super().folder_of(path)
 

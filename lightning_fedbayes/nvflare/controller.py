@@ -42,7 +42,7 @@ POLL_SECONDS = 0.1
 
 
 class FusionController(ModelController):
-    """Fuses the posteriors of FLARE's clients by any registered rule; the server's half of ``FederatedBayes``.
+    """Fuses the posteriors of FLARE's clients by any registered rule. The server's half of ``FederatedBayes``.
 
     FLARE builds a controller from its class and the arguments of a file, so make a class of it that needs none::
 
@@ -52,7 +52,7 @@ class FusionController(ModelController):
 
     A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
     another structure, of another round, or unreadable. Clients are :class:`FusionClient`. Sites are numbered by their
-    names, in natural order (site-2 before site-10), and keep their numbers; those that join later come after them.
+    names, in natural order (site-2 before site-10), and keep their numbers. Those that join later come after them.
 
     With a ``checkpoint`` the federation survives the server: a job that is submitted again goes on after the last
     finished round, and ends where an uninterrupted one does.
@@ -60,7 +60,7 @@ class FusionController(ModelController):
     Args:
         module: the network before training, the same as the clients'.
         fusion, weighting: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
-        checkpoint: file of the federation, an absolute path at the server; None keeps it in memory.
+        checkpoint: file of the federation, an absolute path at the server. None keeps it in memory.
         num_rounds: number of rounds, rounds in the checkpoint included.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters, posterior: the same as the clients'.
@@ -99,7 +99,7 @@ class FusionController(ModelController):
 
     @property
     def server(self) -> Server | None:
-        """The :class:`~lightning_fedbayes.Server` that it drives; None before the run."""
+        """The :class:`~lightning_fedbayes.Server` that it drives. None before the run."""
         return self._rounds.server
 
     @property
@@ -108,7 +108,7 @@ class FusionController(ModelController):
         return self._rounds.client_scores
 
     def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:
-        """Add the controller to a job; FLARE calls it. Raises FederationError for a class that FLARE cannot build."""
+        """Add the controller to a job. FLARE calls it. Raises FederationError for a class that FLARE cannot build."""
         if type(self) is FusionController:
             raise FederationError(
                 "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
@@ -118,12 +118,12 @@ class FusionController(ModelController):
         super().add_to_fed_job(job, ctx, **kwargs)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Get ready; FLARE calls it."""
+        """Get ready. FLARE calls it."""
         fobs.register(TensorDecomposer)
         super().start_controller(fl_ctx)
 
     def run(self) -> None:
-        """Run the rounds that are still to do, and calibrate; FLARE calls it.
+        """Run the rounds that are still to do, and calibrate. FLARE calls it.
 
         Raises:
             FederationError: the checkpoint is of another federation, too few clients, too many failed rounds in a row,
@@ -176,7 +176,7 @@ class FusionController(ModelController):
         return {number: name for name, number in sorted(numbers.items(), key=lambda item: item[1]) if name in names}
 
     def _wait(self, clients: int) -> dict[int, str]:
-        """Wait for ``clients`` clients, return their sites; raise FederationError at the timeout."""
+        """Wait for ``clients`` clients, return their sites. Raise FederationError at the timeout."""
         start = time.monotonic()
         while len(sites := self._sites()) < clients and not self.is_aborted():
             if time.monotonic() - start > self._seconds:
@@ -194,7 +194,7 @@ class FusionController(ModelController):
         sites: Mapping[int, str],
         request: Mapping[str, Any] | None = None,
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
-        """Ask clients, and wait; return client → its message or why it has none, and those that lost their state."""
+        """Ask clients, and wait. Return client → its message or why it has none, and those that lost their state."""
         replies: dict[str, FLModel] = {}
 
         def take(reply: FLModel) -> None:

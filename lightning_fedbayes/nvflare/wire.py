@@ -30,7 +30,7 @@ def model_of(asked: Asked, question: Question, rounds: int) -> FLModel:
 
 
 def question_in(model: FLModel) -> tuple[Asked, Question]:
-    """Return the task and the question; raise ClientMismatch for a foreign message."""
+    """Return the task and the question. Raise ClientMismatch for a foreign message."""
     asked, client = model.meta.get(ASKED), number_in(model.meta)
     if asked not in STAGES or client < 0:
         raise ClientMismatch("the server's task is none of FusionController's: give the job one as its controller")
@@ -53,7 +53,7 @@ def answer_of(message: Message) -> FLModel:
 
 
 def message_in(model: FLModel, client: int, kind: Kind, server_round: int) -> Message:
-    """Return the message in a client's reply; raise FusionError as ``read_message`` does, or for differences."""
+    """Return the message in a client's reply. Raise FusionError as ``read_message`` does, or for differences."""
     who = f"client {client}"
     if model.params_type == ParamsType.DIFF:
         raise FusionError(f"{who}: it sends differences, and posteriors are sent whole: params_transfer_type='FULL'")
@@ -63,7 +63,7 @@ def message_in(model: FLModel, client: int, kind: Kind, server_round: int) -> Me
 
 
 def tensors_in(params: Any, who: str) -> dict[str, Tensor]:
-    """Return the tensors of a reply, by their names; raise FusionError for other than dense tensors."""
+    """Return the tensors of a reply, by their names. Raise FusionError for other than dense tensors."""
     if not isinstance(params, Mapping):
         raise FusionError(f"{who}: its params are {shown(params)}, and a dict of tensors is needed")
     for name, value in params.items():

@@ -1,4 +1,4 @@
-"""The server of a federation: it plans rounds, admits updates, guards, weighs and fuses them; no Lightning."""
+"""The server of a federation: it plans rounds, admits updates, guards, weighs and fuses them. No Lightning."""
 
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.schedule import Asynchronous, Delays

@@ -45,7 +45,7 @@ class Disagreement:
         self._within: list[Tensor] = []
 
     def add(self, place: int, mean: Tensor, weight: float, known: tuple[Tensor, Tensor] | None) -> None:
-        """Add a client's piece number ``place``; see :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
+        """Add a client's piece number ``place``. See :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
         if place == len(self._weights):
             self._weights.append(weight)
             self._within.append(mean.new_zeros(()))
@@ -114,10 +114,10 @@ class Admitted:
 
     Args:
         clients: their numbers, in the order in which they came.
-        weights: not normalised; empty where the weighting compares clients.
-        facts: for such a weighting; otherwise empty.
+        weights: not normalised. Empty where the weighting compares clients.
+        facts: for such a weighting. Otherwise empty.
         error: the reason why a weight cannot be computed.
-        sizes: see :class:`~lightning_fedbayes.server.guard.Guard`, shape (clients, kinds, tensors); None without one.
+        sizes: see :class:`~lightning_fedbayes.server.guard.Guard`, shape (clients, kinds, tensors). None without one.
         refused: client → why its update does not count.
         held: clients that are not added yet.
     """
@@ -140,10 +140,10 @@ class Aggregation:
         rule: the fusion rule.
         weighting: a name, or a function of all clients' facts (see :mod:`lightning_fedbayes.server.weighting`).
         previous: the global posterior that the clients started from.
-        buffers: the global buffers that the clients started from; None takes the first client's as the model of all.
-        state: the rule's state after earlier rounds; None for the initial one.
-        collective: the processes, each of which adds its clients; with several, ``buffers`` must be given.
-        guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do;
+        buffers: the global buffers that the clients started from. None takes the first client's as the model of all.
+        state: the rule's state after earlier rounds. None for the initial one.
+        collective: the processes, each of which adds its clients. With several, ``buffers`` must be given.
+        guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do.
             None: neither.
         adds: tensors of a method, under names that begin with "method/", are added up, not averaged.
     """
@@ -312,10 +312,10 @@ class Aggregation:
         return Admitted(held, facts=tuple(facts), **known)
 
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
-        """Fuse the clients of all processes; the result is the same in each.
+        """Fuse the clients of all processes. The result is the same in each.
 
         Args:
-            everyone: the :meth:`admitted` clients of each process; None: they are exchanged now.
+            everyone: the :meth:`admitted` clients of each process. None: they are exchanged now.
 
         Raises:
             FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
@@ -371,7 +371,7 @@ class Aggregation:
     def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
 
-        Returns: the clients of all processes that stand out; their entries of ``weights`` are lowered.
+        Returns: the clients of all processes that stand out. Their entries of ``weights`` are lowered.
         """
         bounds: dict[int, Tensor] = {}
         clients, held, measured = [], set[int](), []
@@ -422,7 +422,7 @@ class Aggregation:
         return merged
 
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
-        """Return the weights of all clients; normalised where updates were held back until all were known."""
+        """Return the weights of all clients. Normalised where updates were held back until all were known."""
         clients, values, facts = [], [], []
         for each in everyone:
             if each.error is not None:
@@ -457,6 +457,6 @@ class Aggregation:
 
 
 def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:
-    """Return the mean variance of the Gaussian parameters as it is logged; an empty dict for a point mass."""
+    """Return the mean variance of the Gaussian parameters as it is logged. An empty dict for a point mass."""
     variances = [value.detach().double().flatten() for value in posterior.variance.values() if not is_zero(value)]
     return {"posterior_variance": float(torch.cat(variances).mean())} if variances else {}

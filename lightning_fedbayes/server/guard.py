@@ -114,19 +114,19 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
-        memory: :attr:`memory` after the round before; empty before the first.
+        memory: :attr:`memory` after the round before. Empty before the first.
         is_alone: the federation has a single client, so there are no others to protect.
-        part: share of all clients in a fusion, in a federation without rounds; otherwise 1.
+        part: share of all clients in a fusion, in a federation without rounds. Otherwise 1.
 
     Attributes:
-        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,); earlier rounds
+        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,). Earlier rounds
             fade.
         counted: client → what the server counts in place of what it sent, where clients have to keep the same.
         is_deterministic: True if the network has no variances, so that sizes follow from the means.
     """
 
     num_lengths: ClassVar[int] = 2
-    """Number of kinds of sizes that are lengths; they come first."""
+    """Number of kinds of sizes that are lengths. They come first."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Guard:
         """Raise FusionError for variances that cannot come from training.
 
         Such are a variance where the network has none, a zero where it has one, and a change by more than a factor of
-        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior; ``who`` names the client.
+        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior. ``who`` names the client.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
@@ -196,7 +196,7 @@ class Guard:
                 )
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """Return :meth:`sizes` of ``updates``; ``by_pieces`` without copying any client of a deterministic network."""
+        """Return :meth:`sizes` of ``updates``. ``by_pieces`` without copying any client of a deterministic network."""
         if by_pieces:
             return self.shifts([update.posterior for update in updates])
         return self.sizes([update.posterior.flatten() for update in updates])
@@ -264,7 +264,7 @@ class Guard:
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
             weights: of the clients, at least 0.
-            clients: their numbers; needed where they are few.
+            clients: their numbers. Needed where they are few.
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
@@ -291,22 +291,22 @@ class Guard:
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
 
     def _usual(self, sizes: Tensor) -> Tensor:
-        """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""
+        """Return the second largest lengths of whole updates over the clients. The largest where there are too few."""
         whole = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
         return whole.topk(2, dim=0).values[1] if len(sizes) >= RANKED else whole.amax(0)
 
     def part_of(self, limits: Tensor, sizes: Tensor) -> float:
-        """Return the part of its weight that a client keeps; arguments as for :meth:`clip`."""
+        """Return the part of its weight that a client keeps. Arguments as for :meth:`clip`."""
         return 1.0
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
-        """Return the part of a client's update that counts, within its limits; arguments as for :meth:`clip`."""
+        """Return the part of a client's update that counts, within its limits. Arguments as for :meth:`clip`."""
         return changed(update, posterior=update.posterior.with_flat(*self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance, shape (P,), float64, with every size within its limit; the rest does not change.
+        """Return mean and variance, shape (P,), float64, with every size within its limit. The rest does not change.
 
-        Each variance is set to the nearest allowed value; then each tensor's update is shortened. ``limits`` and
+        Each variance is set to the nearest allowed value. Then each tensor's update is shortened. ``limits`` and
         ``sizes`` are of this client, shape (4, tensors).
         """
         mean, variance = update.posterior.flatten()
@@ -323,7 +323,7 @@ class Guard:
         return torch.where(kept < 1, self._mean + kept * (mean - self._mean), mean), variance
 
     def _ratio(self, variance: Tensor) -> Tensor:
-        """Return σ² / σ_o², a new vector; 1 where the network or the global posterior has no variance."""
+        """Return σ² / σ_o², a new vector. 1 where the network or the global posterior has no variance."""
         ratio = variance / self._variance
         return ratio if self._unknown is None else ratio.masked_fill_(self._unknown, 1.0)
 
@@ -332,7 +332,7 @@ class Guard:
         return torch.stack([torch.linalg.vector_norm(part, dim=1) for part in self._parts(rows)], 1)
 
     def _parts(self, rows: Tensor) -> list[Tensor]:
-        """Return each tensor's part of ``rows``, shape (clients, P); empty tensors have none."""
+        """Return each tensor's part of ``rows``, shape (clients, P). Empty tensors have none."""
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
 
 
@@ -344,7 +344,7 @@ def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:
 
 
 def _rows(vectors: Sequence[Tensor]) -> Tensor:
-    """Return vectors of equal length as the rows of a matrix; a single one is not copied."""
+    """Return vectors of equal length as the rows of a matrix. A single one is not copied."""
     return torch.stack(tuple(vectors)) if len(vectors) > 1 else vectors[0][None]
 
 

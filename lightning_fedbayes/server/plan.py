@@ -36,7 +36,7 @@ class Batching:
 
     Args:
         batch_size: examples per batch.
-        shuffle: a new order in every local epoch; otherwise the order of the data set.
+        shuffle: a new order in every local epoch. Otherwise the order of the data set.
         drop_last: leave out a last batch that is not full.
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
@@ -65,8 +65,8 @@ class RoundPlan:
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
             does not train needs none.
         local_epochs: passes of each client over its batches.
-        clients: number of clients in the federation; 0: as many as in the cohort.
-        turn: in a federation without rounds, which messages arrive when; the cohort are the clients that start then.
+        clients: number of clients in the federation. 0: as many as in the cohort.
+        turn: in a federation without rounds, which messages arrive when. The cohort are the clients that start then.
 
     Raises:
         FederationError: a number has the wrong type.
@@ -171,7 +171,7 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
 
 
 def cohort_size(clients: int, fraction: Fraction) -> int:
-    """Return the number of clients in a round, max(⌊C·K + ½⌋, 1); 1 where they take turns."""
+    """Return the number of clients in a round, max(⌊C·K + ½⌋, 1). 1 where they take turns."""
     return 1 if isinstance(fraction, str) else max(int(fraction * clients + 0.5), 1)
 
 
@@ -183,7 +183,7 @@ def check_fraction(fraction: Fraction) -> None:
 
 
 def choose_cohort(round: int, clients: int, fraction: Fraction, seed: int) -> tuple[int, ...]:
-    """Draw :func:`cohort_size` of K clients without replacement, ascending; "turns": client ``round`` modulo K.
+    """Draw :func:`cohort_size` of K clients without replacement, ascending. "turns": client ``round`` modulo K.
 
     >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
     (0, 1, 2, 3)

@@ -32,9 +32,9 @@ class Fusion(NamedTuple):
     """Fusion in the log, one line of JSON.
 
     Args:
-        clients: number of connected clients; each has the share 1 / clients.
+        clients: number of connected clients. Each has the share 1 / clients.
         began: clients that began from the global posterior before it.
-        arrived: (client, version) of the messages that were admitted, in their order; version v is the global posterior
+        arrived: (client, version) of the messages that were admitted, in their order. Version v is the global posterior
             after v fusions.
         refused: clients that failed, or sent a message that was too late or could not be used.
     """
@@ -50,7 +50,7 @@ class Fusion(NamedTuple):
 
 
 def read_arrivals(path: Path) -> list[Fusion]:
-    """Return the fusions of a log, without a last line that was cut off; raise FederationError for another file."""
+    """Return the fusions of a log, without a last line that was cut off. Raise FederationError for another file."""
     try:
         *lines, _ = path.read_text().split("\n")  # what follows the last line's end was cut off
         fusions, heard = [], dict[int, int]()
@@ -83,13 +83,13 @@ class Delays:
 
     Args:
         typical: t > 0, the median time of a client that is not slow.
-        spread: s ≥ 0, standard deviation of the logarithm; 0: all jobs take as long.
+        spread: s ≥ 0, standard deviation of the logarithm. 0: all jobs take as long.
         slow: client → its factor :math:`f_k` > 0.
         by_size: the time is proportional to a client's number of examples, t for the mean one.
-        network: additional median time of a message on its way, with the same spread; 0 for none.
+        network: additional median time of a message on its way, with the same spread. 0 for none.
         away: (client, from, until): in that time it can neither start nor send. What it has finished arrives when it is
-            back; ``inf``: never.
-        trace: client → the times of its jobs in order, repeated after the last; it replaces everything above for these
+            back. ``inf``: never.
+        trace: client → the times of its jobs in order, repeated after the last. It replaces everything above for these
             clients. See :meth:`from_file`.
 
     Raises:
@@ -177,15 +177,15 @@ class Asynchronous:
     refused. With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
 
     Args:
-        concurrency: clients that train at once, drawn from those that are free; None: all.
-        buffer: messages that are fused at once; None: half as many as train at once, at least one.
+        concurrency: clients that train at once, drawn from those that are free. None: all.
+        buffer: messages that are fused at once. None: half as many as train at once, at least one.
         delays: how long clients take: a :class:`Delays`.
         late: how averages take late messages: :class:`~lightning_fedbayes.methods.FedBuff` or
             :class:`~lightning_fedbayes.methods.FedAsync`.
         max_staleness: a message is refused if its client began more than this many versions of the global posterior
             ago, and the server stops waiting for it. None: every message counts.
-        replay: log of a federation over Flower; clients start and messages arrive as it says, and the posterior is the
-            same, bit for bit. Give its ``late``; the rest is in the log.
+        replay: log of a federation over Flower. Clients start and messages arrive as it says, and the posterior is the
+            same, bit for bit. Give its ``late``. The rest is in the log.
 
     When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network; and
     in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
@@ -250,7 +250,7 @@ class Turn(NamedTuple):
         refused: clients of the messages that are too late.
         waiting: messages under way at the end, the next one first.
         time: virtual time at the end.
-        clients: number of clients in the federation then; 0: all.
+        clients: number of clients in the federation then. 0: all.
     """
 
     starts: tuple[int, ...]
@@ -299,13 +299,13 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 
 
 class Timeline:
-    """Course of a federation without rounds; it follows from its schedule, the clients' sizes and the seed.
+    """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
 
     Args:
-        schedule, sizes, seed: of the federation; sizes are the clients' numbers of examples.
+        schedule, sizes, seed: of the federation. Sizes are the clients' numbers of examples.
         min_clients: least number of messages of a fusion that counts.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
-        most: clients that may train at once, for a trial run; None: as the schedule says.
+        most: clients that may train at once, for a trial run. None: as the schedule says.
 
     Raises:
         FederationError: the schedule does not suit that many clients.
@@ -352,7 +352,7 @@ class Timeline:
         self._jobs = [0] * len(self._sizes)
 
     def turn(self, round: int) -> Turn:
-        """Return the turn number ``round``, from 0; for one before the last it starts from the beginning.
+        """Return the turn number ``round``, from 0. For one before the last it starts from the beginning.
 
         Raise FederationError if no message is under way, and no client can start.
         """
@@ -392,7 +392,7 @@ class Timeline:
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time)
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
-        """Let free clients start until enough train at once; return those that start, drawn as a cohort is.
+        """Let free clients start until enough train at once. Return those that start, drawn as a cohort is.
 
         Clients ``heard`` since the last fusion would start from the same global posterior again, so they wait.
         """

@@ -41,8 +41,8 @@ class RoundResult:
         round: its number, from 0.
         posterior: the global posterior after it: the fused one, or the old one if the round failed.
         buffers: the global buffers after it.
-        aggregate: everything that the fusion gave; None if the round failed.
-        refusal: the reason why the rule could not fuse the updates; None if it could, or if there were too few.
+        aggregate: everything that the fusion gave. None if the round failed.
+        refusal: the reason why the rule could not fuse the updates. None if it could, or if there were too few.
         outcomes: one per client that sent an update or a failure.
         figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, in which
             "round" counts from 1.
@@ -95,11 +95,11 @@ class Server:
                 server.admit(ClientUpdate(client, num_examples, posterior_of(client)))
             result = server.finish()
 
-    Several threads may call :meth:`admit`; it takes in one update at a time. Sums are added up in the order of arrival,
+    Several threads may call :meth:`admit`. It takes in one update at a time. Sums are added up in the order of arrival,
     on which their last digits depend.
 
     The server does not train. Its caller trains the clients of the cohort from ``server.posterior`` and brings their
-    updates; the callback and Flower's strategy both do so. A rule that draws random numbers draws from torch's global
+    updates. The callback and Flower's strategy both do so. A rule that draws random numbers draws from torch's global
     generator: seed it before :meth:`finish`.
 
     Args:
@@ -109,24 +109,24 @@ class Server:
             :class:`~lightning_fedbayes.fusion.AutoFusion`.
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
         safeguards: quorum, rounds that may fail in a row before :meth:`finish` raises, and the bound on one client.
-        collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
-        counted_of: returns what has been counted of a client's site, where the caller keeps it; empty if there is
+        collective: the processes that share the clients of a round. Each has a server, and all hold the same posterior.
+        counted_of: returns what has been counted of a client's site, where the caller keeps it. Empty if there is
             none. None: the server keeps all of them.
-        late: how averages take messages about an older global model; None: all are about the present one.
+        late: how averages take messages about an older global model. None: all are about the present one.
 
     Attributes:
-        posterior, buffers: the global model after the last round; the buffers hold the method's tensors, too, under
+        posterior, buffers: the global model after the last round. The buffers hold the method's tensors, too, under
             names that begin with "method/".
-        method: the federated method; its hooks for clients take what :meth:`begin` returns.
+        method: the federated method. Its hooks for clients take what :meth:`begin` returns.
         rounds: number of the round after the last finished one.
         failed_rounds: number of failed rounds in a row, up to the last.
-        history: one dict of figures per finished round, in order; its "round" counts from 1.
-        accepted: client → the round, from 1, in which it trained its last update that counted; missing before.
-        sites: client → what has been counted of its site, under the names that the client's site has; empty without
+        history: one dict of figures per finished round, in order. Its "round" counts from 1.
+        accepted: client → the round, from 1, in which it trained its last update that counted. Missing before.
+        sites: client → what has been counted of its site, under the names that the client's site has. Empty without
             sites, without a ``max_influence``, and where the caller keeps them.
         untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
             or they were late, or have lost their sites. A client leaves when its next update counts in full.
-        versions: brings late messages to the present global model; None without ``late``.
+        versions: brings late messages to the present global model. None without ``late``.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -188,14 +188,14 @@ class Server:
 
     @property
     def rule_state(self) -> RuleState:
-        """State of the only rule after the rounds so far; empty before the first."""
+        """State of the only rule after the rounds so far. Empty before the first."""
         (state,) = self._rule_states.values()
         return state
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: RoundPlan) -> Shared:
-        """Begin the round of ``plan``; an unfinished one is forgotten.
+        """Begin the round of ``plan``. An unfinished one is forgotten.
 
         Returns: what its clients have to know, for the hooks of :attr:`method`.
         """
@@ -246,7 +246,7 @@ class Server:
         return not self.accepted
 
     def admit(self, update: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
-        """Take in a client's update; one that cannot be used is left out of the round.
+        """Take in a client's update. One that cannot be used is left out of the round.
 
         It cannot be used if its names, shapes or buffers differ from the global model's, if a value is not finite, or
         if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
@@ -254,7 +254,7 @@ class Server:
 
         Args:
             update: of the client.
-            started: the round in which it began, where messages may be late; None: the present one.
+            started: the round in which it began, where messages may be late. None: the present one.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
         check_at_least("started", started or 0, 0)
@@ -284,13 +284,13 @@ class Server:
             return outcome
 
     def finish(self, score: Scorer | None = None, note: Any = None) -> RoundResult:
-        """Fuse the round's updates; keep the old posterior if there are too few or the rule cannot fuse them.
+        """Fuse the round's updates. Keep the old posterior if there are too few or the rule cannot fuse them.
 
         Processes that share the clients exchange the outcomes of their clients here, then what the fusion needs.
 
         Args:
-            score: loss of a candidate on held-out data; needed where the rule is an ``AutoFusion``.
-            note: anything that this process has to tell the others; see :attr:`RoundResult.notes`.
+            score: loss of a candidate on held-out data. Needed where the rule is an ``AutoFusion``.
+            note: anything that this process has to tell the others. See :attr:`RoundResult.notes`.
 
         Raises:
             FederationError: as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
@@ -355,9 +355,9 @@ class Server:
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
     ) -> tuple[Aggregate, dict[str, float]]:
-        """Fuse by the rule; of several candidates, take the one with the least loss on held-out data.
+        """Fuse by the rule. Of several candidates, take the one with the least loss on held-out data.
 
-        Returns: the result, and every candidate's loss; empty where there is one rule.
+        Returns: the result, and every candidate's loss. Empty where there is one rule.
 
         Raises:
             FusionError: the rule, or every candidate, failed; or no candidate has a finite loss.

@@ -61,7 +61,7 @@ class SiteLimits(Limits):
     """The largest sizes that are allowed: a client of many examples may be larger.
 
     Args:
-        sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`; the weight is a number of examples.
+        sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`. The weight is a number of examples.
         examples_of: client → its number of examples.
         opposes: tells whether nothing counts of a client.
     """
@@ -84,9 +84,9 @@ class SiteGuard(Guard):
 
     Args:
         posterior: the global one that the clients started from.
-        slope: c, the gradient of all data and the prior there, shape (P,); zeros before it is known.
+        slope: c, the gradient of all data and the prior there, shape (P,). Zeros before it is known.
         max_influence, memory, is_alone, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
-        counted_of: returns what has been counted of a client in the rounds before; empty in its first.
+        counted_of: returns what has been counted of a client in the rounds before. Empty in its first.
     """
 
     num_lengths: ClassVar[int] = 3
@@ -118,7 +118,7 @@ class SiteGuard(Guard):
         self._agreed: dict[float, list[float]] = {client: sums for client, *sums in agreed}
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """Return the sizes of the clients' messages, shape (clients, 5, tensors + 1); the last column is of all."""
+        """Return the sizes of the clients' messages, shape (clients, 5, tensors + 1). The last column is of all."""
         return torch.stack([self._sizes_of(update) for update in updates]).cpu()
 
     def _sizes_of(self, update: ClientUpdate) -> Tensor:
@@ -138,7 +138,7 @@ class SiteGuard(Guard):
         return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), *numbers])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
-        """See :meth:`Guard.absurd`; a site is of one client, and of as many examples as its message."""
+        """See :meth:`Guard.absurd`. A site is of one client, and of as many examples as its message."""
         largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates]).cpu()
         sites = [self._site(update) for update in updates]
         told = torch.tensor([[float(site["clients"]), float(site["examples"])] for site in sites])
@@ -147,7 +147,7 @@ class SiteGuard(Guard):
         return wrong | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
 
     def _rows(self, vector: Tensor) -> list[Tensor]:
-        """Return each tensor's part of a flat vector; empty tensors have none."""
+        """Return each tensor's part of a flat vector. Empty tensors have none."""
         return [part for part in vector.split(self._lengths) if len(part)]
 
     def _site(self, update: ClientUpdate) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class SiteGuard(Guard):
         """Return the largest sizes that are allowed, for a client of the median number of examples.
 
         Fewer than :data:`FEWEST` clients are compared with the last sizes of others, where there are no rounds, and
-        otherwise with earlier rounds of more clients; before the first there is no bound.
+        otherwise with earlier rounds of more clients. Before the first there is no bound.
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
@@ -223,7 +223,7 @@ class SiteGuard(Guard):
         return torch.cat([sizes, self.memory["known"][others]])
 
     def _kept(self, limits: Tensor, sizes: Tensor) -> Tensor:
-        """Return bound over size where a size is beyond, else 1; 0 for a client that is against the others."""
+        """Return bound over size where a size is beyond, else 1. 0 for a client that is against the others."""
         kept = torch.where(sizes > limits, limits / sizes, 1.0) * (sizes <= limits)[AGAINST]
         return kept.minimum(kept[:, -1:])
 
@@ -232,7 +232,7 @@ class SiteGuard(Guard):
         return float(self._kept(limits, sizes)[0, -1]) ** BEYOND
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
-        """See :meth:`Guard.clipped`; note what is counted of the client, which has to keep the same."""
+        """See :meth:`Guard.clipped`. Note what is counted of the client, which has to keep the same."""
         site, old = self._site(update), self._counted_of(update.client)
         kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
         kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])
@@ -277,7 +277,7 @@ def _credits(examples: Sequence[float], typical: float) -> Tensor:
 
 
 def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:
-    """Return way, median cosine and how far the furthest of as many would be; zeros of fewer than :data:`FEWEST`."""
+    """Return way, median cosine and how far the furthest of as many would be. Zeros of fewer than :data:`FEWEST`."""
     median = cosines.quantile(0.5)
     deviation = 1.4826 * (cosines - median).abs().quantile(0.5)
     found = torch.stack([median * moves.quantile(0.5), median, deviation * math.sqrt(2 * math.log(len(moves)))])

@@ -135,7 +135,7 @@ class KnownOverlap:
     :class:`~lightning_fedbayes.fusion.InverseCovarianceVB` infers Φ from the updates.
 
     Args:
-        shared: how many examples clients j and k both hold, shape (clients, clients); the sizes on the diagonal.
+        shared: how many examples clients j and k both hold, shape (clients, clients). The sizes on the diagonal.
 
     Raises:
         FusionError: ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative weight
@@ -243,7 +243,7 @@ def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPoste
 
     Args:
         weighting: a name, or a function, which is not checked.
-        posterior: of the network; parameters with variance 0 are deterministic.
+        posterior: of the network. Parameters with variance 0 are deterministic.
 
     Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
     """
@@ -269,9 +269,9 @@ class BufferAverage:
     """Running weighted sums of the clients' buffers, and of a method's tensors, in one round.
 
     Args:
-        before: the global buffers that the clients started from; None: the first client's are the model of all.
+        before: the global buffers that the clients started from. None: the first client's are the model of all.
         several: True if other processes have clients, too.
-        added: prefix of the names of tensors that are added up, not averaged; None: all are averaged.
+        added: prefix of the names of tensors that are added up, not averaged. None: all are averaged.
     """
 
     def __init__(self, before: Mapping[str, Tensor] | None, several: bool, added: str | None = None) -> None:
@@ -313,7 +313,7 @@ class BufferAverage:
             self._sums[name] = self._sums[name] + term if name in self._sums else term
 
     def reduction(self) -> Reduction:
-        """Return the weighted sums of all buffers as one flat vector on the CPU; in one process, as they are."""
+        """Return the weighted sums of all buffers as one flat vector on the CPU. In one process, as they are."""
         if not self._several:
             return Reduction(self._sums, 0, _add_all)
         flat = []

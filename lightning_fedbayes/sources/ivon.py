@@ -87,11 +87,11 @@ class IVON(Optimizer):
 
     Args:
         params: parameters, or groups of them with their options.
-        lr: learning rate, as Adam's. None: 0.01; with ``curvature="ivon"`` 0.1, relative to :math:`1 / h_0`.
+        lr: learning rate, as Adam's. None: 0.01. With ``curvature="ivon"`` 0.1, relative to :math:`1 / h_0`.
         num_examples: n, the number of training examples. None: a federation gives each client's.
         prior_std: s > 0, infinite for no prior. It replaces ``weight_decay``, which is :math:`\tau / n s^2`.
         hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: draws are a tenth of
-            the root mean square of a tensor's values wide; with ``curvature="ivon"`` 1.
+            the root mean square of a tensor's values wide. With ``curvature="ivon"`` 1.
         betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares; with ``curvature="ivon"`` of
             the curvature.
         samples: draws per step, each with its gradient.
@@ -117,9 +117,9 @@ class IVON(Optimizer):
     stacked_keys: ClassVar = frozenset(("precision", "momentum", "square", "prior_precision", "prior_shift"))
     """State of the parameter's shape."""
     sums: ClassVar = frozenset(("signal", "noise"))
-    """State that is one number; in a stack of networks always one for each, shaped like ``counts``."""
+    """State that is one number. In a stack of networks always one for each, shaped like ``counts``."""
     counts: ClassVar = frozenset(("step", "examples", "received", "fixed"))
-    """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
+    """State that is one number. In a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class IVON(Optimizer):
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
-        """Inside, the parameters are a draw from the posterior; afterwards the mean, and gradients count for a step."""
+        """Inside, the parameters are a draw from the posterior. Afterwards the mean, and gradients count for a step."""
         drawn = [p for group in self.param_groups if group["posterior"] for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             precisions = [self._state_of(p)["precision"] for p in drawn]
@@ -261,7 +261,7 @@ class IVON(Optimizer):
 
     @torch.no_grad()
     def _take_gradients(self, moves: dict[Tensor, Tensor] | None) -> None:
-        """Move the gradients of a draw from the parameters to the sums; drop them if ``moves`` is None."""
+        """Move the gradients of a draw from the parameters to the sums. Drop them if ``moves`` is None."""
         found: Sums = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -336,7 +336,7 @@ class IVON(Optimizer):
     def _measure(
         self, group: State, states: list[State], sums: list[Sum], draws: int, steps: Factors, scale: Factors, prior: Any
     ) -> list[Tensor]:
-        """Update the precisions from squared gradients; return λ c v + A, at least :data:`LEAST` of the precision."""
+        """Update the precisions from squared gradients. Return λ c v + A, at least :data:`LEAST` of the precision."""
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
         gradients = [each.gradient for each in sums]
         new = foreach.mul(gradients, gradients) if draws == 1 else foreach.div([each.square for each in sums], draws)
@@ -380,7 +380,7 @@ class IVON(Optimizer):
         parameter.add_(move.div_(scale), alpha=-float(group["lr"]))
 
     def posterior(self, module: nn.Module) -> GaussianPosterior:
-        """Return the posterior of ``module``; FederationError if this optimizer trains no parameter of it.
+        """Return the posterior of ``module``. FederationError if this optimizer trains no parameter of it.
 
         Parameters without a posterior, or without a draw so far, are point masses. The means are copies.
         """

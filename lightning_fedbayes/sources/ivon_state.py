@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 0.1
-"""First standard deviation relative to the root mean square of a parameter's values; of zeros its own square."""
+"""First standard deviation relative to the root mean square of a parameter's values. Of zeros its own square."""
 START = 30
 """Number of squared gradients that the curvature at the start counts as."""
 SHARE = 8
@@ -140,7 +140,7 @@ def first_state(parameter: Tensor, group: State, num_examples: int) -> dict[str,
 
 
 def first_curvature(parameter: Tensor, group: State, scale: float) -> float:
-    r"""Return :math:`h_0`; by default draws are :data:`WIDTH` times the weights' root mean square wide."""
+    r"""Return :math:`h_0`. By default draws are :data:`WIDTH` times the weights' root mean square wide."""
     if group["hessian_init"] is not None:
         return group["hessian_init"]
     size = float(parameter.detach().double().square().mean().sqrt())

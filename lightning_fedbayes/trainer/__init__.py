@@ -1,4 +1,4 @@
-"""Everything that is private of Lightning's Trainer, in one room; the rest of the package sees :class:`FitLoop`."""
+"""Everything that is private of Lightning's Trainer, in one room. The rest of the package sees :class:`FitLoop`."""
 
 from lightning_fedbayes.trainer.checkpoints import damage, use_whole_checkpoints
 from lightning_fedbayes.trainer.checks import (

@@ -20,7 +20,7 @@ from lightning_fedbayes.core.errors import FederationError
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """Return why a zip file of ``torch.save`` fails its checksums, which ``torch.load`` ignores; None if whole."""
+    """Return why a zip file of ``torch.save`` fails its checksums, which ``torch.load`` ignores. None if whole."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = archive.testzip() if torch.serialization.get_crc32_options() else None
@@ -50,7 +50,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         os.replace(written, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a whole checkpoint; raise FederationError if the file is damaged, and no other can take its place."""
+        """Read a whole checkpoint. Raise FederationError if the file is damaged, and no other can take its place."""
         file = Path(path)
         if not file.is_file() or (reason := damage(file)) is None:
             return super().load_checkpoint(path, *args, **kwargs)

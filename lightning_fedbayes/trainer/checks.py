@@ -98,7 +98,7 @@ def is_finished(trainer: L.Trainer, rounds_done: int) -> bool:
 
 
 def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
-    """Raise FederationError if the Trainer would train no round; Lightning would return without a word."""
+    """Raise FederationError if the Trainer would train no round. Lightning would return without a word."""
     if is_finished(trainer, rounds_done):
         done = f"{rounds_done} of max_epochs={trainer.max_epochs} rounds are done"
         raise FederationError(f"this Trainer has finished: {done}. Make a new Trainer, or raise fit_loop.max_epochs")
@@ -132,7 +132,7 @@ def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None
 
 
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise FederationError if a checkpoint has other clients' data or local parameters; print other changes."""
+    """Raise FederationError if a checkpoint has other clients' data or local parameters. Print other changes."""
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")

@@ -81,7 +81,7 @@ def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
 def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
     """Validate a batch before training as Lightning's sanity check does, for ``callbacks`` only, and leave no trace.
 
-    Raises FedBayesError of a callback; other errors come up again later.
+    Raises FedBayesError of a callback. Other errors come up again later.
     """
     made: Any = trainer
     before, stage = ModuleState(module, module.named_buffers()), made.state.stage

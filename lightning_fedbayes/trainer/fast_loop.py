@@ -27,7 +27,7 @@ from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 
 TESTED = ("2.6",)
-"""Versions of Lightning that the tests compare the fast loop with; with others Lightning's loop runs."""
+"""Versions of Lightning that the tests compare the fast loop with. With others Lightning's loop runs."""
 
 OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
 """Packages with callbacks that leave weights, options and batches unchanged in their hooks of a batch."""
@@ -51,7 +51,7 @@ BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
 )
-"""Hooks of a module or datamodule around a step; the fast loop calls those of callbacks, too."""
+"""Hooks of a module or datamodule around a step. The fast loop calls those of callbacks, too."""
 
 NAMES = """
 accelerator barebones callbacks current_epoch datamodule default_root_dir device_ids evaluating global_rank
@@ -74,8 +74,8 @@ def is_tested() -> bool:
 def step_is_plain(trainer: L.Trainer) -> bool:
     """Return True if a step is only ``training_step``, backward and the optimizer's step, in full precision.
 
-    See :func:`step_obstacles`; gradients must not be clipped or accumulated either. Lightning hands the optimizer a
-    closure that evaluates the loss; only an optimizer that is known to ignore it is called without.
+    See :func:`step_obstacles`. Gradients must not be clipped or accumulated either. Lightning hands the optimizer a
+    closure that evaluates the loss. Only an optimizer that is known to ignore it is called without.
     """
     return (
         type(trainer.precision_plugin) is Precision
@@ -166,7 +166,7 @@ def fast_step(trainer: L.Trainer) -> Step:
 def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:
     """Return a function that trains on one batch by ``step``, in place of the epoch loop's ``advance``.
 
-    ``prepare`` turns the data fetcher's batch into the module's; by default it moves it to the device.
+    ``prepare`` turns the data fetcher's batch into the module's. By default it moves it to the device.
     """
     made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop
@@ -223,7 +223,7 @@ class WatchedTrainer:
         return type(self._watched)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the Trainer; raise CannotVectorize if clients that train at once do not share it."""
+        """Return an attribute of the Trainer. Raise CannotVectorize if clients that train at once do not share it."""
         if name not in SHARED:
             raise CannotVectorize(f"training_step reads trainer.{name}, which clients that train at once do not share")
         return getattr(self._watched, name)

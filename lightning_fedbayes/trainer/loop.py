@@ -30,7 +30,7 @@ Checkpoint = dict[str, Any]
 
 
 class FitLoop:
-    """Data, length, steps, counters and checkpoints of a Trainer's fit loop; :meth:`restore` undoes all changes."""
+    """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.trainer = trainer
@@ -99,7 +99,7 @@ class FitLoop:
         return held_out_batches(self.trainer)
 
     def set_length(self, num_batches: int) -> None:
-        """Let the epoch that begins have ``num_batches``; Lightning itself would keep the first epoch's length."""
+        """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""
         self._fit.max_batches = num_batches
         self._fit._combined_loader.limits = [num_batches]
         self.trainer.val_check_batch = num_batches
@@ -135,7 +135,7 @@ class FitLoop:
         )
 
     def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
-        """Let ``engine`` train on the loop's batches; by the fast loop where a plain step is enough.
+        """Let ``engine`` train on the loop's batches. By the fast loop where a plain step is enough.
 
         Hooks and ``training_step`` see a client's positions: its ``batch_idx``, ``trainer.num_training_batches`` and
         ``trainer.is_last_batch``, from 0 in each local epoch.
@@ -210,7 +210,7 @@ class FitLoop:
             self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def stop_together(self, in_round: Callable[[], bool]) -> None:
-        """Hold ``trainer.should_stop`` back until no process is ``in_round``; then all stop, or none."""
+        """Hold ``trainer.should_stop`` back until no process is ``in_round``. Then all stop, or none."""
         inner, asked = self._epoch.on_advance_end, False
 
         def on_advance_end(fetcher: Any) -> None:
@@ -281,7 +281,7 @@ class FitLoop:
                 config.scheduler.step(pending[config.monitor])
 
     def restore(self) -> None:
-        """Give Trainer and module back as they were; a second call does nothing."""
+        """Give Trainer and module back as they were. A second call does nothing."""
         if isinstance(self._fit._data_source, FederatedSource):
             self._fit._data_source = self._fit._data_source.source
             self.trainer.__class__ = self._class
@@ -299,7 +299,7 @@ class FitLoop:
 
 
 def optimizers_of(module: L.LightningModule) -> list[Optimizer]:
-    """Return the optimizers that ``module`` configures; empty if it needs a Trainer for that."""
+    """Return the optimizers that ``module`` configures. Empty if it needs a Trainer for that."""
     with torch.random.fork_rng():
         try:
             return _configure_optimizers(module.configure_optimizers())[0]  # pyright: ignore

@@ -18,21 +18,21 @@ from lightning_fedbayes.core.exchange import ALONE, Collective
 
 
 class ClientParallelStrategy(ParallelStrategy):
-    """Every process is a whole Trainer that trains its share of a round's clients; together they fuse.
+    """Every process is a whole Trainer that trains its share of a round's clients. Together they fuse.
 
     ::
 
         Trainer(strategy="fedbayes", devices=4, num_nodes=2, callbacks=[FederatedBayes(...)])
 
     Nothing is synchronised while clients train: processes take different numbers of steps. Between rounds all hold
-    the same global posterior, so each validates on all of the validation data and sees the same figures; only the
+    the same global posterior, so each validates on all of the validation data and sees the same figures. Only the
     first process logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics leave values as they are.
 
     When to use it: more than one GPU or node, or more cores than a client's step keeps busy. Collective
     operations run on the CPU (Gloo), whatever device the processes train on.
 
     Args:
-        start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
+        start_method: "popen" starts the script again for every process. "spawn" and "fork" start processes from this
             one, where there is no script (a notebook needs "fork"), and bring weights, metrics and the callbacks'
             states back to it.
         options: of Lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,

@@ -44,7 +44,7 @@ def check_calibration(callbacks: Any) -> Sequence[Calibration]:
 
 
 def request_of(callback: Calibration, temperature: float, trial: bool = False) -> dict[str, Any]:
-    """Return the request of a calibration; see :data:`REQUEST`."""
+    """Return the request of a calibration. See :data:`REQUEST`."""
     if isinstance(callback, FederatedTemperature):
         kind, bins, epsilon = TEMPERATURE, 1, 0.0
     else:
@@ -53,13 +53,13 @@ def request_of(callback: Calibration, temperature: float, trial: bool = False) -
 
 
 def try_calibration(callbacks: Sequence[Calibration], ask: Ask) -> None:
-    """Let the clients try one batch before training, without sending it; raise FederationError if none can answer."""
+    """Let the clients try one batch before training, without sending it. Raise FederationError if none can answer."""
     for each in callbacks:
         usable(ask(request_of(each, 1.0, trial=True), None, "introduction"), lambda message: message)
 
 
 def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
-    """Find T by exchanges with the clients; where one fails begin again without it, and count exchanges on.
+    """Find T by exchanges with the clients. Where one fails begin again without it, and count exchanges on.
 
     Raises FederationError if no client answers.
     """
@@ -76,7 +76,7 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
 
 
 def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask) -> None:
-    """Take the thresholds from a sketch of each client; raise FederationError if none answers."""
+    """Take the thresholds from a sketch of each client. Raise FederationError if none answers."""
     conformal.temperature = 1.0 if conformal.kind == "interval" else temperature
 
     def read(message: Message) -> tuple[ScoreSketch, float]:  # the sketch, and the ε that the client has spent
@@ -94,7 +94,7 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
 
 
 def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Message], Any]) -> dict[int, Any]:
-    """Return client → ``read(message)``, in the order of clients; raise FederationError if no reply can be used."""
+    """Return client → ``read(message)``, in the order of clients. Raise FederationError if no reply can be used."""
     found, failures = {}, dict[str, Exception]()
     for client in sorted(replies):
         reply = replies[client]
@@ -113,7 +113,7 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
 
 
 def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
-    """Return a client's part of a ClientDatasets, or all data, and the batch size; raise FedBayesError without data."""
+    """Return a client's part of a ClientDatasets, or all data, and the batch size. Raise FedBayesError without data."""
     datasets, batch_size = data_of(loaders)
     if isinstance(datasets, ClientDatasets):
         if client >= len(datasets.datasets):
@@ -144,7 +144,7 @@ def answer(
 
 
 def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
-    """Return a message's request, and the kind of its answer; raise NotSent if that must not leave the client."""
+    """Return a message's request, and the kind of its answer. Raise NotSent if that must not leave the client."""
     missing = [key for key in REQUEST if key not in config]
     if missing:
         raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
@@ -154,7 +154,7 @@ def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], K
 
 
 def count_noise(folder: Path, client: int, epsilon: float) -> float:
-    """Add ε to the sum of a client's noisy counts, in a file of its folder; raise FederationError if it is damaged."""
+    """Add ε to the sum of a client's noisy counts, in a file of its folder. Raise FederationError if it is damaged."""
     path = folder / f"client-{client}-counts.json"
     try:
         spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0

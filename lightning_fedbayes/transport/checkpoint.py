@@ -37,7 +37,7 @@ class ServerState:
         federation: a unique name by which clients recognise their states.
         seed: source of its random draws.
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
-        calibration: state of each calibration of the global posterior, by its ``state_key``; empty before the first.
+        calibration: state of each calibration of the global posterior, by its ``state_key``. Empty before the first.
         numbers: site → its client's number, where the server numbers them.
         best: the best round by a strategy's ``monitor``: "score", "round", "posterior" and "buffers".
         under_way: who trains from which version of the global posterior, in a federation without rounds.
@@ -68,7 +68,7 @@ class ServerState:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One dict of figures per finished round, in order; its "round" counts from 1."""
+        """One dict of figures per finished round, in order. Its "round" counts from 1."""
         return self.server["history"]
 
     def save(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class ServerState:
 
     @classmethod
     def load(cls, path: Path) -> ServerState:
-        """Read what :meth:`save` wrote; raise FederationError for a damaged or foreign file."""
+        """Read what :meth:`save` wrote. Raise FederationError for a damaged or foreign file."""
         try:
             if (reason := damage(path)) is not None:
                 raise ValueError(reason)
@@ -157,7 +157,7 @@ class StateFile:
     the client warns, starts without a state, and counts a private message for each earlier round of the federation.
 
     Args:
-        folder: where it lies; None: the client keeps no state.
+        folder: where it lies. None: the client keeps no state.
         client: its number.
         config: from the server: the federation (the state of another one is ignored), the round, and the client's last
             admitted round, from 1 (0: none).
@@ -196,7 +196,7 @@ class StateFile:
         self.before = {**self.before, client: state}
 
     def count(self, privacy: UpdatePrivacy) -> float:
-        """Count a private message; return the ε of all so far."""
+        """Count a private message. Return the ε of all so far."""
         noise = privacy.noise_multiplier
         self.messages[noise] = self.messages.get(noise, self._uncounted) + 1
         return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
@@ -209,7 +209,7 @@ class StateFile:
 
 
 def stored_state(path: Path) -> dict[str, Any]:
-    """Return what :meth:`StateFile.write` has written; raise FederationError for a damaged or foreign file."""
+    """Return what :meth:`StateFile.write` has written. Raise FederationError for a damaged or foreign file."""
     reason = damage(path)
     if reason is not None:
         raise FederationError(f"the state {path} is damaged ({reason})")

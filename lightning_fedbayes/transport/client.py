@@ -38,8 +38,8 @@ CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share
 """Keys of a question's configuration that the server sets.
 
 "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
-"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is the client's share of all
-clients; "method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the frozen parameters, ""
+"accepted" see :class:`StateFile`. "begun" is False until a round has been fused. "share" is the client's share of all
+clients. "method" is :meth:`~lightning_fedbayes.Method.agreement`. "frozen" is the digest of the frozen parameters, ""
 if there are none.
 """
 
@@ -79,7 +79,7 @@ class Question:
             raise errors.ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
 
     def task(self, kept: Mapping[int, Any]) -> Task:
-        """Return the task that the server sets; ``kept`` is the client's state."""
+        """Return the task that the server sets. ``kept`` is the client's state."""
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
         rest = {name: config[name] for name in ("seed", "begun", "share", "frozen")}
@@ -97,24 +97,24 @@ class RemoteClient:
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
         fusion: the federated method, the same as the server's: its name, a :class:`~lightning_fedbayes.Method`, or a
             fusion rule, which matters at the server only.
-        local_epochs, keep, buffers, local_parameters, posterior: see :class:`~lightning_fedbayes.FederatedBayes`;
+        local_epochs, keep, buffers, local_parameters, posterior: see :class:`~lightning_fedbayes.FederatedBayes`.
             ``buffers`` and ``local_parameters`` are the server's. A kept "posterior" is for
-            :func:`~lightning_fedbayes.flower.personal_posterior`; the client scores it, too, where it scores the global
+            :func:`~lightning_fedbayes.flower.personal_posterior`. The client scores it, too, where it scores the global
             posterior, under names that begin with "personal/".
         privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
             counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
             federations, and tells the server their ε.
         one_shot: the way in which the client may be asked to send in place of rounds: a
             :class:`~lightning_fedbayes.KroneckerLaplace`, a :class:`~lightning_fedbayes.HierarchicalLinearRegression`,
-            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`; see
+            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`. See
             :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
         conformal_epsilon: ε of the noise on counts of scores, the same as the server's
-            ``FederatedConformal(epsilon=...)``. Each answer costs it again; the client adds them up in its
+            ``FederatedConformal(epsilon=...)``. Each answer costs it again. The client adds them up in its
             ``state_folder``, and sends no exact sums for a temperature. None: counts are exact, and not sent under
             ``privacy``.
         exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
             :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
-            "temperature", "counts", "statistics", "curvature", "scale"; see the table in docs/privacy.md.
+            "temperature", "counts", "statistics", "curvature", "scale". See the table in docs/privacy.md.
         share_errors: send the text of an exception to the server, for federations of one owner. Otherwise the server
             gets its class and the stage, and the text stays in the client's log.
         state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer
@@ -181,11 +181,11 @@ class RemoteClient:
         self._trainer: L.Trainer | None = None
 
     def folder_of(self, path: Any) -> Path:
-        """Return the folder of the client's state; raise FederationError for one that a transport cannot find again."""
+        """Return the folder of the client's state. Raise FederationError for one that a transport cannot find again."""
         return errors.check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
-        """Return the answer to a question, or raise; ``where`` is for a function that makes the data module."""
+        """Return the answer to a question, or raise. ``where`` is for a function that makes the data module."""
         answers = {
             "train": self._train,
             "evaluate": self._evaluate,
@@ -199,7 +199,7 @@ class RemoteClient:
         return answers[asked](question, data)
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
-        """Return what ``answer`` returns, or a failure if it raises; the text goes to the client's log."""
+        """Return what ``answer`` returns, or a failure if it raises. The text goes to the client's log."""
         try:
             return answer()
         except Exception as error:
@@ -234,7 +234,7 @@ class RemoteClient:
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
     def _evaluate(self, question: Question, data: Data) -> Message:
-        """Score the server's posterior and the kept personal one; of another client ("across") only the former."""
+        """Score the server's posterior and the kept personal one. Of another client ("across") only the former."""
         self.door.check("scores")
         number, config = question.client, question.config
         keeps = self.training.settings.is_personal(self.module) and not config.get("across")
@@ -278,7 +278,7 @@ class RemoteClient:
         return Message.of(kind, task.client, task.round + 1, sent)
 
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
-        """Return ``use(trainer)`` for the resident Trainer; after an error the next call makes a new one."""
+        """Return ``use(trainer)`` for the resident Trainer. After an error the next call makes a new one."""
         with without_banners():  # the server logs the run; a client's would repeat itself in every message
             if self._trainer is None:
                 callbacks = [*self.options.get("callbacks", []), self.training]

@@ -32,7 +32,7 @@ COUNTED = "counted"
 MOST_TEXT = 500
 """Characters of a failure's texts that are shown."""
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
-"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
+"""Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
 posterior, and the digest of the frozen parameters."""
 """Types of means and variances in a message."""
 
@@ -54,7 +54,7 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
 
 
 def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in; ``who`` sent them.
+    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in. ``who`` sent them.
 
     Raises FusionError for an array of another kind, a mean or variance that is neither float32 nor float64, and a
     variance that is negative or has no mean.
@@ -128,12 +128,12 @@ def read_message(
     server_round: int,
     who: str,
 ) -> Message:
-    """Return the message in a client's reply; every part is checked.
+    """Return the message in a client's reply. Every part is checked.
 
     Args:
-        header, numbers: see :func:`header_of` and :func:`numbers_of`; other than finite numbers are left out.
-        tensors: returns its tensors; called once its header is in order.
-        client, kind, server_round: what the server asked for; client None: the header says who it is.
+        header, numbers: see :func:`header_of` and :func:`numbers_of`. Other than finite numbers are left out.
+        tensors: returns its tensors. Called once its header is in order.
+        client, kind, server_round: what the server asked for. Client None: the header says who it is.
         who: its sender, for error messages.
 
     Raises:
@@ -202,13 +202,13 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
 
 
 def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
-    """Return the table of what clients have measured, number → (examples, figures); NaN where one has not been sent."""
+    """Return the table of what clients have measured, number → (examples, figures). NaN where one has not been sent."""
     counts = {str(client): sent[client][0] for client in sorted(sent)}
     return ClientScores.of(counts, {str(client): sent[client][1] for client in sorted(sent)})
 
 
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
-    """Return the table of the clients that have sent a model and scored all; None for fewer than two.
+    """Return the table of the clients that have sent a model and scored all. None for fewer than two.
 
     ``found`` is number of the model's client → number of the client that has scored it → its message.
     """

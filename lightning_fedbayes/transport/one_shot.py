@@ -39,7 +39,7 @@ Ask = Callable[[Collection[int] | None, Mapping[str, Tensor]], dict[int, Any]]
 
 
 def check_one_shot(method: Any) -> OneShot:
-    """Return ``method``; raise FederationError unless clients can send once by it."""
+    """Return ``method``. Raise FederationError unless clients can send once by it."""
     what = "give an fb.KroneckerLaplace, an fb.HierarchicalLinearRegression or an fb.BayesianHead"
     check_kind("one_shot", method, OneShot, what)
     return method
@@ -53,7 +53,7 @@ def kind_of(method: OneShot | str) -> Kind:
 
 
 def check_agreed(method: OneShot | None, wanted: str) -> OneShot | str:
-    """Return the client's method, or SCALING; raise ClientMismatch unless it is the server's, ``wanted``."""
+    """Return the client's method, or SCALING. Raise ClientMismatch unless it is the server's, ``wanted``."""
     if wanted == repr(SCALING):
         return SCALING
     if method is None or repr(method) != wanted:
@@ -75,7 +75,7 @@ def training_data(
 def answer_once(
     method: OneShot | str, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
 ) -> KroneckerSite | LinearStatistics | HeadSlopes | ScaleSums:
-    """Return a client's answer by ``method``; ``told`` is :meth:`HeadFit.told` of the server, empty at first."""
+    """Return a client's answer by ``method``. ``told`` is :meth:`HeadFit.told` of the server, empty at first."""
     if isinstance(method, str):
         return ScaleSums.of(loader.dataset, loader.collate_fn, module)
     if isinstance(method, KroneckerLaplace):
@@ -90,7 +90,7 @@ def answer_once(
 
 
 def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoader) -> tuple[Tensor, Tensor]:
-    """Return features and targets of a client's examples, on the CPU; raise ClientMismatch for another module."""
+    """Return features and targets of a client's examples, on the CPU. Raise ClientMismatch for another module."""
     if not isinstance(module, HeadModule) or module.head != head:
         raise ClientMismatch(f"this client's module is no HeadModule with {head}: give the client one")
     with torch.inference_mode():
@@ -103,7 +103,7 @@ def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoad
 
 
 def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> LinearStatistics:
-    """Return the sums of a client's examples, pairs of vector and number; raise FederationError for others."""
+    """Return the sums of a client's examples, pairs of vector and number. Raise FederationError for others."""
     batches = list(loader)
     for batch in batches:
         if not isinstance(batch, list | tuple) or [isinstance(each, Tensor) for each in batch] != [True, True]:
@@ -113,7 +113,7 @@ def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> L
 
 
 def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
-    """Return True if clients need the network, unlike a head's; raise FederationError for a head without HeadModule."""
+    """Return True if clients need the network, unlike a head's. Raise FederationError for a head without HeadModule."""
     if isinstance(method, BayesianHead) and "sums.gram" not in posterior.mean:
         raise FederationError(f"{method} needs a HeadModule: pass initial_arrays(head_module)")
     return not isinstance(method, BayesianHead)
@@ -131,7 +131,7 @@ def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any
 
 
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:
-    """Return the site or sums in a client's message; raise FedBayesError if they cannot be used."""
+    """Return the site or sums in a client's message. Raise FedBayesError if they cannot be used."""
     if isinstance(method, HierarchicalLinearRegression):
         return message.read(LinearStatistics)
     if isinstance(method, BayesianHead):
@@ -148,7 +148,7 @@ def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -
 
 
 def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatistics]) -> HeadSlopes:
-    """Return a client's slopes; raise FedBayesError for other examples than its ``sums``, or other weights."""
+    """Return a client's slopes. Raise FedBayesError for other examples than its ``sums``, or other weights."""
     found, count = message.read(HeadSlopes), sums[message.client].num_examples
     if found.slope.shape != fit.weights.shape or bool(len(found.curvature)) != fit.takes_pairs:
         raise FusionError(f"client {message.client}: its slopes are not those of the server's head")
@@ -161,7 +161,7 @@ def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatis
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:
     """Return the result from the clients' sites or sums, client → what it sent first.
 
-    A softmax head asks further; where a client fails on the way it begins again, from the sums of the others. Clients
+    A softmax head asks further. Where a client fails on the way it begins again, from the sums of the others. Clients
     of a linear model go by their numbers.
     """
     if isinstance(method, HierarchicalLinearRegression):

@@ -37,13 +37,13 @@ Answers = Mapping[int, "Message | FedBayesError"]
 
 
 class Rounds:
-    """Runs the rounds of a federation; a transport brings questions to the clients and their answers back.
+    """Runs the rounds of a federation. A transport brings questions to the clients and their answers back.
 
     Args:
         fusion, weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
-        fraction: share of the clients at hand in a round, C in (0, 1], drawn in every round; "turns": one of them in
+        fraction: share of the clients at hand in a round, C in (0, 1], drawn in every round. "turns": one of them in
             each round, in the order of their numbers.
-        wait_for: clients that must be connected before the first round of a run; later rounds go on with fewer, but at
+        wait_for: clients that must be connected before the first round of a run. Later rounds go on with fewer, but at
             least as many as ``safeguards`` ask for.
         safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
         evaluate: let all clients score the global posterior on their validation data after every round.
@@ -51,17 +51,17 @@ class Rounds:
             their validation data. Clients then see each other's posteriors, which no other setting shows them: ask all
             of them before ([what leaves a client](../privacy.md#models-that-clients-see-of-each-other)). K clients
             cause K² messages, and the server keeps K posteriors in memory.
-        checkpoint: file of the federation; None keeps it in memory only.
+        checkpoint: file of the federation. None keeps it in memory only.
         seed: source of every random draw, the clients' included.
 
     Attributes:
         server, client_scores, cross_scores: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
         numbers: site → its client's number, where the server numbers them.
-        best: the best round, where a transport knows it; see :class:`~lightning_fedbayes.transport.ServerState`.
+        best: the best round, where a transport knows it. See :class:`~lightning_fedbayes.transport.ServerState`.
     """
 
     late: Late | None = None
-    """Way in which averages take late messages; None with rounds."""
+    """Way in which averages take late messages. None with rounds."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Rounds:
         return self.server
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """Restore :meth:`under_way` of a run that has ended too early; empty at the beginning."""
+        """Restore :meth:`under_way` of a run that has ended too early. Empty at the beginning."""
 
     def under_way(self) -> dict[str, Any]:
         """Return the messages under way, for a checkpoint."""
@@ -157,7 +157,7 @@ class Rounds:
             raise FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
-        """Begin a round, from 1; return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
+        """Begin a round, from 1. Return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
         assert self.server is not None
         at_hand, self._at_hand = sorted(clients), len(clients)
         chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
@@ -197,7 +197,7 @@ class Rounds:
         return self.fuse([server.admit(self.update_of(client, answers)) for client in sorted(asked)], server_round)
 
     def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
-        """Fuse the admitted updates, in their order, and write the checkpoint; for errors see :meth:`finish`."""
+        """Fuse the admitted updates, in their order, and write the checkpoint. For errors see :meth:`finish`."""
         server = self.server
         assert server is not None
         for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
@@ -252,7 +252,7 @@ class Rounds:
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
 
     def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:
-        """Return each client's last posterior and buffers in this run, if ``across``; tensors of methods are global."""
+        """Return each client's last posterior and buffers in this run, if ``across``. Tensors of methods are global."""
         assert self.server is not None
         found = {}
         for client, update in sorted(self._own.items()):
@@ -279,7 +279,7 @@ class Rounds:
             rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
 
     def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
-        """Fit temperature and thresholds from the clients' answers, and write the checkpoint; ``ask`` reaches them."""
+        """Fit temperature and thresholds from the clients' answers, and write the checkpoint. ``ask`` reaches them."""
         temperature = 1.0
         for each in calibration:
             if isinstance(each, FederatedTemperature):

@@ -39,7 +39,7 @@ class Task:
         round: the round, from 0.
         seed: source of all random draws of the federation.
         posterior: the global posterior.
-        buffers: the global buffers, name → tensor, empty if they are frozen; with the method's tensors.
+        buffers: the global buffers, name → tensor, empty if they are frozen. With the method's tensors.
         kept: the client's state after its earlier rounds (``States.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
@@ -79,7 +79,7 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
 
 
 def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
-    """Bring learning rates to their values after ``rounds`` rounds; raise FederationError for ReduceLROnPlateau."""
+    """Bring learning rates to their values after ``rounds`` rounds. Raise FederationError for ReduceLROnPlateau."""
     check_schedulers(trainer)
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
@@ -119,7 +119,7 @@ class ClientTraining(L.Callback):
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train ``module``, as it was built or as an earlier task left it; raise whatever the client's code raises.
+        """Train ``module``, as it was built or as an earlier task left it. Raise whatever the client's code raises.
 
         Returns: the update, whose tensors the next task overwrites, and the client's state for its next round.
         """
@@ -190,7 +190,7 @@ class ClientTraining(L.Callback):
         module.load_state_dict(self._initial)
 
     def _load(self, module: L.LightningModule, task: Task, learned: LearnedPosterior | None = None) -> ResidentModel:
-        """Load the global model of ``task``; raise ClientMismatch for another network or other frozen parameters."""
+        """Load the global model of ``task``. Raise ClientMismatch for another network or other frozen parameters."""
         settings = self.settings
         rest = frozen_names(module) - task.posterior.mean.keys()
         options = (settings.local_parameters, settings.buffers, learned, self.method.own_starts, rest)

@@ -1,4 +1,4 @@
-"""Calibration inside a Trainer: found on validation data, scored on test data, kept in checkpoints; its predictions."""
+"""Calibration inside a Trainer: found on validation data, scored on test data, kept in checkpoints. Its predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def predictions_of(
     """Return each client's logits, (samples, N, classes), and targets, (N,).
 
     Logits come from ``predictive.sample(inputs)`` if there is such a method, otherwise from ``predictive(inputs)``, one
-    draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). For numbers the
+    draw. N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). For numbers the
     result is means, standard deviations and targets, vectors of shape (N · targets,).
 
     Args:
@@ -42,7 +42,7 @@ def predictions_of(
             used in evaluation mode, on the device of its parameters.
         datasets: of inputs and targets, by client, with batches of any form that ``predictive`` takes.
         batch_size: examples at a time.
-        seed: of the draws, which depend on the client's number, not on other clients; global generators stay unused.
+        seed: of the draws, which depend on the client's number, not on other clients. Global generators stay unused.
         first: number of the first client.
 
     Raises:
@@ -57,7 +57,7 @@ def scalable(found: Predicted) -> tuple[Tensor, ...]:
 
 
 def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
-    """Return a client's logits and targets; raise FedBayesError without logits, as of a regressor."""
+    """Return a client's logits and targets. Raise FedBayesError without logits, as of a regressor."""
     if "logits" not in found:
         regressor = "A regressor has none: calibrate it by FederatedConformal(kind='interval')"
         raise FedBayesError(f'no logits are known: return "logits" beside "probs" and "target". {regressor}')
@@ -65,7 +65,7 @@ def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
 
 
 def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a client's means, standard deviations and targets, flat; raise FedBayesError if they are missing."""
+    """Return a client's means, standard deviations and targets, flat. Raise FedBayesError if they are missing."""
     if "mean" not in found:
         remedy = "PosteriorPredictive(module, posterior, likelihood=fb.Gaussian(noise=...))"
         raise FedBayesError(f"the module predicts no mean and variance: give a regressor, or {remedy}")
@@ -75,7 +75,7 @@ def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
 def rows_of_clients(
     predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0, *, numbers: bool = False
 ) -> Iterator[tuple[str, Predicted]]:
-    """Yield each client's name and rows (:func:`predictions_of`); with ``numbers`` by ``predict_step`` if possible."""
+    """Yield each client's name and rows (:func:`predictions_of`). With ``numbers`` by ``predict_step`` if possible."""
     errors.check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_by_example(predictive, UNSCALED)
     errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
@@ -140,7 +140,7 @@ class CalibrationCallback(Reader):
 
     ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores the result, in
     tables by client, and ``trainer.predict`` uses it. The clients are those of a
-    :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each); any other
+    :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each). Any other
     validation data are one client, "all". Training is not changed.
 
     It calibrates the predictions of the validation's evaluator. If the package has drawn them, figures are
@@ -192,7 +192,7 @@ class CalibrationCallback(Reader):
         return {name: self.read(each) for name, each in found}
 
     def _tell(self, what: str, names: list[str]) -> None:
-        """Name the bounded clients; ``what`` they have sent."""
+        """Name the bounded clients. ``what`` they have sent."""
         if names:
             rank_zero_info(
                 f"Calibration {self.label}: the {what} of client{'s' if len(names) > 1 else ''} {errors.listed(names)} "
@@ -247,7 +247,7 @@ class CalibrationCallback(Reader):
     def _run(
         self, trainer: L.Trainer, module: L.LightningModule, use: Callable[[Found], None], *, raises: bool
     ) -> None:
-        """Call ``use`` with the clients' predictions; a mistake ends no fit and no test."""
+        """Call ``use`` with the clients' predictions. A mistake ends no fit and no test."""
         try:
             found = evaluator_of(trainer).predictions(trainer, module)
             use({name: self.read(each) for name, each in found.items()})
@@ -258,7 +258,7 @@ class CalibrationCallback(Reader):
 
 
 def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
-    """Return a callback's stored state; raise FederationError unless it has all entries."""
+    """Return a callback's stored state. Raise FederationError unless it has all entries."""
     errors.check_kind("state_dict", state, Mapping, "give what state_dict() has returned")
     missing = [name for name in callback.state_dict() if name not in state]
     if missing:

@@ -67,26 +67,26 @@ class FederatedConformal(CalibrationCallback):
 
     whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Without such clients the threshold comes from the sum
     of all counts. An honest client that is much harder or easier than the others is clipped likewise, and a line names
-    it; ``per_client`` gives it a threshold. One or two clients are never bounded.
+    it. ``per_client`` gives it a threshold. One or two clients are never bounded.
 
     With ``pooling="median"`` the threshold is the upper median of the clients' thresholds. Where f < K/2 clients lie,
     it lies between the smallest and the largest of the honest clients' thresholds, whatever their sizes. Clients alike
-    are covered as by one of their thresholds; where they differ, the median client is covered with the stated level,
+    are covered as by one of their thresholds. Where they differ, the median client is covered with the stated level,
     not their mixture. When to use it: many of the clients may lie, or each should count alike, and every client has
     enough examples for a threshold.
 
-    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; a single client
+    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples. A single client
     may be covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
 
     .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
 
     Only shrinkage 0, the default, guarantees the level for every client. If clients have few examples, their thresholds
-    are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
+    are then infinite. Shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
     approximate. Choose it from knowledge of the clients, or on other held-out data.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
     for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
-    cell; scale it by :class:`FederatedTemperature` first, or give more ``bins``.
+    cell. Scale it by :class:`FederatedTemperature` first, or give more ``bins``.
 
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
@@ -100,21 +100,21 @@ class FederatedConformal(CalibrationCallback):
         per_client: add one threshold for each client.
         shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
-        epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit; None
+        epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit. None
             adds none, and :class:`~lightning_fedbayes.UpdatePrivacy` refuses it. With noise ``trainer.fit`` takes the
             thresholds after its last round only: each time costs ε again.
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
         max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
-            :class:`~lightning_fedbayes.Safeguards`; None: no bound.
+            :class:`~lightning_fedbayes.Safeguards`. None: no bound.
         per: where an example has several positions, labels or targets: "position" covers each with the level, as a
-            mean over the positions of new examples, exact up to the scatter between examples; "example" covers all of
+            mean over the positions of new examples, exact up to the scatter between examples. "example" covers all of
             an example at once, and the guarantee above is for examples.
 
     Attributes:
-        threshold: of the pooled clients; None before :meth:`fit`.
-        thresholds: client name → its threshold; empty without ``per_client``.
+        threshold: of the pooled clients. None before :meth:`fit`.
+        thresholds: client name → its threshold. Empty without ``per_client``.
         temperature: of the logits that were scored.
-        releases: number of times that thresholds were taken from noisy counts; each has cost ``epsilon``.
+        releases: number of times that thresholds were taken from noisy counts. Each has cost ``epsilon``.
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
             for yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
 
@@ -176,11 +176,11 @@ class FederatedConformal(CalibrationCallback):
         self.predictions: list[Tensor] = []
 
     def sketch(self, scores: Tensor) -> ScoreSketch:
-        """Return a client's message, without noise; see :meth:`ScoreSketch.of`."""
+        """Return a client's message, without noise. See :meth:`ScoreSketch.of`."""
         return ScoreSketch.of(scores, self.bins, GRIDS[self.kind])
 
     def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> FederatedConformal:
-        """Take the thresholds from each client's scores or sketch; return self.
+        """Take the thresholds from each client's scores or sketch. Return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
         class, and intervals are the whole line. A warning names the client, or some of many. With ``epsilon`` each call
@@ -231,12 +231,12 @@ class FederatedConformal(CalibrationCallback):
         batch_size: int = 256,
         seed: int = 0,
     ) -> FederatedConformal:
-        """Take the thresholds from each client's calibration data set; return self.
+        """Take the thresholds from each client's calibration data set. Return self.
 
         Args:
-            predictive: for classes as in :meth:`FederatedTemperature.fit_from`; for intervals a regressor with mean and
+            predictive: for classes as in :meth:`FederatedTemperature.fit_from`. For intervals a regressor with mean and
                 variance from ``predict_step``.
-            datasets, trained_on, batch_size, seed: as there; the noise depends on the seed, too.
+            datasets, trained_on, batch_size, seed: as there. The noise depends on the seed, too.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
 
         Raises:
@@ -256,7 +256,7 @@ class FederatedConformal(CalibrationCallback):
         seed: int = 0,
         first: int = 0,
     ) -> dict[str, Tensor]:
-        """Return the scores of each client's examples, by its name; see :meth:`fit_from` and :func:`predictions_of`."""
+        """Return the scores of each client's examples, by its name. See :meth:`fit_from` and :func:`predictions_of`."""
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
@@ -302,7 +302,7 @@ class FederatedConformal(CalibrationCallback):
 
         Args:
             probs: mean predictive, shape (batch, classes, \*positions).
-            client: name of the client with the threshold; None: the pooled one.
+            client: name of the client with the threshold. None: the pooled one.
             generator: of U, for "aps" with randomised scores.
 
         Returns: bool, of the shape of ``probs``.
@@ -324,7 +324,7 @@ class FederatedConformal(CalibrationCallback):
         Args:
             mean: predictive means, shape (batch, \*).
             std: predictive standard deviations, above 0, of the same shape.
-            client: name of the client with the threshold; None: the pooled one.
+            client: name of the client with the threshold. None: the pooled one.
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
@@ -340,7 +340,7 @@ class FederatedConformal(CalibrationCallback):
         return torch.stack([mean.detach().double() - half, mean.detach().double() + half], -1)
 
     def threshold_of(self, client: str | None = None) -> float:
-        """Return a client's threshold, the pooled one for None; raise FedBayesError if there is none."""
+        """Return a client's threshold, the pooled one for None. Raise FedBayesError if there is none."""
         if self.threshold is None:
             raise FedBayesError("there is no threshold yet: call fit or trainer.validate, or load a checkpoint")
         if client is None:
@@ -352,7 +352,7 @@ class FederatedConformal(CalibrationCallback):
         return self.thresholds[client]
 
     def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
-        """Return a client's sketch, with noise if it is to have some; an error names the client."""
+        """Return a client's sketch, with noise if it is to have some. An error names the client."""
         try:
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
             if self.epsilon is not None and sketch is not scores:
@@ -390,7 +390,7 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError("put FederatedTemperature first: FederatedConformal takes its sets of scaled logits")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the thresholds; with noise only after the last round."""
+        """Take the thresholds. With noise only after the last round."""
         is_last = trainer.current_epoch + 1 == trainer.max_epochs
         if self.epsilon is None or trainer.state.fn != "fit" or is_last:
             super().on_validation_epoch_end(trainer, pl_module)
@@ -427,7 +427,7 @@ class FederatedConformal(CalibrationCallback):
         return {"threshold": self.threshold, **own, **noise}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget earlier predictions; raise FedBayesError without a threshold, or if logits are scaled otherwise."""
+        """Forget earlier predictions. Raise FedBayesError without a threshold, or if logits are scaled otherwise."""
         self.threshold_of()
         present = self._temperature_in(trainer)
         if present != self.temperature:
@@ -444,7 +444,7 @@ class FederatedConformal(CalibrationCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
+        """Add the sets or intervals of a batch. Raise FedBayesError for predictions of another kind."""
         if isinstance(outputs, likelihoods.ClassPrediction):
             known = likelihoods.said_by(pl_module) or likelihood_by(outputs)
             assert isinstance(known, likelihoods.Categorical | likelihoods.Bernoulli)
@@ -461,7 +461,7 @@ class FederatedConformal(CalibrationCallback):
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the thresholds; releases stay counted. Raises FederationError for a foreign state."""
+        """Restore the thresholds. Releases stay counted. Raises FederationError for a foreign state."""
         state = state_of(self, state_dict)
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
         check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")

@@ -45,16 +45,16 @@ def class_scores(
         s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
         s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
 
-    When to use it: "lac" gives the smallest sets on average; "aps" gives larger sets to harder examples, so that these
+    When to use it: "lac" gives the smallest sets on average. "aps" gives larger sets to harder examples, so that these
     are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at least one class, and confident
-    networks get large ones; with ``generator`` U is drawn for each example, and sets are smaller. Of equal
+    networks get large ones. With ``generator`` U is drawn for each example, and sets are smaller. Of equal
     probabilities the earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
         targets: class of each example, integers, shape (batch,).
         kind: "lac" or "aps".
-        generator: of U, for "aps"; on the CPU.
+        generator: of U, for "aps". On the CPU.
 
     Returns: scores in [0, 1], shape (batch,), float64.
 
@@ -101,7 +101,7 @@ def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Ge
 
 
 def check_probs(probs: Tensor) -> Tensor:
-    """Return probabilities in float64; raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
+    """Return probabilities in float64. Raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
     check_numbers(probs=probs)
     if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
         found = f"probs are of shape {tuple(probs.shape)} and {probs.dtype}"
@@ -150,7 +150,7 @@ def check_moments(mean: Tensor, std: Tensor) -> None:
 class ScoreSketch:
     r"""Histogram of a client's scores, its message: ``bins`` whole numbers. Sketches of several clients add up.
 
-    Cells are the same for all clients: equal parts of [0, 1] for scores of classes, grid "unit"; for scores of
+    Cells are the same for all clients: equal parts of [0, 1] for scores of classes, grid "unit". For scores of
     intervals, grid "half_line", equal parts of [0, 1] for :math:`s / (1 + s)`. 1,024 cells of 8 bytes are 8 KiB.
 
     Args:
@@ -184,7 +184,7 @@ class ScoreSketch:
         """Count the scores in each cell.
 
         Args:
-            scores: shape (examples,); in [0, 1] for "unit", at least 0 for "half_line".
+            scores: shape (examples,). In [0, 1] for "unit", at least 0 for "half_line".
             bins, grid: of the sketch.
 
         Raises:
@@ -234,14 +234,14 @@ class ScoreSketch:
     def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
         r"""Return a sketch that is ε-differentially private for the presence of one example.
 
-        Adds independent discrete Laplace noise to every count; one example changes one cell by 1. Clips at 0:
+        Adds independent discrete Laplace noise to every count. One example changes one cell by 1. Clips at 0:
 
         .. math:: \tilde c_b = \max(0,\ c_b + G - G'), \qquad P(G = k) = (1 - e^{-\varepsilon}) e^{-\varepsilon k}
 
-        Where an example may be *replaced* by another, ε is twice as large; each noisy sketch of the same examples
+        Where an example may be *replaced* by another, ε is twice as large. Each noisy sketch of the same examples
         costs its ε again. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
         examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then only
-        approximate; clipping adds a few examples to empty cells.
+        approximate. Clipping adds a few examples to empty cells.
 
         Args:
             epsilon: ε > 0.
@@ -280,7 +280,7 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
-    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``; infinity if none does."""
+    """Return the upper edge of the first cell where ``covered``, (bins,), reaches ``level``. Infinity if none does."""
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
@@ -312,7 +312,7 @@ def bounded_distribution(
     Args:
         sketches: of the clients, on one grid.
         level: coverage in (0, 1) at whose quantile the distribution is used.
-        max_influence: c; None: the pooled distribution.
+        max_influence: c. None: the pooled distribution.
 
     Returns: F at the upper edges, shape (bins,), and which client exceeds its bound there, bool (clients, bins).
     """
@@ -383,7 +383,7 @@ def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a client's predictions and targets; an error names the client, if it has a ``name``."""
+    """Return a client's predictions and targets. An error names the client, if it has a ``name``."""
     who = f"client {name}: " if name else ""
     if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
         raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")

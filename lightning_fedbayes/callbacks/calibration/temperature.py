@@ -36,7 +36,7 @@ LIMIT = math.log(1e3)
 LONGEST = 1.5
 """Longest step in log T."""
 TOLERANCE, ROUGH = 1e-10, 1e-4
-"""Error in log T at which the search ends; the second while a client is bounded, which adds more to the error."""
+"""Error in log T at which the search ends. The second while a client is bounded, which adds more to the error."""
 ORDINARY, MOST_EXCHANGES = 5, 10
 """Exchanges after which steps that do not shrink lead to a limit, and after which the search ends in any case."""
 ROUNDING = 1e-12
@@ -145,7 +145,7 @@ def bounded_sum(
         |g_k| \le c \left(\operatorname{median}_j |g_j| + 2 \sqrt{\operatorname{median}_j h_j}\right), \qquad
         |h_k| \le K \operatorname{median}_j |h_j|
 
-    with K the number of messages and c = ``max_influence``; None gives the plain sum.
+    with K the number of messages and c = ``max_influence``. None gives the plain sum.
 
     Returns: the sum, and the positions of the messages that were scaled.
     """
@@ -169,16 +169,16 @@ class TemperatureSearch:
 
     .. math:: u \leftarrow u - L'(u) / L''(u)
 
-    with L', L'' the sums of :func:`bounded_sum`. The search begins at T = 1. A step is at most 1.5 long; where the
-    curvature is not positive it goes 1.5 downhill; a step to a larger gradient of the other sign is halved, and no step
+    with L', L'' the sums of :func:`bounded_sum`. The search begins at T = 1. A step is at most 1.5 long. Where the
+    curvature is not positive it goes 1.5 downhill. A step to a larger gradient of the other sign is halved, and no step
     leaves the interval that the signs so far allow. If steps do not shrink after five exchanges, the next one goes to
     the limit of T, and back if that is too far. While a client is bounded, the difference of two gradients replaces the
     curvature. The search ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below
     1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far. Ordinary
-    cases take about five; beyond T = 10 it may end inexact, with a warning if the last step was longer than a
-    hundredth. For one draw the NLL has a single minimum; for several draws the search finds a local one.
+    cases take about five. Beyond T = 10 it may end inexact, with a warning if the last step was longer than a
+    hundredth. For one draw the NLL has a single minimum. For several draws the search finds a local one.
 
-    When to use it: where your transport carries messages; :class:`FederatedTemperature` runs it in one process. ::
+    When to use it: where your transport carries messages. :class:`FederatedTemperature` runs it in one process. ::
 
         search = TemperatureSearch()
         while not search.done:
@@ -186,16 +186,16 @@ class TemperatureSearch:
             search = search.after(messages)
 
     Args:
-        temperature: T at which clients are asked next; the answer, once ``done``.
+        temperature: T at which clients are asked next. The answer, once ``done``.
         max_influence: see :class:`FederatedTemperature`.
         done: the search has ended.
         exchanges: number of exchanges so far.
         at_limit: T is 1/1000 or 1000, because the loss falls up to there.
         flat: the loss does not depend on T.
         outlying: positions of the messages of the last exchange that were bounded.
-        low, high: largest log T at which the loss falls, smallest at which it rises; None if unknown.
-        last: log T before the last step, and the gradient there; None before the first exchange.
-        step: the last step in log T; after a jump to a limit, the step that it replaced.
+        low, high: largest log T at which the loss falls, smallest at which it rises. None if unknown.
+        last: log T before the last step, and the gradient there. None before the first exchange.
+        step: the last step in log T. After a jump to a limit, the step that it replaced.
 
     >>> search = TemperatureSearch()
     >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
@@ -218,7 +218,7 @@ class TemperatureSearch:
     step: float | None = None
 
     def after(self, messages: Sequence[TemperatureMessage]) -> TemperatureSearch:
-        """Return the state after the clients' messages at :attr:`temperature`; raise FedBayesError once ``done``."""
+        """Return the state after the clients' messages at :attr:`temperature`. Raise FedBayesError once ``done``."""
         if not isinstance(messages, Sequence) or not messages:
             raise FedBayesError(f"messages={shown(messages)}: give a list of the clients' messages")
         for each in messages:
@@ -283,12 +283,12 @@ class FederatedTemperature(CalibrationCallback):
     honest client that is much more, or less, certain than the others is bounded likewise, and a line names it. One or
     two clients are never bounded.
 
-    When to use it: after training, for a classifier with a large ECE; accuracy stays as it is. For numbers T is the
+    When to use it: after training, for a classifier with a large ECE. Accuracy stays as it is. For numbers T is the
     factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`. Calibrate on held-out
     examples: on training examples T comes out too small.
 
     As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
-    "val/scaled/temperature" and keeps T in checkpoints; ``trainer.test`` logs the scaled accuracy, NLL and ECE as
+    "val/scaled/temperature" and keeps T in checkpoints. ``trainer.test`` logs the scaled accuracy, NLL and ECE as
     "test/scaled/...", by client, and ``trainer.predict`` predicts with scaled logits. ::
 
         Trainer(callbacks=[FederatedBayes(...), FederatedTemperature(), FederatedConformal()])
@@ -297,9 +297,9 @@ class FederatedTemperature(CalibrationCallback):
     :class:`~lightning_fedbayes.ExamplePrivacy`.
 
     Args:
-        temperature: T found before, above 0; None until :meth:`fit`.
+        temperature: T found before, above 0. None until :meth:`fit`.
         max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
-            :class:`~lightning_fedbayes.Safeguards`; None: no bound.
+            :class:`~lightning_fedbayes.Safeguards`. None: no bound.
 
     Attributes:
         temperature: T.
@@ -333,7 +333,7 @@ class FederatedTemperature(CalibrationCallback):
         self._scaled = ExitStack()
 
     def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
-        """Find T from held-out examples of each client; return self.
+        """Find T from held-out examples of each client. Return self.
 
         Warns if T ends at 1/1000, where every example is classified correctly, or at 1000, where the network is worse
         than chance: no finite T is best.
@@ -377,7 +377,7 @@ class FederatedTemperature(CalibrationCallback):
         batch_size: int = 256,
         seed: int = 0,
     ) -> FederatedTemperature:
-        """Find T from each client's calibration data set; return self.
+        """Find T from each client's calibration data set. Return self.
 
         Args:
             predictive: a module with a method ``sample``, such as :class:`~lightning_fedbayes.PosteriorPredictive`, or
@@ -394,7 +394,7 @@ class FederatedTemperature(CalibrationCallback):
         return self.fit(predictions_of(predictive, datasets, batch_size, seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`, or if some are NaN."""
+        """Return logits / T, of the shape of ``logits``. Raise FedBayesError before :meth:`fit`, or if some are NaN."""
         check_tensor("logits", logits, error=FedBayesError)
         if bool((wrong := logits.isnan()).any()):
             count = f"{int(wrong.sum())} of {logits.numel()}"
@@ -402,7 +402,7 @@ class FederatedTemperature(CalibrationCallback):
         return logits / self.check_fitted()
 
     def check_fitted(self) -> float:
-        """Return T; raise FedBayesError before :meth:`fit`."""
+        """Return T. Raise FedBayesError before :meth:`fit`."""
         if self.temperature is None:
             remedy = "call fit or trainer.validate, load a checkpoint, or give FederatedTemperature(temperature)"
             raise FedBayesError(f"there is no temperature yet: {remedy}")

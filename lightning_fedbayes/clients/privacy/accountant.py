@@ -31,7 +31,7 @@ ORDERS = (
 LEAST_EPSILON = 1e-3
 """Smallest ε for which a noise is searched."""
 LEAST_NOISE = 1e-100
-"""Noise multiplier below which ε is larger than a float holds; one over it is the largest that is counted with."""
+"""Noise multiplier below which ε is larger than a float holds. One over it is the largest that is counted with."""
 
 Spent = list[tuple[float, float, int]]
 """Messages by kind: noise multiplier, sampling fraction, number of messages."""
@@ -51,7 +51,7 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
 
     Args:
         noise_multiplier: z ≥ 0, the noise's standard deviation over the sensitivity.
-        delta: δ in (0, 1); well below one over the number of those protected.
+        delta: δ in (0, 1). Well below one over the number of those protected.
         rounds: T ≥ 0.
         fraction: q in (0, 1], the probability of taking part in a round, independently of all others and unknown to
             those that ε holds against.
@@ -88,7 +88,7 @@ def epsilon_spent(spent: Spent, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def renyi_divergence(noise_multiplier: float, fraction: float) -> np.ndarray:
-    """Rényi divergence of one message at each of :data:`ORDERS`, in nats; it takes 60 ms for a fraction below 1."""
+    """Rényi divergence of one message at each of :data:`ORDERS`, in nats. It takes 60 ms for a fraction below 1."""
     analysis = import_opacus("opacus.accountants.analysis.rdp")
     return analysis.compute_rdp(q=fraction, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS))
 
@@ -101,7 +101,7 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
 
     Args:
         epsilon: what may be given away, from 0.001 to a million, in nats.
-        delta, rounds, fraction: see :func:`epsilon_of`; at least one round. For a federation with ``fraction=`` below 1
+        delta, rounds, fraction: see :func:`epsilon_of`. At least one round. For a federation with ``fraction=`` below 1
             give the most rounds that one client may take part in, not the fraction.
 
     Raises:

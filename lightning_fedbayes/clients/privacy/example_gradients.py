@@ -56,7 +56,7 @@ def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprop
     """Gradient of every example with respect to the layer's parameters, in the form of an Opacus grad sampler.
 
     Args:
-        layer: in training; :func:`remember_generator` is one of its forward pre-hooks.
+        layer: in training. :func:`remember_generator` is one of its forward pre-hooks.
         activations: its input x, of shape (batch, *).
         backprops: gradient of the examples' losses with respect to its output, of the output's shape.
 
@@ -80,7 +80,7 @@ def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprop
 def std_gradients(
     layer: BayesianAffine, x: Tensor, backprops: Tensor, weight_step: Tensor, bias_step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of every example with respect to σ of weight and bias; the noise is drawn as the layer draws it."""
+    """Gradients of every example with respect to σ of weight and bias. The noise is drawn as the layer draws it."""
     weight, rho = (getattr(layer, f"{part}_{layer.weight_name}").detach() for part in ("mu", "rho"))
     bias_mean, bias_rho = layer.mu_bias, layer.rho_bias
     if layer.mean_only:
@@ -104,7 +104,7 @@ def std_gradients(
 def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
     """D(x, b): gradients of every example with respect to a deterministic weight and bias of the layer's ``op``.
 
-    Returns: shapes (batch, *weight) and (batch, outputs); the second whether the layer has a bias or not.
+    Returns: shapes (batch, *weight) and (batch, outputs). The second whether the layer has a bias or not.
     """
     weight = getattr(layer, f"mu_{layer.weight_name}").detach()
     outputs = backprops.shape[-1] if layer.weight_name == "weight" else backprops.shape[1]
@@ -119,7 +119,7 @@ def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tup
 
 @contextmanager
 def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Inside, torch's generator of ``device`` draws from ``state``; its own state returns afterwards."""
+    """Inside, torch's generator of ``device`` draws from ``state``. Its own state returns afterwards."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         if cuda:

@@ -84,7 +84,7 @@ def privatised(
 
 
 def clipped(vector: Tensor, clip: float) -> Tensor:
-    """``vector``, or the vector of L2 norm ``clip`` in its direction if that is shorter; shape (P,).
+    """``vector``, or the vector of L2 norm ``clip`` in its direction if that is shorter. Shape (P,).
 
     >>> clipped(torch.tensor([3.0, 4.0]), 1.0)
     tensor([0.6000, 0.8000])
@@ -114,7 +114,7 @@ class UpdatePrivacy:
 
     Args:
         clip: C > 0.
-        noise_multiplier: z ≥ 0; :func:`~lightning_fedbayes.noise_multiplier_for` finds it. 0 clips only.
+        noise_multiplier: z ≥ 0. :func:`~lightning_fedbayes.noise_multiplier_for` finds it. 0 clips only.
         delta: δ in (0, 1), well below one over the number of clients.
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.
@@ -173,7 +173,7 @@ class UpdatePrivacy:
         """Return the ε spent so far, as it is logged.
 
         Args:
-            rounds: number of messages that the client has sent, whether they counted or not; for a federation, take the
+            rounds: number of messages that the client has sent, whether they counted or not. For a federation, take the
                 busiest client.
 
         Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
@@ -217,7 +217,7 @@ class Door:
 
     Args:
         privacy: protects updates.
-        conformal_epsilon: ε of the noise on counts of scores; None adds none.
+        conformal_epsilon: ε of the noise on counts of scores. None adds none.
         exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
             "statistics", "curvature" or "scale".
         share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
@@ -248,7 +248,7 @@ class Door:
 
         Args:
             kind: of the message.
-            epsilon: ε of the noise that the server asks for; None for none.
+            epsilon: ε of the noise that the server asks for. None for none.
         """
         if kind == "counts" and epsilon != self.conformal_epsilon:
             raise NotSent(
@@ -272,6 +272,6 @@ class Door:
         return self.privacy.send(update, previous, secrets.randbits(63), round)
 
     def failure(self, error: Exception, stage: str) -> dict[str, str]:
-        """Return what may leave of an exception: its class and stage; its text if errors are shared."""
+        """Return what may leave of an exception: its class and stage. Its text if errors are shared."""
         text = {"text": str(error)} if self.share_errors else {}
         return {"error": type(error).__name__, "stage": stage, **text}

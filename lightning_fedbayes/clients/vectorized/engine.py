@@ -57,7 +57,7 @@ class VectorizedEngine(Engine):
 
     ``training_step`` runs under vmap with the parameters, buffers and noise of each client, and the user's optimizer
     steps the stack. The module holds the global model throughout. Without noise the result equals the sequential
-    engine's up to rounding; with noise it has the same distribution.
+    engine's up to rounding. With noise it has the same distribution.
 
     Args:
         context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
@@ -94,7 +94,7 @@ class VectorizedEngine(Engine):
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
-        """See :meth:`Engine.use`; the loader then brings stacked batches."""
+        """See :meth:`Engine.use`. The loader then brings stacked batches."""
         super().use(loader)
         batching = loader.batching
         largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
@@ -116,7 +116,7 @@ class VectorizedEngine(Engine):
             self._modes = StepModes(self.context.module)
 
     def end_round(self, *, success: bool) -> None:
-        """Drop the stack; if the round succeeded, keep the clients' states."""
+        """Drop the stack. If the round succeeded, keep the clients' states."""
         self._drop_stack()
         if self._modes is not None:
             self._modes.restore()

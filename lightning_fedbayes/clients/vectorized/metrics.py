@@ -45,7 +45,7 @@ class Call:
         return getattr(metric, self.method)(*args, **kwargs)
 
     def stack(self, key: str | None, rows: int) -> Tensor:
-        """Return the values of the metric or of a collection's ``key``, (rows,); where it failed, their mean."""
+        """Return the values of the metric or of a collection's ``key``, (rows,). Where it failed, their mean."""
         values = {row: value if key is None else value[key] for row, value in self.values.items()}
         known = torch.stack([value.reshape(()) for value in values.values()])
         if len(known) == rows:
@@ -146,7 +146,7 @@ def logged_value(value: Any, rows: int) -> Any:
 
 
 def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:
-    """Return the metrics of a collection with the keys of its values; of a metric, itself under None."""
+    """Return the metrics of a collection with the keys of its values. Of a metric, itself under None."""
     if isinstance(metric, MetricCollection):
         return list(zip(metric.keys(), metric._modules.values()))  # pyright: ignore[reportReturnType]
     return [(None, metric)]
@@ -211,7 +211,7 @@ class StackedTrainingLog(TrainingLog):
         return swapped(self._swaps)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Replace :meth:`lightning.LightningModule.log`; inside a step it only records the call."""
+        """Replace :meth:`lightning.LightningModule.log`. Inside a step it only records the call."""
         if not self.in_training_step():
             self._log(name, value, *args, **kwargs)
             return

@@ -60,7 +60,7 @@ class ClientOperations(TorchFunctionMode):
 
 
 class StackedOperations(ClientOperations):
-    """Replaces functions by operations on stacks where they can be; all others go through vmap.
+    """Replaces functions by operations on stacks where they can be. All others go through vmap.
 
     Attributes:
         fused_times: time steps that this training step has written out, of recurrences that torch takes in one
@@ -154,12 +154,12 @@ def lstm_cell(
 
 
 def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
-    """``tensor.data`` of a tensor that differs between clients, which vmap refuses; None for a shared one."""
+    """``tensor.data`` of a tensor that differs between clients, which vmap refuses. None for a shared one."""
     return tensor.detach() if version_if_any(tensor) is None else None
 
 
 def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
-    """``bool(tensor)`` of all clients; None for a tensor that they share.
+    """``bool(tensor)`` of all clients. None for a tensor that they share.
 
     Raises:
         Disagreement: they would branch differently.
@@ -278,7 +278,7 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
 def tallies(
     mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
 ) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.functional.with_tallies` of every client's rows; None for anything else."""
+    """:func:`~lightning_fedbayes.layers.functional.with_tallies` of every client's rows. None for anything else."""
     stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
     out, rows = stacks[:2]
     if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:
@@ -320,7 +320,7 @@ def own_divergence(mode: StackedOperations) -> Tensor | None:
 def kl_sum(
     mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float
 ) -> Tensor | None:
-    """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client; None if they share a parameter."""
+    """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client. None if they share a parameter."""
     mus, sigmas = [stack_of(mean, mode.level) for mean in means], [std_stack(mode, rho) for rho in rhos]
     if any(each is None for each in (*mus, *sigmas)):
         return None

@@ -36,15 +36,15 @@ class StackedOptimizer:
     different numbers of steps, these become tensors with one entry per row where the optimizer can compute with such.
 
     Args:
-        optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
-        rows: the parameters of all clients, shape (clients, *), in the optimizer's order; written in place.
-        states: optimizer state with which each client starts; empty for a new optimizer.
+        optimizer: the user's. Its ``param_groups`` hold the stacked parameters until :meth:`remove`.
+        rows: the parameters of all clients, shape (clients, *), in the optimizer's order. Written in place.
+        states: optimizer state with which each client starts. Empty for a new optimizer.
         stacked_keys: names of the state that is stacked, see :func:`check_elementwise`.
         counts: names of the state that can have one entry per row, see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
-        stacked_state: number of the parameter → name → state of all clients, (clients, *); after :meth:`write_back`.
+        stacked_state: number of the parameter → name → state of all clients, (clients, *). After :meth:`write_back`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StackedOptimizer:
         return [slots_of([slot for slot in slots if self._kinds[slot] == kind]) for kind in kinds]
 
     def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
-        """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``; ``alone``: no others step now."""
+        """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``. ``alone``: no others step now."""
         if slots == self._selected:
             if not alone:
                 self._remember(self._rest())

@@ -75,7 +75,7 @@ class ProbeResult:
 def probe(
     context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
 ) -> ProbeResult:
-    """Take one step of two clients as a stack, in a dry run; raise CannotVectorize, with the reason, if none can."""
+    """Take one step of two clients as a stack, in a dry run. Raise CannotVectorize, with the reason, if none can."""
     try:
         return _probe(context, model, loader, clients)
     except ChangesForGood:
@@ -284,7 +284,7 @@ def _owner(trace: TracebackType | None) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line outside of libraries; of an installed package only if there is no other."""
+    """Return the innermost line outside of libraries. Of an installed package only if there is no other."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & {*LIBRARIES}]
     if not own:
@@ -371,7 +371,7 @@ def check_against_single(
     """
 
     def stacked(shift: float = 0.0, seed: int = SEED) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return losses and gradients of a step of two clients; ``shift`` is added to the second's parameters."""
+        """Return losses and gradients of a step of two clients. ``shift`` is added to the second's parameters."""
         stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, [{}] * 2)
         try:
             torch.manual_seed(seed)

@@ -11,7 +11,7 @@ State = tuple[Tensor, ...]
 """Hidden state of every client, (h,) or (h, c), each of shape (clients, batch, hidden)."""
 
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
-"""One step in time: (W x + b, state, Uᵀ, b′) → state; the first of shape (clients, batch, gates · hidden)."""
+"""One step in time: (W x + b, state, Uᵀ, b′) → state. The first of shape (clients, batch, gates · hidden)."""
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """W, U, b and b′ of one direction of one layer, each with a first dimension of clients."""
@@ -28,7 +28,7 @@ def gru_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -
 
 
 def lstm_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return c' = σ(f) c + σ(i) tanh(g) and h' = σ(o) tanh(c') with i, f, g, o = gates + U h; gates hold ``bias``."""
+    """Return c' = σ(f) c + σ(i) tanh(g) and h' = σ(o) tanh(c') with i, f, g, o = gates + U h. Gates hold ``bias``."""
     h, c = state
     size = h.shape[-1]
     i_f, g, o = torch.baddbmm(gates, h, weight).split((2 * size, size, size), -1)
@@ -38,12 +38,12 @@ def lstm_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) 
 
 
 def tanh_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return h' = tanh(gates + U h); gates hold ``bias``."""
+    """Return h' = tanh(gates + U h). Gates hold ``bias``."""
     return (torch.baddbmm(gates, state[0], weight).tanh(),)
 
 
 def relu_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return h' = max(0, gates + U h); gates hold ``bias``."""
+    """Return h' = max(0, gates + U h). Gates hold ``bias``."""
     return (torch.baddbmm(gates, state[0], weight).relu(),)
 
 

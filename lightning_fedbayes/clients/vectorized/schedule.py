@@ -24,7 +24,7 @@ from lightning_fedbayes.core.private_torch import register_pytree_node, tree_fla
 from lightning_fedbayes.server.plan import Batching, RoundPlan, batches_per_epoch, client_order
 
 Slots = range | tuple[int, ...]
-"""Rows of clients in a stack, ascending; a ``range`` if they are consecutive, so that selecting them gives a view."""
+"""Rows of clients in a stack, ascending. A ``range`` if they are consecutive, so that selecting them gives a view."""
 
 
 def slots_of(slots: Sequence[int]) -> Slots:
@@ -242,7 +242,7 @@ class StackedBatches:
         return joined, list(torch.arange(sum(sizes)).split(sizes))
 
     def _index(self, plan: RoundPlan, chunk: Chunk, rows: list[Tensor]) -> Tensor:
-        """Return the row of every example of every batch, shape (clients, steps, batch size); 0 as padding."""
+        """Return the row of every example of every batch, shape (clients, steps, batch size). 0 as padding."""
         batching, sizes = self.loader.batching, [len(each) for each in rows]
         steps = [batching.local_epochs * batches_per_epoch(size, batching) for size in sizes]
         index = torch.zeros(len(sizes), max(steps), batching.batch_size, dtype=torch.int64)
@@ -256,7 +256,7 @@ class StackedBatches:
 
 
 class Disagreement(RuntimeError):
-    """Clients in a stack would take different branches; ``truths`` says what each of them finds."""
+    """Clients in a stack would take different branches. ``truths`` says what each of them finds."""
 
     def __init__(self, truths: Sequence[bool]) -> None:
         super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")

@@ -43,7 +43,7 @@ PLAIN = (int, float, str, type(None))
 
 
 class ClientStack:
-    """Parameters, buffers and optimizer state of several clients; the module itself keeps the global model.
+    """Parameters, buffers and optimizer state of several clients. The module itself keeps the global model.
 
     Args:
         model, optimizer, step: the resident network with the global model, the user's optimizer and the stacked step.
@@ -114,7 +114,7 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Compute the gradients of the clients in ``slots``, which :meth:`StackedOptimizer.select` has selected.
 
-        ``batch`` has tensors of shape (clients, batch, *); ``clip`` changes the gradients in place.
+        ``batch`` has tensors of shape (clients, batch, *). ``clip`` changes the gradients in place.
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
@@ -143,7 +143,7 @@ class ClientStack:
     def _take_step(
         self, slots: Slots, batch: Any, batch_idx: int, clip: Clip | None
     ) -> tuple[Tensor | None, dict[str, Any], Collection[str]]:
-        """As :meth:`forward_backward`; returns also the names of the buffers that were replaced."""
+        """As :meth:`forward_backward`. Returns also the names of the buffers that were replaced."""
         optimizer, frozen = self.optimizer, self.model.frozen  # which clients share: they stay in the module
         parameters: Tensors = {name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen}
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
@@ -180,7 +180,7 @@ class ClientStack:
     def _measure(
         self, local: StackedPriors | None, measured: Measured, slots: Slots, parameters: Mapping[str, Tensor]
     ) -> None:
-        """Add what the gradients of the clients in ``slots`` say of their data; keep widths as they are."""
+        """Add what the gradients of the clients in ``slots`` say of their data. Keep widths as they are."""
         factors = None if local is None else local.factors()
         if factors is not None:
             add_rows(measured.factor, slots, factors.double())
@@ -262,7 +262,7 @@ def clipping(context: TrainingContext) -> Clip | None:
 
 
 def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
-    """Stack ``value`` once for each client, or what the client has kept under ``name``; shape (clients, *)."""
+    """Stack ``value`` once for each client, or what the client has kept under ``name``. Shape (clients, *)."""
     stack = empty_with_layout((len(local), *value.shape), layout, value)
     stack.copy_(value)
     for slot, kept in enumerate(local):

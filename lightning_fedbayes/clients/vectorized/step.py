@@ -52,7 +52,7 @@ class StepOutput:
 
     Args:
         losses: one per client, shape (clients,), with gradient, or None if ``training_step`` skipped the batch.
-        rest: the other entries that ``training_step`` returned; tensors have a first dimension of clients.
+        rest: the other entries that ``training_step`` returned. Tensors have a first dimension of clients.
         buffers: buffers that were replaced (not updated in place), shape (clients, *).
     """
 
@@ -85,7 +85,7 @@ class StepModes:
         (self._later if step and self._later is not None else self._first).restore()
 
     def check(self) -> None:
-        """Note the modes that a client's first step leaves; raise CannotVectorize if another step leaves others."""
+        """Note the modes that a client's first step leaves. Raise CannotVectorize if another step leaves others."""
         if self._later is None:
             self._later = Modes(self._module)
         elif not self._later.is_now():
@@ -141,7 +141,7 @@ class StackedStep:
             parameters, buffers, batch: of the clients, tensors with a first dimension of clients.
             attributes: set on the module during the step.
             batch_idx: the argument of ``training_step``.
-            local, shared: priors of the clients, None for the layers' priors; buffers that all clients share.
+            local, shared: priors of the clients, None for the layers' priors. Buffers that all clients share.
         """
         tensors, shared = {**parameters, **buffers}, shared or {}
 

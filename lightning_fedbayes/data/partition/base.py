@@ -39,8 +39,8 @@ class Split:
     """The examples of each client. Printing it shows a table clients × classes.
 
     Args:
-        indices: one int64 vector per client, sorted; no example is in two of them.
-        counts: examples per client and class, int64, shape (clients, classes); None without class labels.
+        indices: one int64 vector per client, sorted. No example is in two of them.
+        counts: examples per client and class, int64, shape (clients, classes). None without class labels.
         classes: the labels that head the columns of ``counts``.
 
     >>> split = Split.from_indices([[0, 3], [2, 1]], torch.tensor([7, 7, 4, 4]))
@@ -59,7 +59,7 @@ class Split:
 
     @classmethod
     def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
-        """Make a split from any sequence of index lists; count the classes if the labels are integers."""
+        """Make a split from any sequence of index lists. Count the classes if the labels are integers."""
         remedy = "give a list of indices for each client"
         check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
         if not indices:
@@ -122,7 +122,7 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
 
     Args:
         indices: one int64 vector per client.
-        labels: integers, shape (examples,); gaps between the labels are allowed.
+        labels: integers, shape (examples,). Gaps between the labels are allowed.
 
     Returns: counts of shape (clients, classes), and the classes that occur in ``labels``, ascending.
 
@@ -168,7 +168,7 @@ class Partition(ABC):
     Subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
 
     Attributes:
-        labels: where the labels come from if the data set does not say (see :class:`LabelPartition`); None here.
+        labels: where the labels come from if the data set does not say (see :class:`LabelPartition`). None here.
     """
 
     labels: LabelSource = None
@@ -177,8 +177,8 @@ class Partition(ABC):
         """Deal the examples out. The same arguments give the same split (with one version of NumPy).
 
         Args:
-            labels: class label of every example, shape (num_examples,); None if the partition does not need them.
-            seed: seed of the federation; the draws are from its stream ``"partition"``.
+            labels: class label of every example, shape (num_examples,). None if the partition does not need them.
+            seed: seed of the federation. The draws are from its stream ``"partition"``.
             num_examples: number of examples, needed only without labels.
 
         Raises:
@@ -219,7 +219,7 @@ class LabelPartition(Partition):
     Attributes:
         labels: where the class of every example is found, for data sets of dicts, graphs or sequences: the name of a
             column (an attribute of the data set, or a key or an attribute of its examples, which are then all read
-            once); one integer per example; or a function of the data set that returns these. None: the data set's
+            once). One integer per example; or a function of the data set that returns these. None: the data set's
             attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
     """
 
@@ -229,7 +229,7 @@ class LabelPartition(Partition):
             object.__setattr__(self, "labels", tuple(as_labels(self.labels).tolist()))
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
-        """See :meth:`Partition.split`; without ``labels`` it takes the partition's."""
+        """See :meth:`Partition.split`. Without ``labels`` it takes the partition's."""
         if labels is None and isinstance(self.labels, tuple):
             labels = self.labels
         return super().split(labels, seed, num_examples)
@@ -254,7 +254,7 @@ class LabelPartition(Partition):
 
 
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
-    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are not numbers."""
+    """Return labels (a list, an array or a tensor) as a tensor. Raise PartitionError if they are not numbers."""
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -268,7 +268,7 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:
-    """Return the number of examples; raise PartitionError if it is unknown or less than the number of clients."""
+    """Return the number of examples. Raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
     check_at_least("num_examples", num_examples, 0, error=PartitionError)
@@ -282,7 +282,7 @@ def check_enough(clients: int, num_examples: int | None) -> int:
 
 @dataclass(frozen=True)
 class IIDPartition(Partition):
-    """Shuffle all examples and cut them into equal parts; sizes differ by at most one.
+    """Shuffle all examples and cut them into equal parts. Sizes differ by at most one.
 
     Use it as the reference for label skew. It deals every example exactly once.
 

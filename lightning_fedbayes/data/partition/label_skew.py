@@ -23,7 +23,7 @@ class ClassPartition(LabelPartition):
 
     The data are cut into K·m shards of a single class each, and each client gets m random shards of different classes.
     Classes of equal size are cut into equally many shards, as in the source (10 classes of 5,000 and K·m = 20: 20
-    shards of 2,500); larger classes into more, so that the largest shard is as small as possible. It deals every
+    shards of 2,500). Larger classes into more, so that the largest shard is as small as possible. It deals every
     example exactly once.
 
     Use it for the hardest label skew. K·m must be at least the number of classes.
@@ -31,7 +31,7 @@ class ClassPartition(LabelPartition):
     Args:
         clients: number of clients K.
         classes_per_client: m, from 1 to the number of classes.
-        labels: where the classes are found; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
+        labels: where the classes are found. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Source: [FBDL] §3.1, after Li et al. (2022).
 
@@ -113,7 +113,7 @@ class DirichletPartition(LabelPartition):
 
     ``per="label"``: each label y is split over the K clients by proportions
     :math:`(p_{y1}, …, p_{yK}) \sim \mathrm{Dir}(α, …, α)`. Clients differ in classes *and* in size, and every example
-    is dealt exactly once. Labels are dealt in ascending order; with ``balance`` a client with N/K examples gets no
+    is dealt exactly once. Labels are dealt in ascending order. With ``balance`` a client with N/K examples gets no
     more, and the proportions are Dir(α) over the other clients. The partition is redrawn until every client holds
     ``min_examples``.
 
@@ -133,9 +133,9 @@ class DirichletPartition(LabelPartition):
         min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most half an equal
             share (N // 2K, at least 1), since draws from small data rarely give 10.
         balance: with ``per="label"``, do not give examples of later labels to a client that holds N/K.
-        labels: where the classes are found; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
+        labels: where the classes are found. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
-    Sources: ``"label"``: [BA-BFL] §4; ``"client"``: [FBDL] §3.1.
+    Sources: ``"label"``: [BA-BFL] §4. ``"client"``: [FBDL] §3.1.
 
     >>> import torch
     >>> DirichletPartition(clients=4, alpha=0.5, per="client").split(torch.arange(100) % 5, seed=1).sizes
@@ -197,9 +197,9 @@ class DirichletPartition(LabelPartition):
 
 
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:
-    """Split every label over the clients by its own Dirichlet draw (``per="label"``); see :class:`DirichletPartition`.
+    """Split every label over the clients by its own Dirichlet draw (``per="label"``). See :class:`DirichletPartition`.
 
-    Returns: counts of shape (K, C); columns sum to ``supply``, shape (C,).
+    Returns: counts of shape (K, C). Columns sum to ``supply``, shape (C,).
     """
     counts = np.zeros((clients, len(supply)), np.int64)
     for c, available in enumerate(supply):
@@ -225,11 +225,11 @@ def deal_by_proportions(proportions: Array, size: int, supply: Array, generator:
 
     Args:
         proportions: shape (K, C), rows sum to 1.
-        size: number of examples of every client; K·size ≤ N.
+        size: number of examples of every client. K·size ≤ N.
         supply: number of examples of each class, shape (C,), sum N.
         generator: source of the draws.
 
-    Returns: counts of shape (K, C); rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
+    Returns: counts of shape (K, C). Rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
     """
     counts, left = np.zeros(proportions.shape, np.int64), supply.copy()
     while (lacking := size - counts.sum(1)).any():

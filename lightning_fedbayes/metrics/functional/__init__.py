@@ -1,6 +1,6 @@
 """Scores and measures of uncertainty as pure functions of tensors.
 
-Functions that score single examples return one value per example; their mean over the data is the score.
+Functions that score single examples return one value per example. Their mean over the data is the score.
 Functions named after a curve or a calibration error need all examples at once.
 """
 

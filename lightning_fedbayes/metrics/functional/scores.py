@@ -26,7 +26,7 @@ def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
 
     Args:
         probs: mean predictive, shape (batch, classes).
-        target: class of each example, integers, shape (batch,), as of the result; its mean is the score.
+        target: class of each example, integers, shape (batch,), as of the result. Its mean is the score.
 
     >>> negative_log_likelihood(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]))
     tensor([ 0.6931, 87.3365])
@@ -59,7 +59,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
 
     Args:
         mean, variance, target: predictive mean μ, variance σ² (noise included) and y, all of one shape, as of the
-            result; its mean is the score. Other shapes and a negative variance raise FedBayesError.
+            result. Its mean is the score. Other shapes and a negative variance raise FedBayesError.
 
     >>> gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1))
     tensor([0.9189])
@@ -108,12 +108,12 @@ def interval_coverage(mean: Tensor, variance: Tensor, target: Tensor, level: flo
 def ensemble_crps(samples: Tensor, target: Tensor) -> Tensor:
     r"""Fair CRPS of M samples, :math:`\frac1M\sum_i|x_i-y| - \frac1{2M(M-1)}\sum_{ij}|x_i-x_j|`.
 
-    Its expectation is the CRPS of the samples' distribution, for any M; with 1/2M² instead, a forecast scores worse the
+    Its expectation is the CRPS of the samples' distribution, for any M. With 1/2M² instead, a forecast scores worse the
     fewer samples it has. It can be negative for single examples. Sorted samples give the double sum in O(M log M).
 
     Args:
         samples: at least 2 draws from the predictive distribution of y (noise included), shape (samples, *).
-        target: y, shape (*), as of the result; its mean is the score, in the units of the target.
+        target: y, shape (*), as of the result. Its mean is the score, in the units of the target.
 
     Source: Ferro (2014); Zamo and Naveau (2018) eq. (PWM).
 
@@ -138,12 +138,12 @@ def determinant_sharpness(covariance: Tensor) -> Tensor:
     r"""Determinant sharpness :math:`\det(\Sigma)^{1/2d}`: the geometric mean of the predictive standard deviations.
 
     It measures how concentrated predictions are, right or wrong: compare it only among calibrated ones. For one target
-    (d = 1) it is the standard deviation; pass ``variance[..., None, None]``.
+    (d = 1) it is the standard deviation. Pass ``variance[..., None, None]``.
 
     Args:
         covariance: predictive covariance Σ of d targets, shape (*, d, d), positive semidefinite, else FedBayesError.
 
-    Returns: shape (*), in the units of the targets; its mean is the score. Source: [FedAG] eq. (8).
+    Returns: shape (*), in the units of the targets. Its mean is the score. Source: [FedAG] eq. (8).
 
     >>> determinant_sharpness(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))  # √(2 · 3)
     tensor(2.4495)
@@ -160,7 +160,7 @@ def determinant_sharpness(covariance: Tensor) -> Tensor:
 
 
 class CalibrationBins(NamedTuple):
-    """Data of a calibration diagram, by bin: mean confidence and accuracy, NaN in empty bins, and counts; the ECE."""
+    """Data of a calibration diagram, by bin: mean confidence and accuracy, NaN in empty bins, and counts. The ECE."""
 
     confidence: Tensor
     accuracy: Tensor
@@ -173,7 +173,7 @@ def calibration_diagram(probs: Tensor, target: Tensor, bins: int = 15) -> Calibr
 
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
 
-    The diagram is also called a reliability diagram. Confidence is the largest probability; torchmetrics gives the
+    The diagram is also called a reliability diagram. Confidence is the largest probability. Torchmetrics gives the
     same ECE. Source: Guo et al. (2017).
 
     Args:
@@ -207,9 +207,9 @@ def calibration_of_sums(counts: Tensor, confidences: Tensor, hits: Tensor) -> Ca
 def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> Tensor:
     r"""Adaptive ECE, :math:`\sum_b \frac1B |\mathrm{acc}_b - \mathrm{conf}_b|` over B bins with N/B examples each.
 
-    Bins of equal width put nearly all examples of a confident network into the last bin; bins of equal mass are fine
+    Bins of equal width put nearly all examples of a confident network into the last bin. Bins of equal mass are fine
     where the examples are. A boundary among examples of equal confidence gives each bin its share of their mean
-    accuracy, so the order of the data does not matter. A scalar in [0, 1]; arguments of :func:`calibration_diagram`.
+    accuracy, so the order of the data does not matter. A scalar in [0, 1]. Arguments of :func:`calibration_diagram`.
     Source: Nguyen and O'Connor (2015); Mukhoti et al. (2020), "AdaECE".
 
     >>> adaptive_calibration_error(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))
@@ -237,8 +237,8 @@ def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
     r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`, a scalar: utilitarian fairness.
 
     Args:
-        accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
-        weights: weight of each client, non-negative, shape (clients,); the source takes numbers of training examples.
+        accuracies: accuracy of each client, shape (clients,). A client without test examples (NaN) does not count.
+        weights: weight of each client, non-negative, shape (clients,). The source takes numbers of training examples.
 
     Source: [BA-BFL] §4, Acc_avg.
 
@@ -254,7 +254,7 @@ def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
 def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor:
     """Mean of the worst ⌈fraction·K⌉ accuracies of clients, a scalar: egalitarian fairness.
 
-    ``accuracies`` as for :func:`weighted_accuracy`; ``fraction`` in (0, 1], where 1 gives the plain mean.
+    ``accuracies`` as for :func:`weighted_accuracy`. ``fraction`` in (0, 1], where 1 gives the plain mean.
     Source: [BA-BFL] §4, worst 10% accuracies.
 
     >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)
@@ -285,9 +285,9 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
               P = \{(i, j): e_i = 1,\ t_i < t_j \text{ or } (t_i = t_j,\ e_j = 0)\}
 
     A pair is comparable if it is known which event came first: an example that is censored at the time of another event
-    outlived it; two events at one time are not comparable. Equal risks count half, as in lifelines and scikit-survival
+    outlived it. Two events at one time are not comparable. Equal risks count half, as in lifelines and scikit-survival
     (which also takes risks within 1e-8 for equal). 1 is a perfect order, 0.5 is chance. Use it for the discrimination
-    of a survival model, not for calibration; it depends on how many examples are censored.
+    of a survival model, not for calibration. It depends on how many examples are censored.
 
     Args:
         risk: predicted risk, higher for an earlier event, any unit, not NaN, such as the log risk of a Cox model or
@@ -296,7 +296,7 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         event: 1 (or True) where the event was observed, 0 where the example was censored, shape (batch,).
 
     Raises: FedBayesError if shapes differ, there are no examples, or values are outside of these ranges.
-    Returns: a scalar in [0, 1]; NaN if no pair is comparable. Source: Harrell et al. (1982).
+    Returns: a scalar in [0, 1]. NaN if no pair is comparable. Source: Harrell et al. (1982).
 
     >>> concordance_index(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
     tensor(0.6667)
@@ -318,7 +318,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
     for the hazard :math:`\lambda_0(t) e^{h_i}` with any baseline :math:`\lambda_0`. The risk set of an event is all
     examples of the batch that are observed at least until then, with equal times included (Breslow's method for ties).
-    Use it to train on censored times to an event; give batches as large as memory allows, because risk sets lie within
+    Use it to train on censored times to an event. Give batches as large as memory allows, because risk sets lie within
     a batch. Times the share of events it is the loss of FLamby's Fed-TCGA-BRCA, which is a mean over all examples and,
     among equal times, depends on their order.
 
@@ -326,7 +326,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         log_risk: log of the relative hazard h, shape (batch,).
         time, event: as for :func:`concordance_index`.
 
-    Returns: a scalar, at least 0; 0 with gradients of 0 if no event was observed.
+    Returns: a scalar, at least 0. 0 with gradients of 0 if no event was observed.
     Source: Cox (1972); Breslow (1974); FLamby: Ogier du Terrail et al. (2022).
 
     >>> cox_loss(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 0, 0]))  # log 3
@@ -337,7 +337,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def cox_terms(log_risk: Tensor, time: Tensor, event: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each example's term of :func:`cox_loss`, last time first, and the examples' order; ``vmap`` can map it."""
+    """Return each example's term of :func:`cox_loss`, last time first, and the examples' order. ``vmap`` can map it."""
     order = time.argsort(descending=True)
     log_risk, time, event = utilities.at_least_float32(log_risk)[order], time[order], event[order]
     last_of_equal_time = torch.searchsorted(-time, -time, right=True) - 1
@@ -346,7 +346,7 @@ def cox_terms(log_risk: Tensor, time: Tensor, event: Tensor) -> tuple[Tensor, Te
 
 
 def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
-    """Return ``event`` as bool; raise FedBayesError unless it is 0 or 1 and ``time`` finite and at least 0."""
+    """Return ``event`` as bool. Raise FedBayesError unless it is 0 or 1 and ``time`` finite and at least 0."""
     utilities.check_vectors(**predicted, time=time, event=event)
     if not len(time):
         raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")

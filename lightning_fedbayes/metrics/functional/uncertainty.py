@@ -22,8 +22,8 @@ def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
     The total uncertainty: 0 if one class is certain, 1 (normalised) if all are equally likely. Source: [FBDL] eq. (8).
 
     Args:
-        probs: class probabilities of each posterior sample, shape (samples, batch, classes); the result is (batch,).
-        normalize: divide by log C; otherwise the entropy is in nats.
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes). The result is (batch,).
+        normalize: divide by log C. Otherwise the entropy is in nats.
 
     >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([1., 0.])
@@ -123,7 +123,7 @@ def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
     r"""Mean accuracy over all retained numbers, :math:`\frac1N \sum_{n=1}^N \mathrm{acc}(n)`: 1 − AURC, a scalar.
 
     acc(n) is the accuracy of the n least uncertain examples, among equally uncertain ones its expectation over a random
-    choice. Use it to compare measures of uncertainty of one model; between models it also rewards plain accuracy.
+    choice. Use it to compare measures of uncertainty of one model. Between models it also rewards plain accuracy.
     Arguments as for :func:`accuracy_retained_curve`.
     Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
 
@@ -143,7 +143,7 @@ def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
 def area_of_groups(counts: Tensor, hits: Tensor) -> Tensor:
     """Return the mean of acc(n) over n = 1..N, for the groups of :func:`curve_of_groups`.
 
-    Within a group of accuracy a that starts after n₀ examples with c₀ correct, acc(n) = a + (c₀ − n₀a)/n; the sum of
+    Within a group of accuracy a that starts after n₀ examples with c₀ correct, acc(n) = a + (c₀ − n₀a)/n. The sum of
     1/n over the group is a difference of digamma functions.
     """
     counts, hits = counts[counts > 0], hits[counts > 0]
@@ -163,7 +163,7 @@ def ood_auroc(uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
     examples. (torchmetrics' binary AUROC passes scores outside [0, 1] through a sigmoid, which makes large ones equal.)
 
     Args:
-        uncertainty_in: of in-distribution examples, any unit, shape (examples in,), infinity too; FedBayesError for
+        uncertainty_in: of in-distribution examples, any unit, shape (examples in,), infinity too. FedBayesError for
             NaN, for other shapes and without examples.
         uncertainty_out: of out-of-distribution examples, in the same unit, shape (examples out,).
 
@@ -196,7 +196,7 @@ def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.9
         uncertainty_in, uncertainty_out: as for :func:`ood_auroc`.
         recall: share of out-of-distribution examples to be found, in (0, 1], else FedBayesError.
 
-    Returns: a scalar in [0, 1]; 0 is best.
+    Returns: a scalar in [0, 1]. 0 is best.
     Source: Liang, Li and Srikant (2018), with the classes exchanged.
 
     >>> ood_fpr(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.3, 0.5]))  # both are found from 0.3

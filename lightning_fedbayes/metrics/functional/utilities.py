@@ -18,7 +18,7 @@ def check_numbers(**tensors: Tensor) -> None:
 
 
 def check_samples(probs: Tensor) -> Tensor:
-    """Return ``probs`` in at least float32; raise FedBayesError unless it is of shape (samples, batch, classes ≥ 2)."""
+    """Return ``probs`` in at least float32. Raise FedBayesError unless it is of shape (samples, batch, classes ≥ 2)."""
     check_numbers(probs=probs)
     if probs.ndim != 3 or probs.shape[-1] < 2:
         remedy = "give (samples, batch, classes) with at least 2 classes; of one sample probs.unsqueeze(0)"
@@ -27,7 +27,7 @@ def check_samples(probs: Tensor) -> Tensor:
 
 
 def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
-    """Return ``probs`` in at least float32; raise FedBayesError unless (batch, classes), and ``target`` (batch,)."""
+    """Return ``probs`` in at least float32. Raise FedBayesError unless (batch, classes), and ``target`` (batch,)."""
     check_numbers(probs=probs, target=target)
     if probs.ndim != 2:
         remedy = "give the mean predictive, (batch, classes); average Monte Carlo samples by probs.mean(0)"
@@ -39,7 +39,7 @@ def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
 
 
 def class_indices(probs: Tensor, target: Tensor) -> Tensor:
-    """Return ``target``, (batch,), as indices into ``probs``, (batch, 1); raise FedBayesError if one is no class."""
+    """Return ``target``, (batch,), as indices into ``probs``, (batch, 1). Raise FedBayesError if one is no class."""
     indices = target.long().unsqueeze(1)
     if len(indices):
         low, high = (int(each) for each in indices.aminmax())

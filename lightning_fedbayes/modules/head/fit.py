@@ -101,7 +101,7 @@ class HeadSlopes:
         .. math:: \sum_i (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes \tilde\phi_i \tilde\phi_i^\top =
                   \sum_{c<d} (e_c - e_d)(e_c - e_d)^\top \otimes \sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top
 
-        exactly; without the pairs, the one product of the mean spread and the Gram matrix.
+        exactly. Without the pairs, the one product of the mean spread and the Gram matrix.
         """
         classes = len(self.slope)
         if not len(self.curvature):
@@ -136,7 +136,7 @@ MEMORY = 10
 
 @dataclass(frozen=True, eq=False)
 class HeadFit:
-    """A head after the exchanges so far; see :class:`~lightning_fedbayes.BayesianHead`.
+    """A head after the exchanges so far. See :class:`~lightning_fedbayes.BayesianHead`.
 
     Attributes:
         sums: of all clients.
@@ -144,8 +144,8 @@ class HeadFit:
         weights: mean of the weights, the bias in the last column, shape (outputs, features + 1), float64.
         terms: curvature of the data as Kronecker products, pairs (A, B).
         prior_precision: :math:`s^{-2}`.
-        noise: variance σ² of the targets; 1 for a softmax.
-        loss: of the pooled data at :attr:`weights` before the last step, in nats; NaN for none.
+        noise: variance σ² of the targets. 1 for a softmax.
+        loss: of the pooled data at :attr:`weights` before the last step, in nats. NaN for none.
         exchanges: number of exchanges of slopes so far.
         is_done: True if no exchange is left.
         takes_pairs: True if clients send the curvature of every pair of classes.
@@ -177,7 +177,7 @@ class HeadFit:
         return posterior
 
     def _system(self, terms: list[tuple[Tensor, Tensor]], prior_precision: float) -> KroneckerSystem:
-        """Return the system of these terms; a single Gram matrix is decomposed once."""
+        """Return the system of these terms. A single Gram matrix is decomposed once."""
         has_gram = len(terms) == 1 and (not self.takes_pairs or self.likelihood != "softmax")
         return KroneckerSystem(terms, prior_precision, self.sums.spectrum if has_gram else None)
 
@@ -345,7 +345,7 @@ def _two_loops(
 HALVINGS = 30
 """Times that a step is halved before the search ends."""
 STEPS = 100
-"""Most steps; they are local to the client, and cost no exchange."""
+"""Most steps. They are local to the client, and cost no exchange."""
 
 Terms = list[tuple[Tensor, Tensor]]
 

@@ -66,7 +66,7 @@ class BayesianHead:
     Args:
         outputs: number of classes, or of targets.
         likelihood: see above.
-        prior_std: s > 0, of weights and biases; None: by evidence, of a softmax with a half-Cauchy prior of s of scale
+        prior_std: s > 0, of weights and biases. None: by evidence, of a softmax with a half-Cauchy prior of s of scale
             1, without which few data, or redundant features, often leave no width.
         inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
             Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
@@ -162,14 +162,14 @@ class BayesianHead:
         .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
 
         w = 0 is the federation's head, w = 1 ignores the other clients, for whom the federation's sums stand, or for a
-        softmax its Gaussian. No data leave the client; s and σ² stay.
+        softmax its Gaussian. No data leave the client. S and σ² stay.
         :func:`~lightning_fedbayes.choose_personal_weight` finds w.
 
         When to use it: clients differ in what a label means, or in how often it comes.
 
         Args:
             fit: of the federation, done.
-            features, targets: of the client, which has taken part; with no examples it gets ``fit``.
+            features, targets: of the client, which has taken part. With no examples it gets ``fit``.
             weight: w in [0, 1].
 
         Raises:
@@ -197,7 +197,7 @@ class BayesianHead:
         )
 
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
-        """Return the fit of all clients' sums; a softmax is not done yet. Raise FedBayesError if all targets are 0."""
+        """Return the fit of all clients' sums. A softmax is not done yet. Raise FedBayesError if all targets are 0."""
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
@@ -208,7 +208,7 @@ class BayesianHead:
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
-        """Return the fit after an exchange of all clients' slopes; raise FedBayesError if that cannot be."""
+        """Return the fit after an exchange of all clients' slopes. Raise FedBayesError if that cannot be."""
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
             raise FedBayesError("the fit is done: do not call step() again")
@@ -243,7 +243,7 @@ class BayesianHead:
 
 
 def total(parts: Iterable[Sent], kind: type[Sent], name: str) -> Sent:
-    """Return the sum of ``parts``; raise FedBayesError if there is no part, or one of another type."""
+    """Return the sum of ``parts``. Raise FedBayesError if there is no part, or one of another type."""
     check_kind(name, parts, Iterable, "give what every client has sent", error=FedBayesError)
     found: Sent | None = None
     for part in parts:

@@ -39,7 +39,7 @@ class HeadModule(PosteriorPredictive):
     features in memory :meth:`BayesianHead.fit_clients` is shorter.
 
     Args:
-        backbone: maps inputs to features, shape (batch, features); it is frozen, and runs in evaluation mode.
+        backbone: maps inputs to features, shape (batch, features). It is frozen, and runs in evaluation mode.
         head: the head.
         features: their number.
         samples: draws of a prediction, at least 256.
@@ -80,7 +80,7 @@ class HeadModule(PosteriorPredictive):
         self._has_clients = True
 
     def on_train_epoch_start(self) -> None:
-        """Begin the next exchange from the last one's result; a head that is done begins again."""
+        """Begin the next exchange from the last one's result. A head that is done begins again."""
         if self.head.likelihood == "softmax" and not self._is_empty:
             self._begin(None if self.fitted.is_done else self.fitted)
 
@@ -121,7 +121,7 @@ class HeadModule(PosteriorPredictive):
 
     @property
     def fitted(self) -> HeadFit:
-        """The head of the module's present sums; raises FedBayesError if it has none."""
+        """The head of the module's present sums. Raises FedBayesError if it has none."""
         if self._is_empty:
             raise FedBayesError("the head has seen no examples yet: fit it first")
         key = tuple(float(value.detach().sum()) for value in self._exchanged.values())
@@ -172,7 +172,7 @@ class HeadModule(PosteriorPredictive):
         return mean.to(features), covariance.to(features)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the state of the exchanges; the sums are parameters."""
+        """Store the state of the exchanges. The sums are parameters."""
         checkpoint["head"] = None if self._before is None else asdict(self._before)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class Laplace:
     maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
 
     Args:
-        likelihood: of the outputs of ``forward``, or its name; None: the module's attribute ``likelihood``, or the only
+        likelihood: of the outputs of ``forward``, or its name. None: the module's attribute ``likelihood``, or the only
             one that fits the first batch (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`).
             Batches and outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
@@ -77,7 +77,7 @@ class Laplace:
             (:func:`~lightning_fedbayes.sources.curvature.systems.chosen_precision`).
         temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is close to
             0 and the posterior as wide as the prior: choose a smaller one by held-out data.
-        parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
+        parameters: patterns (``fnmatch``) of the parameters that get a posterior. The others are point masses. By
             default all that require gradients.
         unpack: batch → (inputs, targets), if the form of a batch does not tell. Inputs without one row per example,
             such as graphs, are measured as a whole, with a backward pass for every output of every example.
@@ -110,8 +110,8 @@ class Laplace:
         """Return the posterior of a trained ``module``, with copies of its parameters as means.
 
         Args:
-            module: its ``forward`` gives logits or means; it runs in evaluation mode.
-            batches: of the training data, such as a DataLoader; FederationError if they lack targets.
+            module: its ``forward`` gives logits or means. It runs in evaluation mode.
+            batches: of the training data, such as a DataLoader. FederationError if they lack targets.
         """
         return self.fuse(module, [self.site(module, batches)])
 
@@ -159,7 +159,7 @@ class Laplace:
         return GaussianPosterior(mean, variance, linearised=True)
 
     def fixed_prior_std(self, who: str) -> float:
-        """Return s for the user ``who``; raise FederationError if it is to be chosen."""
+        """Return s for the user ``who``. Raise FederationError if it is to be chosen."""
         if self.prior_std is None:
             remedy = "give prior_std=1.0, or train first and use posterior() or fuse(), which choose it"
             raise FederationError(f"Laplace(prior_std=None): {who} needs the prior from the start: {remedy}")
@@ -174,7 +174,7 @@ class Laplace:
     ) -> tuple[Tensors, int]:
         r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
 
-        ``batches`` are of inputs and targets, or results of :meth:`unpacked`; ``others`` replace the module's other
+        ``batches`` are of inputs and targets, or results of :meth:`unpacked`. ``others`` replace the module's other
         parameters and buffers. The module runs in evaluation mode.
         """
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
@@ -189,7 +189,7 @@ class Laplace:
         return {name: each / self.temperature for name, each in total.items()}, count
 
     def unpacked(self, batch: Any, module: nn.Module | None = None) -> Any:
-        """Return inputs and targets of a batch; without the module, the whole batch for :meth:`information`."""
+        """Return inputs and targets of a batch. Without the module, the whole batch for :meth:`information`."""
         if module is None:
             return Whole(batch)
         inputs, targets = unpacked(batch, module, self.unpack, needs_targets=True)
@@ -200,7 +200,7 @@ class Laplace:
         return inputs, targets
 
     def likelihood_for(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
-        """Return the likelihood of a batch's outputs and targets; FederationError if none fits."""
+        """Return the likelihood of a batch's outputs and targets. FederationError if none fits."""
         given = self.likelihood
         try:
             known = given if isinstance(given, Likelihood) else likelihood_of(module, outputs, targets)
@@ -216,7 +216,7 @@ class Laplace:
         check_by_example(self.likelihood or whose, remedy, FederationError)
 
     def terms(self, known: Likelihood, output: Tensor, target: Tensor) -> Tensor:
-        """Return functions of one example, shape (terms,); their squared gradients sum to its information."""
+        """Return functions of one example, shape (terms,). Their squared gradients sum to its information."""
         if self.curvature == "empirical":
             return known.nll(output[None], target[None]).sum().reshape(1)
         return known.terms(output, target)
@@ -260,7 +260,7 @@ class SWAG:
 
     .. math:: q(\theta) = N\left(\bar\theta,\ c\,\overline{(\theta_t - \bar\theta)^2} + \epsilon^2\right)
 
-    over the steps t of the last part of a client's local training; the mean replaces the client's weights. Give
+    over the steps t of the last part of a client's local training. The mean replaces the client's weights. Give
     ``FederatedBayes(posterior=fb.SWAG())``.
 
     When to use it: with SGD at a constant learning rate, so that noise moves the path about the optimum, and several
@@ -293,7 +293,7 @@ Source = Laplace | SWAG
 
 
 def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
-    """Return matching parameters outside of Bayesian layers; FederationError for a pattern without a match."""
+    """Return matching parameters outside of Bayesian layers. FederationError for a pattern without a match."""
     bayesian = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = matching(patterns, trained, "parameter that requires gradients")
@@ -301,7 +301,7 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
 
 
 def matching(patterns: Sequence[str], known: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the entries of ``known`` that match a pattern; FederationError if a pattern matches none of ``what``."""
+    """Return the entries of ``known`` that match a pattern. FederationError if a pattern matches none of ``what``."""
     found = {}
     for pattern in patterns:
         names = [name for name in known if fnmatchcase(name, pattern)]
@@ -326,7 +326,7 @@ def rows(inputs: Any, which: int | slice) -> Any:
 
 
 def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:
-    """Return the output for one example, both without the dimension of the batch; see ``output_of``."""
+    """Return the output for one example, both without the dimension of the batch. See ``output_of``."""
     batch = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
     return output_of(module, batch, values).squeeze(0)
 

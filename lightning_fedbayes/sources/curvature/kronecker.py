@@ -78,7 +78,7 @@ class KroneckerLaplace:
             patterns of ``parameters``. A layer counts if its weight matches and requires gradients. All else
             (normalisation, embeddings, buffers) is averaged by numbers of examples, without a variance.
         damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
-            which draws directions of little curvature to the clients' average. 0 is Bayes; choose it by held-out
+            which draws directions of little curvature to the clients' average. 0 is Bayes. Choose it by held-out
             examples (``python -m benchmarks.posterior.one_shot``).
 
     Raises: FederationError if an argument is out of range.
@@ -275,7 +275,7 @@ class KroneckerPosterior:
     .. math:: \Lambda = \sum_k B_k \otimes A_k + s^{-2} I
 
     Args:
-        mean: all parameters, name → tensor; point masses outside of the layers in ``terms``.
+        mean: all parameters, name → tensor. Point masses outside of the layers in ``terms``.
         terms: layer → the pairs :math:`(A_k, B_k)` of the clients, float64.
         prior_precisions: layer → :math:`s^{-2}`, with the damping.
         buffers: averages, for ``module.load_state_dict({**mean, **buffers}, strict=False)``.

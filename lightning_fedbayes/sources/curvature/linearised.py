@@ -33,16 +33,16 @@ def linearised_outputs(
 
     with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
 
-    When to use it: for Laplace posteriors. Their variances hold for this linear model; the network itself, at
+    When to use it: for Laplace posteriors. Their variances hold for this linear model. The network itself, at
     parameters drawn from them, is far from its mean.
 
     Args:
-        network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself;
-            in evaluation mode. Its noise is off.
-        posterior: of its parameters; others, and those of variance 0, are fixed.
+        network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself.
+            In evaluation mode. Its noise is off.
+        posterior: of its parameters. Others, and those of variance 0, are fixed.
         inputs: a batch: a tensor of shape (batch, \*), a collection of such, or another input of the network, such as
             a graph, which is not divided into examples: one pass, and one back for every output of every example.
-        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one by one. The Jacobians of
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one. The Jacobians of
             a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or are of one
             example.
 
@@ -107,7 +107,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 
     Args:
         mean: f, shape (batch, \*outputs).
-        covariance: C, positive semidefinite, shape (batch, O, O); FedBayesError if it is not finite.
+        covariance: C, positive semidefinite, shape (batch, O, O). FedBayesError if it is not finite.
         draws: number of draws.
     """
     wrong = int((~covariance.isfinite()).flatten(1).any(1).sum())

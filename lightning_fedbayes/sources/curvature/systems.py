@@ -33,7 +33,7 @@ GRID = 50
 class KroneckerSystem:
     r"""The equation :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in).
 
-    The preconditioner is one Kronecker product of the sums of the factors; with a single term it is exact. Its
+    The preconditioner is one Kronecker product of the sums of the factors. With a single term it is exact. Its
     eigenvectors are computed once.
 
     Args:
@@ -76,7 +76,7 @@ class KroneckerSystem:
         return outer[1], inner[1], scale
 
     def with_prior(self, prior_precision: float) -> KroneckerSystem:
-        """Return this system with another p; it shares what was computed of the terms."""
+        """Return this system with another p. It shares what was computed of the terms."""
         other = KroneckerSystem(self.terms, prior_precision, self.inner)
         known = vars(self)
         if "_whole" in known:
@@ -192,7 +192,7 @@ def chosen_precision(information: Iterable[Tensor], mean: Iterable[Tensor]) -> f
 
     with fixed mean and information F. There :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)`, with the number of
     parameters that the data determine, :math:`\gamma = \sum_i F_i / (F_i + a)`. The right side falls with a, so
-    bisection finds the one solution; without information it is 1.
+    bisection finds the one solution. Without information it is 1.
 
     Args:
         information: F, tensors of any shapes, none negative.
@@ -223,7 +223,7 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
     Args:
         information: F, the eigenvalues, shape (parameters,), none negative.
         pull: t, in the eigenvectors, of the same shape.
-        near: search within a ``factor`` of this; None: between 1 / :data:`LARGEST` and :data:`LARGEST`.
+        near: search within a ``factor`` of this. None: between 1 / :data:`LARGEST` and :data:`LARGEST`.
         factor: see ``near``.
 
     Source: MacKay 1992.
