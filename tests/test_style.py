@@ -45,7 +45,7 @@ MARKS = {
     r"\b(beside|anew|alone|nobody)\b": (4.2, 0.3),
     ";": (48.0, 15.0),
 }
-"""Words that mark a stiff manner → how many stand in 10,000, and how many are to be left: three times other projects'."""
+"""Words of a stiff manner → how many stand in 10,000, and how many are to be left, three times other projects'."""
 
 
 def test_words_of_a_stiff_manner_only_become_fewer():
