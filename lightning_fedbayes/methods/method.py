@@ -31,7 +31,7 @@ from lightning_fedbayes.methods.late import Late
 Tensors = dict[str, Tensor]
 
 PREFIX = "method/"
-"""Prefix of a method's own tensors among the buffers that travel between clients and server."""
+"""Prefix of a method's tensors among the buffers that travel between clients and server."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shared:
 
     Args:
         posterior: the global posterior, from which clients start. Of a network without variances a point mass.
-        tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
+        tensors: of the method, name → tensor: from :meth:`Method.init`, or from the last :meth:`Method.fuse`.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
         notes: what a method works out once for all clients of the round, such as sums over parameters.
@@ -124,7 +124,7 @@ class Quadratic:
             check_strings("names", self.names, "give names of the posterior, or None for all")
 
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-        """Return the term for a loop of one's own, a scalar. The engines have their own way for stacks of clients.
+        """Return the term, a scalar, for a training loop by hand. Engines compute it for stacks of clients.
 
         Args:
             values: name → parameter, with gradients.
@@ -146,7 +146,7 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """Problem of a client: what it minimises beside its own loss, and where it starts.
+    """Problem of a client: the terms that its loss gains, and where it starts.
 
     Args:
         quadratic: a term of the loss. None for none.
@@ -201,7 +201,7 @@ class Report:
     Args:
         posterior: what it sends.
         kept: what it keeps, name → tensor. It never leaves the client.
-        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`. The server averages it, or adds
+        sent: what else it sends, name → tensor, by the names of :meth:`Method.init`. The server averages it, or adds
             it up (:attr:`Method.adds`).
     """
 
@@ -210,10 +210,10 @@ class Report:
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Return the message of a client in a loop of one's own, for :meth:`~lightning_fedbayes.Server.admit`.
+        """Return a client's message in a training loop by hand, for :meth:`~lightning_fedbayes.Server.admit`.
 
         Raises:
-            FederationError: ``buffers``, or what is sent beside the posterior, maps no names to tensors.
+            FederationError: ``buffers``, or what else is sent, does not map names to tensors.
         """
         for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
             check_mapping(name, given, Tensor)
@@ -239,15 +239,15 @@ class Method:
     registered: ClassVar[str] = ""
     """Name by which users choose the method. :func:`~lightning_fedbayes.register_method` sets it."""
     keeps: ClassVar[str] = ""
-    """Name of what clients keep and cannot lose, for messages, such as "its control variate". "" for nothing."""
+    """Name of what clients keep and cannot lose, for messages, such as "its control variate". "" if nothing."""
     sends: ClassVar[bool] = False
-    """True if clients send tensors of the names of :meth:`init` beside their posteriors."""
+    """True if clients send tensors with the names of :meth:`init` with their posteriors."""
     sent: ClassVar[tuple[str, ...]] = ()
     """Names that they send. Empty for all."""
     told: ClassVar[tuple[str, ...]] = ()
     """Names that the server sends to clients over a network. Empty for all."""
     adds: ClassVar[bool] = False
-    """True if the server adds up what clients send beside, as sites are. Otherwise it averages it by their weights."""
+    """True if the server adds up what else clients send, as for sites. Otherwise it averages it by their weights."""
     sends_means: ClassVar[bool] = False
     """True if the posteriors that clients send are point masses, whatever the global one is."""
     keeps_optimizer: ClassVar[bool] = False
@@ -274,7 +274,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of the method for messages: its own, or that of the rule."""
+        """The name in messages: the method's, or the rule's."""
         return self.registered or self._rule_name
 
     @property
@@ -297,7 +297,7 @@ class Method:
     def agreement(self) -> str:
         """Return what server and clients must have in common, in words. "" if a client needs to know nothing.
 
-        By default the method with its arguments, if it does something of its own at the server.
+        By default the method with its arguments, if it does more at the server than its rule.
         """
         return "" if type(self).init is Method.init and type(self).fuse is Method.fuse else self.described
 
@@ -320,7 +320,7 @@ class Method:
         return not self.told or name == key or name in self.told
 
     def init(self, posterior: GaussianPosterior) -> Tensors:
-        """Return the tensors that the server sends beside the posterior, as before the first round.
+        """Return the tensors that the server sends with the posterior, as before the first round.
 
         They are the method's state at the server, kept in its checkpoints. Where clients answer (:attr:`sends`), by
         tensors of the same names and shapes.
@@ -331,13 +331,13 @@ class Method:
         return {}
 
     def prior(self, shared: Shared) -> GaussianPosterior | None:
-        """Return the prior of all clients in this round. None: the network's own."""
+        """Return the prior of all clients in this round. None: the network's."""
         return None
 
     def prior_of(self, name: str) -> tuple[float, float] | None:
         """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor. None for none.
 
-        The network's own must be the same.
+        The network must have the same.
         """
         return None
 
@@ -364,7 +364,7 @@ class Method:
         Args:
             shared: what the clients started from.
             fused: the rule's result.
-            averages: of what the clients have sent beside, by their weights, or its sums (:attr:`adds`). Empty if they
+            averages: of what else the clients have sent, by their weights, or its sums (:attr:`adds`). Empty if they
                 do not (:attr:`sends`).
             heard: share of all clients that have sent something.
 
@@ -433,7 +433,7 @@ class Method:
         return None
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Return what a user should know after ``round`` rounds of this method, said once. None for nothing.
+        """Return what a user should know after ``round`` rounds of this method, said once, or None.
 
         Args:
             posterior: the global one.
