@@ -163,7 +163,7 @@ def check_number(
 
     >>> check_number("fraction", 2, "(0, 1]", why="the share of clients in a round")
     Traceback (most recent call last):
-    lightning_fedbayes.core.errors.FederationError: fraction=2: give a finite number in (0, 1]. The share of clients ...
+    lightning_fedbayes.core.errors.FederationError: fraction=2: give a finite number in (0, 1]; the share of clients ...
     """
     low, high, closed = _ends(interval)
     if type(value) is float and low < value < high:  # nearly always
@@ -234,7 +234,7 @@ def raised_as(error: type[FedBayesError], what: str, remedy: str) -> Iterator[No
     >>> with raised_as(FederationError, "the network cannot take this batch", "give tensors"):
     ...     raise KeyError("x")
     Traceback (most recent call last):
-    lightning_fedbayes.core.errors.FederationError: the network cannot take this batch: KeyError: 'x'. Give tensors
+    lightning_fedbayes.core.errors.FederationError: the network cannot take this batch: KeyError: 'x'; give tensors
     """
     try:
         yield
