@@ -265,27 +265,28 @@ class FederatedBayes(L.Callback):
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""
         assert self._loop is not None
-        before, collective = self._loader, self._loop.collective
+        before = self._loader
         if before is not None and not self._loop.reloads_data:
             return before
 
-        def plan(loader: FederatedLoader) -> RoundPlan:
-            return share_of(self._planned(trainer, loader), collective.rank, collective.size)
-
+        plan = partial(self._planned, trainer, self._loop)
         self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
+        clients = self._loader.clients
+        self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
         if before is not None:
-            checks.check_same_number(before.clients, self._loader.clients)
+            checks.check_same_number(before.clients, clients)
             if self._federation is not None:
                 self._federation.engine.use(self._loader)
+                self._report.set_clients(clients)
         return self._loader
 
-    def _planned(self, trainer: L.Trainer, loader: FederatedLoader) -> RoundPlan:
-        """Return the plan of the present round, for all processes. The loader and the hooks share it."""
+    def _planned(self, trainer: L.Trainer, loop: FitLoop, loader: FederatedLoader) -> RoundPlan:
+        """Return this process's share of the present round's plan, which the loader and the hooks have in common."""
         plan, planned = self._plan
         if plan.round != trainer.current_epoch or planned is not loader:
             plan = plan_round(trainer.current_epoch, loader.clients.sizes, loader.batching, loader.timeline)
             self._plan = plan, loader
-        return plan
+        return share_of(plan, loop.collective.rank, loop.collective.size)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
@@ -327,11 +328,8 @@ class FederatedBayes(L.Callback):
         loop, loader = self._loop, self._loader
         assert loop is not None
         assert loader is not None
-        clients = loader.clients
         loop.begin_round()
-        self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
-        self._report.set_clients(clients)  # data may have been reloaded
-        share = share_of(self._planned(trainer, loader), loop.collective.rank, loop.collective.size)
+        share = self._planned(trainer, loop, loader)
         loop.set_length(self.federation.engine.num_batches(share))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
@@ -346,7 +344,7 @@ class FederatedBayes(L.Callback):
         """At a client's last batch, take its posterior. At the last client's, fuse."""
         federation = self.federation
         outcomes = federation.receive(federation.engine.end_batch(batch_idx))
-        if federation.is_complete:
+        if federation.is_complete and self.settings.schedule is not None:
             outcomes += federation.land()
         for outcome in outcomes:
             self._report.client(outcome)
@@ -354,13 +352,13 @@ class FederatedBayes(L.Callback):
             assert self._loop is not None
             self._report.tell_failures(federation.round)  # here: finish raises if too many rounds have failed
             own = set(federation.share.cohort)
-            result = federation.finish(note=self._loop.own_steps(idle=not own))
-            steps = federation.notes_of(result)
-            if len(steps) > 1:
+            several = self._loop.collective.size > 1
+            result = federation.finish(note=self._loop.own_steps(idle=not own) if several else None)
+            if several:
                 for outcome in result.outcomes:
                     if outcome.client not in own:  # another process has trained it
                         self._report.client(outcome)
-                self._loop.count_steps(steps)
+                self._loop.count_steps([note.extra for note in result.notes])
             self._report.fused(result)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -381,12 +379,14 @@ class FederatedBayes(L.Callback):
         if self.federation.stage == "fused":
             log = self.federation.engine.log
             log.end_round()
+            assert self._loop is not None
+            names: tuple[set[str], set[str]] = set(), set()
             if trainer.loggers:  # the module's training figures need it; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
+                names = log.names, self._loop.step_names
             if self.settings.privacy is not None:
                 pl_module.log_dict(self.settings.privacy.figures(max(self._report.records.rounds)))
-            assert self._loop is not None
-            self._report.log_round(trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty)
+            self._report.log_round(trainer, self.federation.server.history[-1], *names, self._uncertainty)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round, the x-axis of the test's figures."""

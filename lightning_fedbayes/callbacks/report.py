@@ -31,12 +31,13 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 
 
 class ClientRecords:
-    """Records of all clients over the federation, a column for each figure: a million take 56 MB.
+    r"""Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
     Attributes:
         rounds, failures: rounds that each took part in, and was left out of.
         train_loss, first_loss: mean training loss in its last and first round.
-        diverged: 1 if its training loss has exceeded :func:`worst_loss` in some round.
+        diverged: 1 if its training loss has exceeded :math:`\ell + \max(|\ell|, 1)` in some round. The loss ℓ of the
+            first round began without knowledge.
         weight, seconds, megabytes_up: its normalised weight ω, training time and size of the update in its last round.
         last_failure: client → the reason why it was left out last.
     """
@@ -80,7 +81,8 @@ class ClientRecords:
         self.megabytes_up[client], self.train_loss[client] = outcome.num_bytes / 1e6, loss
         if math.isnan(self.first_loss[client]):
             self.first_loss[client] = loss
-        diverges = not self.diverged[client] and loss > worst_loss(self.first_loss[client])
+        worst = self.first_loss[client] + max(abs(self.first_loss[client]), 1.0)
+        diverges = not self.diverged[client] and loss > worst
         self.diverged[client] |= diverges
         return diverges
 
@@ -101,14 +103,6 @@ class ClientRecords:
         for name, (kind, _) in self.COLUMNS.items():
             setattr(self, name, array(kind, state[name].tolist()))
         self.last_failure = dict(state["last_failure"])
-
-
-def worst_loss(first: float) -> float:
-    r"""Return the loss beyond which training has diverged, :math:`\ell_1 + \max(|\ell_1|, 1)`.
-
-    :math:`\ell_1` is the mean training loss of the client's first round, which began without knowledge.
-    """
-    return first + max(abs(first), 1.0)
 
 
 def divergence_of(names: Sequence[str]) -> str:
@@ -215,7 +209,7 @@ class FederationReport:
 
     def tell_failures(self, round: int) -> None:
         """Print a line for each kind of failure of clients that are left out of ``round``, from 0."""
-        for line in told_failures(self._failures):
+        for line in told_failures(self._failures) if self._failures else ():
             rank_zero_info(f"Round {round + 1}: {line}")
         self._failures = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -273,7 +272,8 @@ class Engine(ABC):
         ``measured`` is the result of :meth:`found`. Raise FusionError if a value is not finite, and FederationError if
         training has changed what is frozen.
         """
-        self.model.check_frozen()
+        if self.model.frozen:
+            self.model.check_frozen()
         is_last = client // STRIDE == self.method.problems - 1
         own: dict[str, Any] = {"rounds": self.plan.round + 1} if self.keep_optimizer else {}
         if self.keep_posteriors and is_last:
@@ -316,10 +316,6 @@ class Engine(ABC):
 
         The tensors of an update may be views that the next batch overwrites.
         """
-
-    def seconds(self) -> float:
-        """Return the time since the present clients have begun."""
-        return time.perf_counter() - self._start
 
     def threads(self) -> AbstractContextManager[None]:
         """Inside, torch uses the number of threads that suits the posteriors of the round.

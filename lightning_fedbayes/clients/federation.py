@@ -110,11 +110,11 @@ class Federation:
         """
         if plan.turn is ENDED:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
-        if self.engine.model.join():  # what was frozen trains now
+        if self.engine.model.frozen and self.engine.model.join():  # what was frozen trains now
             if any(self.server.rule_states.values()) or split(self.server.buffers)[1]:
                 raise FederationError(
                     f"parameters that were frozen train from round {self.round + 2} on, and "
-                    f"fusion='{self.settings.method.name}' remembers the rounds before: let them require gradients "
+                    f"fusion='{self.server.method.name}' remembers the rounds before: let them require gradients "
                     "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
                 )
             self.server.posterior = self.engine.model.read_posterior().clone()
@@ -126,7 +126,7 @@ class Federation:
         self.engine.begin_method(self.server.begin(plan.heard))
         if self._is_shared:
             self._wait_for_states()
-        advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
+        advice = self.server.method.advice(self.server.posterior, plan.round, plan.clients)
         if advice is not None and self.settings.posterior is None:
             rank_zero_info(advice)
         if self.settings.adversaries is not None:
@@ -193,11 +193,10 @@ class Federation:
             self.in_flight.send(message, self.round, self.engine.states.withdraw(message.client))
 
     def land(self) -> list[ClientOutcome]:
-        """Bring the messages that arrive before the next fusion to the server, if there is a schedule."""
+        """Bring the messages that arrive before the next fusion to the server, under a schedule."""
         assert self.plan is not None
+        assert self.plan.turn is not None
         turn, outcomes = self.plan.turn, []
-        if turn is None:
-            return outcomes
         order = {client: place for place, client in enumerate(self.in_flight.sent)}
         with self.engine.threads():
             for arrival in sorted(turn.arrivals, key=lambda each: (each.time, order[each.client])):
@@ -231,14 +230,14 @@ class Federation:
         """Let the server finish the round, and load the global model into the module.
 
         Args:
-            note: what this process tells the others. See :meth:`notes_of`.
+            note: what this process tells the others, ``extra`` in the result's notes.
 
         Raises:
             FederationError: too many rounds in a row have failed. The module holds the last good global model.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None
-        auto = self.settings.method.auto
+        auto = self.server.method.auto
         told = ProcessNote(None, self._sent, note)
         if self._is_shared:
             sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
@@ -267,11 +266,6 @@ class Federation:
             result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result
-
-    @staticmethod
-    def notes_of(result: RoundResult) -> list[Any]:
-        """Return the notes that each process gave to :meth:`finish`."""
-        return [note.extra for note in result.notes]
 
     def _end(self, *, success: bool) -> None:
         """End the round at the clients. Without success the module goes back to the old global model."""
@@ -337,7 +331,7 @@ class Federation:
 
     def _personal(self, client: int) -> ClientState:
         """Return the state of a client's last problem, which has its personal posterior."""
-        return self.engine.states.of(client + (self.settings.method.problems - 1) * STRIDE)
+        return self.engine.states.of(client + (self.server.method.problems - 1) * STRIDE)
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
@@ -364,7 +358,7 @@ class Federation:
         Args:
             of_process: sum of the first term over the examples that this process has scored, and their number.
         """
-        server, prior = self.server, self.settings.method.counted(self.server.posterior)
+        server, prior = self.server, self.server.method.counted(self.server.posterior)
         if prior is None:
             return
         sums, counts = zip(*server.collective.all_gather(of_process))
@@ -391,7 +385,7 @@ class Federation:
         self.engine.model.load_variances(self.server.posterior)
         self.engine.states.load_state_dict(state["clients"])
         self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
-        method, server = self.settings.method, self.server
+        method, server = self.server.method, self.server
         if method.keeps and not server.is_new:
             lost = sorted(server.accepted.keys() - self.engine.states.clients())
             if lost:

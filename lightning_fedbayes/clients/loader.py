@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,9 @@ from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
-from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, loaded
+from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, TensorsOfClients, loaded
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
+from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import (
@@ -61,7 +62,7 @@ class FederatedLoader:
         loader: of the user. Its settings are taken over.
         clients: the clients.
         batching: how examples become batches.
-        plan: returns the plan of the current round, of the clients that this process trains.
+        plan: returns, for this loader, the plan of the current round, of the clients that this process trains.
         part: number of this process, and number of the processes that split every batch. See :func:`part_of`.
 
     Attributes:
@@ -78,7 +79,7 @@ class FederatedLoader:
         loader: DataLoader,
         clients: Clients,
         batching: Batching,
-        plan: Callable[[], RoundPlan],
+        plan: Callable[[FederatedLoader], RoundPlan],
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.part = part
@@ -100,7 +101,7 @@ class FederatedLoader:
         self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
-        plan = self._plan()
+        plan = self._plan(self)
         if not plan.cohort:
             return 1
         return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
@@ -129,7 +130,7 @@ class FederatedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
-        plan = self._plan()
+        plan = self._plan(self)
         if not plan.cohort:  # a process without clients: the loop needs a batch, and hooks a real one
             yield [] if self.arrangement is not None else self.load(plan.round, 0)
         elif self.arrangement is not None:
@@ -164,7 +165,7 @@ class FederatedLoader:
         )
         return DataLoader(
             ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self._sizes, self.batching, self._plan, sequence, self.part),
+            batch_sampler=_PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part),
             collate_fn=loaded,
             generator=self._worker_seed,
             **{name: getattr(loader, name) for name in kept},
@@ -302,6 +303,6 @@ def federated_loader(
     else:
         first = 0 if settings.safeguards.max_influence is None else FEWEST
         timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, first, clients_in_a_round)
-    made = FederatedLoader(loader, clients, batching, lambda: plan(made), part)
+    made = FederatedLoader(loader, clients, batching, plan, part)
     made.timeline = timeline
     return made

@@ -98,7 +98,7 @@ class ResidentModel:
         self._kept_buffers = self._local_buffers + (self.buffer_names if buffers == "local" else [])
         self.global_parameters: Tensors = {}
         self.global_buffers: Tensors = {}
-        self._global_variances: Tensors = {}
+        self.global_variances: Tensors = {}
         self.remember_global()
 
     def _look(self) -> None:
@@ -147,7 +147,7 @@ class ResidentModel:
         }
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
-        self._global_variances = {} if self.learned is None else dict(self.learned.variances)
+        self.global_variances = {} if self.learned is None else dict(self.learned.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
@@ -170,19 +170,15 @@ class ResidentModel:
                 if name not in self.frozen:
                     parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
-        self.load_global_variances()
-
-    def load_global_variances(self) -> None:
-        """Take the variances of the global model as the module's."""
         if self.learned is not None:
-            self.learned.variances.update(self._global_variances)
+            self.learned.variances.update(self.global_variances)
 
     def load_variances(self, posterior: GaussianPosterior) -> None:
         """Take the variances of ``posterior`` as the module's and the global model's."""
         if self.learned is not None:
             own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
             self.learned.variances.update(own)
-            self._global_variances.update(own)
+            self.global_variances.update(own)
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
         """Make ``posterior`` the prior of the federated parameters. None restores the network's priors."""
@@ -201,17 +197,17 @@ class ResidentModel:
         with torch.no_grad():
             for name in self._local_parameters:
                 self.parameters[name].copy_(self.global_parameters[name])
-        self._write_buffers({**self.global_buffers, **load_scale(self.module, buffers)})
+        self._write_buffers({**self.global_buffers, **(load_scale(self.module, buffers) if buffers else {})})
         self.remember_global()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Inside, other posteriors may be loaded. Afterwards the global model is what it was, bit by bit."""
-        before = self.global_parameters, self.global_buffers, self._global_variances
+        before = self.global_parameters, self.global_buffers, self.global_variances
         try:
             yield
         finally:
-            self.global_parameters, self.global_buffers, self._global_variances = before
+            self.global_parameters, self.global_buffers, self.global_variances = before
             self.load_global()
 
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
@@ -264,7 +260,7 @@ class ResidentModel:
             if entry is not None:
                 variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
             elif self.learned is not None and name in self.learned.variances:
-                variance[name] = local.get(variance_of(name), self._global_variances[name])
+                variance[name] = local.get(variance_of(name), self.global_variances[name])
         whole = GaussianPosterior(mean, variance, posterior.linearised)
         return whole.ordered(PosteriorView(self.module).read().names).clone()
 
@@ -278,7 +274,8 @@ class ResidentModel:
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
-        return self.view.read().marked(self.learned is not None and self.learned.linearised)
+        posterior = self.view.read()
+        return posterior if self.learned is None else posterior.marked(self.learned.linearised)
 
     @property
     def federated_buffers(self) -> Tensors:

@@ -188,9 +188,9 @@ class SequentialEngine(Engine):
         client, error = self._client, self._failure
         if error is None and self.model.learned is not None:
             error = self._measure(client, self.model.learned)
-        logged = self.log.end_client(client.job)
+        logged, seconds = self.log.end_client(client.job), time.perf_counter() - self._start
         if error is not None:
-            return ClientFailure(client.job, error, client.num_examples, self.seconds())
+            return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
             metrics["train_loss"] = float(torch.cat(self._losses).mean()) * self.context.accumulate
@@ -204,7 +204,7 @@ class SequentialEngine(Engine):
             measured = None if self._watch is None else self._found(client, self._watch)
             posterior, buffers, own = self.sent_and_kept(client.job, posterior, buffers, measured)
         except (PosteriorError, FusionError) as unusable:
-            return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
+            return ClientFailure(client.job, unusable, client.num_examples, seconds)
         states, options = [], []
         if self.keep_optimizer:
             for optimizer in self._optimizers:
@@ -213,7 +213,7 @@ class SequentialEngine(Engine):
                 options.append(changes)
             states = self.kept_states(states)
         self.states.keep(client.job, ClientState(self.model.read_local(), states, options, **own))
-        return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"])
+        return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, seconds, own["kept"])
 
     def _measure(self, client: Client, learned: LearnedPosterior) -> Exception | None:
         """Measure the variances of the client that has just trained. Return the error if that fails."""

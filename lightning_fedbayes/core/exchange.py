@@ -128,13 +128,11 @@ class Reduction:
 
 
 def merge_statistics(reductions: Sequence[Reduction], collective: Collective) -> list[Statistics]:
-    """Merge the sums of all processes. The result is the same in each, on the CPU where there are several.
+    """Merge the sums of several processes. The result is the same in each, on the CPU.
 
     Each process receives its shard of all vectors, merges it in order of rank, and sends the result to all. Vectors
     that are 0 everywhere, such as the variances of a deterministic network, are not sent.
     """
-    if collective.size == 1:
-        return [each.own for each in reductions]
     packed = [_packed(each, collective.size) for each in reductions]
     received = collective.all_to_all([[each[rank] for each in packed] for rank in range(collective.size)])
     merged = [_merged(each, parts) for each, parts in zip(reductions, zip(*received, strict=True), strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fedbayes.core.errors import sendable
 from lightning_fedbayes.core.seeding import derive_seed, seed_host
@@ -55,6 +55,47 @@ class Parts(Sequence[Dataset]):
     def sizes(self) -> tuple[int, ...]:
         """Number of examples of each client."""
         return tuple(self.ends.diff().tolist())
+
+
+class TensorsOfClients(Sequence[Any]):
+    """Tensors and rows of each client's data by :func:`tensors_of`, of :class:`Parts` when asked for.
+
+    Empty if the data of any client are not tensors in memory.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._parts = datasets if isinstance(datasets, Parts) else None
+        found = [tensors_of(each) for each in (datasets if self._parts is None else [self._parts.dataset])]
+        self._found = found if all(each is not None for each in found) else []
+        self._length = len(datasets) if self._found else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, client: Any) -> Any:
+        if self._parts is None:
+            return self._found[client]
+        assert self._found[0] is not None
+        (tensors, rows), own = self._found[0], self._parts.rows_of(range(self._length)[client])
+        return tensors, own if rows is None else rows[own]
+
+    @property
+    def shapes(self) -> set[tuple[torch.Size, ...]]:
+        """Shapes of single examples."""
+        return {tuple(tensor.shape[1:] for tensor in each[0]) for each in self._found if each is not None}
+
+
+def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Return tensors of a ``TensorDataset`` or a ``Subset`` of one, and its rows, None for all. None for other data."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset:
+        inner = tensors_of(dataset.dataset)
+        if inner is not None:
+            tensors, rows = inner
+            picked = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return tensors, picked if rows is None else rows[picked]
+    return None
 
 
 class PlannedBatch(list):

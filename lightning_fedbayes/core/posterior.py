@@ -135,15 +135,13 @@ class GaussianPosterior:
         """This posterior, with another value of ``linearised``. It shares its tensors."""
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
 
-    def flattened(self) -> GaussianPosterior:
-        """This posterior with its present result of :meth:`flatten`, even if its tensors change later."""
-        return self if self._flat is not None else self.with_flat(*self.flatten())
-
-    def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
-        """This posterior, but :meth:`flatten` returns these float64 vectors (P,) even if its tensors change."""
+    def flattened(self, flat: tuple[Tensor, Tensor] | None = None) -> GaussianPosterior:
+        """This posterior with its present result of :meth:`flatten`, or ``flat``, even if its tensors change later."""
+        if self._flat is not None and flat is None:
+            return self
         names = "is_point_mass", "num_parameters", "linearised"
         known = {name: getattr(self, name) for name in names}
-        return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
+        return self._of_checked(self.mean, self.variance, _flat=flat or self.flatten(), **known)
 
     def owned(self) -> GaussianPosterior:
         """A copy of this posterior, made of the stored result of :meth:`flatten` if there is one."""

@@ -23,9 +23,9 @@ class _AverageRule(SumRule):
     by_columns: ClassVar[bool] = True
     weight_power = 1
 
-    transform: Callable[[Tensor], Tensor] = staticmethod(lambda variance: variance)
+    transform: Callable[[Tensor], Tensor] = staticmethod(torch.positive)
     """Variance → the term that is summed over clients."""
-    invert: Callable[[Tensor], Tensor] = staticmethod(lambda average: average)
+    invert: Callable[[Tensor], Tensor] = staticmethod(torch.positive)
     """Weighted average of these terms → the variance."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:

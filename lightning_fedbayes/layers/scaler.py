@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_at_least, listed, raised_as, shown
+from lightning_fedbayes.core.loading import tensors_of
 from lightning_fedbayes.core.messages import SCALE
 from lightning_fedbayes.core.tables import Row, badness_of, markdown_table, worst_rows
-from lightning_fedbayes.data.clients import tensors_of
 
 FARTHEST, FEWEST = 30.0, 3
 """Multiple of the median client's distance at which examples count at most. Fewest clients whose median tells."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import (
     FederationError,
-    check_at_least,
-    check_flag,
     check_kind,
     check_number,
     check_strings,
@@ -22,7 +20,6 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
-from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
@@ -52,12 +49,6 @@ class Shared:
     is_new: bool = True
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        check_kind("posterior", self.posterior, GaussianPosterior, "give the global GaussianPosterior")
-        check_mapping("tensors", self.tensors, Tensor)
-        check_number("share", self.share, "(0, 1]")
-        check_flag("is_new", self.is_new)
-
 
 @dataclass(frozen=True)
 class Participant:
@@ -82,16 +73,6 @@ class Participant:
     rate: float | None = None
     gaussian: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        check_at_least("number", self.number, 0)
-        check_at_least("num_examples", self.num_examples, 1)
-        check_at_least("problem", self.problem, 0)
-        check_at_least("steps", self.steps, 0)
-        if self.rate is not None:
-            check_number("rate", self.rate, "[0, inf)")
-        if not isinstance(self.kept, dict) or self.kept:
-            check_mapping("kept", self.kept, Tensor)
 
 
 @dataclass(frozen=True)
@@ -187,11 +168,6 @@ class Trained:
     posterior: GaussianPosterior
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     precisions: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
-        check_mapping("gradients", self.gradients, Tensor)
-        check_mapping("precisions", self.precisions, Tensor)
 
 
 @dataclass(frozen=True)
@@ -458,6 +434,8 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
         FederationError: it is no Report of tensors, sends what the method does not say, or has written into what the
             client has trained.
     """
+    if type(method).report is Method.report and not method.sends:
+        return Report(trained.posterior)
     tensors = [*trained.posterior.mean.values(), *trained.posterior.variance.values()]
     versions = [version_if_any(each) for each in tensors]
     report = method.report(shared, client, trained)
@@ -477,16 +455,6 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
             "GaussianPosterior of what it sends"
         )
     return report
-
-
-def fused_by(
-    method: Method, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
-) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-    """Return what ``method`` makes of a rule's result. Raise FusionError unless it is finite."""
-    posterior, tensors = method.fuse(shared, fused, averages, heard)
-    if posterior is not fused:
-        check_finite(posterior, "the fused posterior")
-    return posterior, tensors
 
 
 def split(buffers: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:

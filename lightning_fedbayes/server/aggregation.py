@@ -320,10 +320,11 @@ class Aggregation:
         Raises:
             FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
         """
-        everyone = self.collective.all_gather(self.admitted()) if everyone is None else everyone
+        several = self.collective.size > 1
+        if everyone is None:
+            everyone = self.collective.all_gather(self.admitted())
         weights = dict(sorted(self._weights_of(everyone).items()))
         outlying = self._fuse_held(weights, everyone)
-        several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
         of_all = sum(weights.values())
@@ -415,11 +416,12 @@ class Aggregation:
             self._buffers.add(update.buffers, shares[update.client])
         within = self._disagreement.statistics(self.collective.size > 1)
         apart = Reduction(within, self.previous.num_parameters, merge_disagreement, totals_only=True)
-        merged = merge_statistics([apart, self._buffers.reduction(), *others], self.collective)
-        if self.collective.size > 1:
-            device = self.previous.flatten()[0].device
-            merged[2:] = [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
-        return merged
+        parts = [apart, self._buffers.reduction(), *others]
+        if self.collective.size == 1:
+            return [each.own for each in parts]
+        merged = merge_statistics(parts, self.collective)
+        device = self.previous.flatten()[0].device
+        return merged[:2] + [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
 
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
         """Return the weights of all clients. Normalised where updates were held back until all were known."""

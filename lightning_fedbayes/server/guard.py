@@ -203,16 +203,13 @@ class Guard:
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
         """Return which of the ``updates``, of these ``sizes``, cannot come from training, shape (clients,)."""
-        return (sizes[:, 0] > MOST_MOVE * (1 + self._largest) * self._numels.sqrt()).any(1)
+        return (sizes[:, 0] > self._most_move * self._numels.sqrt()).any(1)
 
     @cached_property
-    def _largest(self) -> float:
-        """The largest of the global means."""
-        largest = 0.0
-        for value in self.previous.mean.values():
-            if value.numel():
-                largest = max(largest, float(value.abs().max()))
-        return largest
+    def _most_move(self) -> float:
+        """The largest root mean square of a tensor's moves."""
+        largest = (float(value.abs().max()) for value in self.previous.mean.values() if value.numel())
+        return MOST_MOVE * (1 + max(largest, default=0.0))
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
@@ -301,7 +298,7 @@ class Guard:
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """Return the part of a client's update that counts, within its limits. Arguments as for :meth:`clip`."""
-        return changed(update, posterior=update.posterior.with_flat(*self.clip(update, limits, sizes)))
+        return changed(update, posterior=update.posterior.flattened(self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance, shape (P,), float64, with every size within its limit. The rest does not change.

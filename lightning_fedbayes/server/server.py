@@ -16,9 +16,10 @@ from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import SCALE, ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.fusion import FusionRule, RuleState
+from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
-from lightning_fedbayes.methods.method import fused_by, joined, split
+from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, mean_variance
 from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
@@ -303,7 +304,8 @@ class Server:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
         outcomes, everyone, notes, refused, count = [], [], [], {}, 0
-        for report in self.collective.all_gather(ProcessReport(own, admitted, note)):
+        mine = ProcessReport(own, admitted, note)
+        for report in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
             outcomes += report.outcomes
             everyone.append(report.admitted)
             notes.append(report.note)
@@ -392,7 +394,9 @@ class Server:
         """Return the round's result as the method makes it of the rule's and of the tensors that clients sent."""
         buffers, averages = split(aggregate.buffers)
         heard = self._shared.share * sum(weight > 0 for weight in aggregate.weights.values())
-        posterior, tensors = fused_by(self.method, self._shared, aggregate.posterior, averages, heard)
+        posterior, tensors = self.method.fuse(self._shared, aggregate.posterior, averages, heard)
+        if posterior is not aggregate.posterior:
+            check_finite(posterior, "the fused posterior")
         figures = {
             **aggregate.metrics,
             **mean_variance(posterior),

@@ -143,7 +143,7 @@ class SiteGuard(Guard):
         sites = [self._site(update) for update in updates]
         told = torch.tensor([[float(site["clients"]), float(site["examples"])] for site in sites])
         true = torch.tensor([[1.0, float(update.num_examples)] for update in updates])
-        wrong = ~((told - true).abs() <= 1e-6 * true).all(1) | (largest > MOST_MOVE * (1 + self._largest))
+        wrong = ~((told - true).abs() <= 1e-6 * true).all(1) | (largest > self._most_move)
         return wrong | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
 
     def _rows(self, vector: Tensor) -> list[Tensor]:

@@ -1,11 +1,9 @@
-"""Checkpoint files: written and read whole, and always between two rounds."""
+"""Checkpoint files: written and read whole."""
 
 from __future__ import annotations
 
-import copy
 import os
 import zipfile
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.errors import FederationError
 
 
@@ -70,59 +67,3 @@ def use_whole_checkpoints(trainer: L.Trainer) -> None:
     """Let ``trainer`` read and write by :class:`WholeCheckpointIO`, unless a user has given a plug-in."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpointIO()
-
-
-Checkpoint = dict[str, Any]
-
-
-class RoundBoundary:
-    """The Trainer's progress at the start of a round, for checkpoints inside the round."""
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self.loop_state = loop_state(trainer.fit_loop)
-        self.global_step = trainer.global_step
-        self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-        self.param_groups = [options_of(optimizer) for optimizer in trainer.optimizers]
-
-    def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
-        """Move ``checkpoint`` to the start of the round."""
-        checkpoint["loops"]["fit_loop"] = copy.deepcopy(self.loop_state)
-        checkpoint["global_step"] = self.global_step
-        if "lr_schedulers" in checkpoint:
-            checkpoint["lr_schedulers"] = copy.deepcopy(self.schedulers)
-        for state, groups in zip(checkpoint.get("optimizer_states", []), self.param_groups, strict=False):
-            state["param_groups"] = [{**now, **then} for now, then in zip(state["param_groups"], groups, strict=True)]
-        close_round(checkpoint, rounds_done)
-
-
-def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Return ``loop.state_dict()`` in a fraction of its time, which every round pays."""
-    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
-    for name, value in vars(loop).items():
-        if hasattr(value, "on_save_checkpoint"):
-            state |= loop_state(value, f"{prefix}{name}.")
-        elif is_dataclass(value) and hasattr(value, "state_dict"):
-            state[f"{prefix}{name}"] = _counts(value)
-    return state
-
-
-def _counts(progress: Any) -> dict[str, Any]:
-    """Return the fields of Lightning's counters, as ``dataclasses.asdict`` does."""
-    return {name: _counts(value) if is_dataclass(value) else value for name, value in vars(progress).items()}
-
-
-def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
-    """Make ``checkpoint`` say that exactly ``rounds_done`` rounds are complete.
-
-    Lightning writes checkpoints while an epoch is open, and would finish it on resuming, from other batch counts.
-    """
-    checkpoint["epoch"] = rounds_done
-    loops = checkpoint["loops"]["fit_loop"]
-    for scope in ("total", "current"):
-        epochs = loops["epoch_progress"][scope]
-        epochs.update(dict.fromkeys(epochs, rounds_done))
-        batches = loops["epoch_loop.batch_progress"][scope]
-        batches.update(dict.fromkeys(batches, batches["ready"]))
-    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
-    for state in checkpoint.get("optimizer_states", []):
-        state["state"] = {}  # every client starts with its kept state

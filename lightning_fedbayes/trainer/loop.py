@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +19,9 @@ from torch.optim import Optimizer
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.trainer import fast_loop
-from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round
 from lightning_fedbayes.trainer.data import FederatedSource, brought, held_out_batches
 from lightning_fedbayes.trainer.strategy import collective_of
 
@@ -329,3 +331,53 @@ def _add(progress: Any, batches: int) -> None:
     progress.started += batches
     progress.processed += batches
     progress.completed += batches
+
+
+class RoundBoundary:
+    """The Trainer's progress at the start of a round, for checkpoints inside the round."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.loop_state = loop_state(trainer.fit_loop)
+        self.global_step = trainer.global_step
+        self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+        self.param_groups = [options_of(optimizer) for optimizer in trainer.optimizers]
+
+    def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
+        """Move ``checkpoint`` to the start of the round."""
+        checkpoint["loops"]["fit_loop"] = copy.deepcopy(self.loop_state)
+        checkpoint["global_step"] = self.global_step
+        if "lr_schedulers" in checkpoint:
+            checkpoint["lr_schedulers"] = copy.deepcopy(self.schedulers)
+        for state, groups in zip(checkpoint.get("optimizer_states", []), self.param_groups, strict=False):
+            state["param_groups"] = [{**now, **then} for now, then in zip(state["param_groups"], groups, strict=True)]
+        close_round(checkpoint, rounds_done)
+
+
+def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """Return ``loop.state_dict()`` in a fraction of its time, which every round pays."""
+    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if hasattr(value, "on_save_checkpoint"):
+            state |= loop_state(value, f"{prefix}{name}.")
+        elif is_dataclass(value) and hasattr(value, "state_dict"):
+            state[f"{prefix}{name}"] = {
+                key: dict(vars(each)) if is_dataclass(each) else each for key, each in vars(value).items()
+            }
+    return state
+
+
+def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
+    """Make ``checkpoint`` say that exactly ``rounds_done`` rounds are complete.
+
+    Lightning writes checkpoints while an epoch is open, and would finish it on resuming, from other batch counts.
+    """
+    checkpoint["epoch"] = rounds_done
+    loops = checkpoint["loops"]["fit_loop"]
+    for scope in ("total", "current"):
+        epochs = loops["epoch_progress"][scope]
+        epochs.update(dict.fromkeys(epochs, rounds_done))
+        batches = loops["epoch_loop.batch_progress"][scope]
+        batches.update(dict.fromkeys(batches, batches["ready"]))
+    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for state in checkpoint.get("optimizer_states", []):
+        state["state"] = {}  # every client starts with its kept state

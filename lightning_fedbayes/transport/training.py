@@ -221,7 +221,7 @@ class ClientTraining(L.Callback):
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
         jobs = tuple(task.client + problem * STRIDE for problem in range(self.method.problems))
         self._round = RoundPlan(task.round, jobs, tuple(range(0, count * len(jobs) + 1, count)), settings.local_epochs)
-        self._loader = FederatedLoader(loader, clients, batching, lambda: self._round)
+        self._loader = FederatedLoader(loader, clients, batching, lambda _: self._round)
         return self._loader
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -24,10 +24,9 @@ from torch.utils.data import (
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.loading import FailedBatch
+from lightning_fedbayes.core.loading import FailedBatch, tensors_of
 from lightning_fedbayes.core.private_torch import tree_leaves
 from lightning_fedbayes.data import Clients
-from lightning_fedbayes.data.clients import tensors_of
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
 
 
@@ -96,7 +95,7 @@ def federated(clients, batching, round=0, **options):
     """The federation's loader, and the plan that it follows."""
     plan = plan_round(round, clients.sizes, batching)
     user = DataLoader(clients.datasets[0], batch_size=batching.batch_size, **options)
-    return FederatedLoader(user, clients, batching, lambda: plan), plan
+    return FederatedLoader(user, clients, batching, lambda _: plan), plan
 
 
 def batches_of(*arguments, **options):
@@ -169,7 +168,7 @@ class TestOrder:
             DataLoader(clients.datasets[0], batch_size=4),
             clients,
             batching,
-            lambda: plan_round(now[0], clients.sizes, batching),
+            lambda _: plan_round(now[0], clients.sizes, batching),
         )
         for round in (0, 1, 2, 1):
             now[0] = round
@@ -228,7 +227,7 @@ class TestWaysOfLoading:
     def test_workers_of_any_engine_stay_over_rounds(self, arranged):
         clients, batching, now = Clients(("a", "b"), (Workers(), Workers())), Batching(4), [0]
         user = DataLoader(Workers(), batch_size=4, num_workers=2, persistent_workers=True)
-        loader = FederatedLoader(user, clients, batching, lambda: plan_round(now[0], clients.sizes, batching))
+        loader = FederatedLoader(user, clients, batching, lambda _: plan_round(now[0], clients.sizes, batching))
         if arranged:
             loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
         found = set()

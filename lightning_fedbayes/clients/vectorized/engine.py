@@ -275,13 +275,13 @@ class VectorizedEngine(Engine):
         clients = self._batch[0].clients
         stack, logged = self._stack, self.log.end_chunk(clients)
         if stack is None:
-            seconds = self.seconds() / len(clients)
+            seconds = (time.perf_counter() - self._start) / len(clients)
             yield from (self._failed(slot, number, seconds) for slot, number in enumerate(clients))
             return
         with self.threads():
             measured = None if self.model.learned is None else partial(self._measured, clients)
             losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
-        seconds = self.seconds() / len(clients)
+        seconds = (time.perf_counter() - self._start) / len(clients)
         for slot, (number, posterior) in enumerate(zip(clients, posteriors)):
             buffers, own = {}, {}
             try:
