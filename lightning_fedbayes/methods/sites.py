@@ -83,7 +83,15 @@ class Sites(Method):
        way to 1 as far as it is noise (:func:`~lightning_fedbayes.clients.problems.factor_of`).
     3. It moves its site there, but for :math:`2^{-a}` of the way, and sends :math:`\theta_k` and the changes of its
        site. A is the mean number of rounds from one message of a client to its next, 1 where all train in each round.
-    4. The server moves m by the weighted mean of :math:`\theta_k - m`, and adds the changes up.
+    4. The server moves m by the weighted mean of :math:`\theta_k - m`, and adds the changes up. Clients that have not
+       been heard since m moved have other gradients by now, of which their curvature tells: c gains
+
+       .. math:: \Big(\sum_k \Lambda_k\Big)\, d, \qquad d \leftarrow (1 - p)(d + \Delta m),
+
+       with the moves d of m since a site was measured, in the mean, and the share p of clients that are heard in the
+       round. Where all are, it is 0. Otherwise many clients would follow one old gradient, each to its end. Of
+       deterministic parameters the curvature is a number for each tensor, the regression of the changes of reported
+       gradients on d.
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
     variances. :math:`g_k` is a mean of gradients that were seen, so that nothing winds up however short training is.
@@ -121,7 +129,7 @@ class Sites(Method):
     keeps_optimizer: ClassVar[bool] = True
     sends: ClassVar[bool] = True
     sent: ClassVar[tuple[str, ...]] = ("gradient", "precision", "examples", "clients")
-    told: ClassVar[tuple[str, ...]] = ("gradient", "examples", "clients", "age")
+    told: ClassVar[tuple[str, ...]] = ("slope", "examples", "clients", "age")
     adds: ClassVar[bool] = True
     sends_means: ClassVar[bool] = True
 
@@ -259,8 +267,10 @@ class Sites(Method):
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        "age" are the number of rounds, and of those from one message of a client to its next, in the mean. "_marks"
-        the means after two earlier rounds, "_trail" the Newton decrements there, and the largest of all such.
+        "age" are the number of rounds, and of those from one message of a client to its next, in the mean. "slope" is
+        the sum of gradients as they should be by now, after "_moves" of the means, and "_secant" has the products of
+        these moves with changes of gradients and with themselves, by tensor. "_marks" are the means after two earlier
+        rounds, "_trail" the Newton decrements there, and the largest of all such.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
@@ -271,6 +281,9 @@ class Sites(Method):
             "examples": (),
             "clients": (),
             "age": (2,),
+            "slope": (count,),
+            "_moves": (count,),
+            "_secant": (2, len(posterior.mean)),
             "_marks": (2, gaussian),
             "_trail": (3,),
         }
@@ -288,6 +301,7 @@ class Sites(Method):
         for name, part in self._split(lengths, 1 / precision, shared).items():
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
+        tensors |= self._behind(shared, posterior, averages, tensors["precision"], heard)
         after = Shared(posterior, tensors, shared.share, False)
         rounds, age = tensors["age"].tolist()
         messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
@@ -299,6 +313,30 @@ class Sites(Method):
             trail = [trail[1], decrement, max(trail[2], decrement)]
         age = marks.new_tensor([rounds, rounds / max(messages, shared.share)])
         return posterior, {**tensors, "age": age, "_marks": marks, "_trail": marks.new_tensor(trail)}
+
+    def _behind(
+        self,
+        shared: Shared,
+        posterior: GaussianPosterior,
+        changes: Mapping[str, Tensor],
+        precision: Tensor,
+        heard: float,
+    ) -> Tensors:
+        """Return the slope after a round: the sum of gradients, and what those of the others have changed by."""
+        common, tensors = self._common(shared), shared.tensors
+        rest = max(0.0, round(1 - heard, 12))
+        gradient, moves, lengths = tensors["gradient"], tensors["_moves"], [*common.lengths.values()]
+        if "gradient" not in changes:
+            return {}
+        known = 1 - float(changes["clients"]) * shared.share / heard  # part of the round's clients that had a site
+        change = (known - 1) * gradient + changes["gradient"] / (heard * self._scale(shared, tensors))
+        products = [[part.sum() for part in (moves * each).split(lengths)] for each in (change, moves)]
+        secant = rest * tensors["_secant"] + torch.stack([torch.stack(each) for each in products])
+        moves = rest * (moves + posterior.flatten()[0] - common.mean)
+        numbers = (secant[0] / secant[1]).where(secant[1] > 0, 0.0).clamp_min(0)
+        curvature = numbers.repeat_interleave(torch.tensor(lengths, device=numbers.device))
+        curvature[common.rows] = precision.clamp_min(0)
+        return {"slope": gradient + changes["gradient"] + curvature * moves, "_moves": moves, "_secant": secant}
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return change and distance. Nothing of a network without Gaussian parameters."""
@@ -391,7 +429,7 @@ class Sites(Method):
                 for i in range(2)
             )
             prior = std**-2
-            told = shared.tensors["gradient"].to(mean.device).float().double()  # as it travels
+            told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
             shared.notes["sites"] = _Round(
                 names,
                 lengths,

@@ -93,7 +93,9 @@ def test_nothing_moves_at_the_pooled_posterior():
             "examples": torch.tensor(float(count)).double(),
             "clients": torch.ones(()).double(),
         }
-    shared = Shared(posterior, {**method.init(posterior), **clients.totals()}, 1 / len(SIZES), is_new=False)
+    totals = clients.totals()
+    tensors = {**method.init(posterior), **totals, "slope": totals["gradient"]}
+    shared = Shared(posterior, tensors, 1 / len(SIZES), is_new=False)
     slope, moved = torch.zeros_like(mean[: clients.size]), []
     for client in range(len(SIZES)):
         participant = Participant(client, SIZES[client], clients.kept[client])
@@ -111,6 +113,38 @@ def test_nothing_moves_at_the_pooled_posterior():
     assert float(torch.stack(moved).max()) < 1e-4
     figures = method.figures(shared, *method.fuse(shared, fb.GaussianPosterior.point_mass(posterior.mean), {}, 1.0))
     assert figures["sites/change"] < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["one direction each", "a few directions each", "all directions"])
+def test_clients_that_train_seldom_do_not_follow_an_old_gradient_to_its_end(kind):
+    """A tenth of 30 clients in a round; whoever knows a direction is heard long after the others have moved there."""
+    draws = torch.Generator().manual_seed(0)
+    known = torch.eye(30) if kind == "one direction each" else torch.rand(30, 30, generator=draws) < 0.1
+    curvatures = 10 * (torch.ones(30, 30) if kind == "all directions" else known)
+    clients = Conjugate(curvatures, 1 + torch.randn(30, 30, generator=draws), [10] * 30)
+    cohorts = [torch.randperm(30, generator=draws)[:3].tolist() for _ in range(200)]
+    found = by_hand(clients, fb.Sites(*PRIOR), lambda number: cohorts[number], 200)
+    assert distance(found.posterior, clients.pooled(PRIOR)) < 1e-3
+
+
+def test_a_gradient_that_was_told_long_ago_is_brought_to_the_present_model():
+    """By the curvature of sites, and of deterministic parameters by the changes that moves have made before."""
+    clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: range(3), 5)
+    assert torch.equal(shared.tensors["slope"], shared.tensors["gradient"])  # all have just been heard
+    assert not shared.tensors["_moves"].any()
+    move, curvature = torch.tensor([0.3, -0.2, 0.1, 0.4, 0.5, -0.5]).double(), 7.0
+    zeros = {name: torch.zeros_like(shared.tensors[name]) for name in method.sent}
+    for number in range(3):
+        moved = shared.posterior.unflatten(shared.posterior.flatten()[0] + move, None)
+        before, changes = shared.tensors, dict(zeros)
+        changes["gradient"] = before["_moves"] * curvature / 3
+        shared = Shared(*method.fuse(shared, moved, changes, 1 / 3), shared.share, is_new=False)
+        moves = move * sum((2 / 3) ** each for each in range(1, number + 2))
+        torch.testing.assert_close(shared.tensors["_moves"], moves)
+        behind = shared.tensors["slope"] - shared.tensors["gradient"]
+        torch.testing.assert_close(behind[:4], shared.tensors["precision"] * moves[:4])
+        torch.testing.assert_close(behind[4:], (curvature if number else 0.0) * moves[4:])
 
 
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
