@@ -1,7 +1,5 @@
 """Closed forms and invariances of every attack."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Truth by NUTS: networks of one vector, the best Gaussians, the smallest runs, and what the tables say."""
 
-from __future__ import annotations
-
 import json
 import sys
 

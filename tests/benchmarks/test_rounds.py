@@ -1,7 +1,5 @@
 """The benchmark of widths by round: its cells, its smallest runs, and what its tables say."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

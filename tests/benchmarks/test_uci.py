@@ -1,7 +1,5 @@
 """The benchmark on UCI data: its cells, a run that is stopped and goes on, every method, and what its pages say."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

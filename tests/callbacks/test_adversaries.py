@@ -1,7 +1,5 @@
 """Federations with adversaries, by either engine, interrupted or not."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

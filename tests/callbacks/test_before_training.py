@@ -1,7 +1,5 @@
 """What cannot be scored or calibrated is refused before training, with Lightning's check of a batch and without."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
@@ -9,8 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fedbayes as fb
-from tests.clients.test_evaluation import clients
-from tests.federations import Plain, assert_equal, federate, loader, network, parameters, trainer
+from tests.federations import Plain, assert_equal, clients, federate, loader, network, parameters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
 STEPS = pytest.mark.parametrize("steps", [0, 2])

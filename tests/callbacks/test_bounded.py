@@ -151,9 +151,6 @@ def test_pictures_hold_a_hundred_rows_and_say_so(runs):
     assert runs["small"][2][0].axes[0].get_title() == "Examples per client and class"
 
 
-# -- reports that a run of many clients would take long for ------------------------------------------------------------
-
-
 def trainer(folder=None):
     """A Trainer that logs into ``folder``."""
     logger = False if folder is None else CSVLogger(folder, name="", version="")
@@ -232,9 +229,6 @@ def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
     assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
 
 
-# -- the sizes of the clients ------------------------------------------------------------------------------------------
-
-
 def settings_of(sizes):
     """What a checkpoint says of a federation."""
     clients = Clients((), tuple(map(range, sizes)))
@@ -255,9 +249,6 @@ def test_a_federation_with_one_client_of_another_size_is_another(clients):
     for other in ([3, *sizes[1:]], [*sizes[:-2], 1, 3], [*sizes[:-2], 3, 1], [*sizes, 2]):  # two of them of equal sum
         with pytest.raises(FederationError, match="client_sizes"):
             check_same_federation(trainer(), settings_of(sizes), settings_of(other))
-
-
-# -- lines of a round --------------------------------------------------------------------------------------------------
 
 
 class Remembering(nn.Linear):
@@ -341,9 +332,6 @@ def test_failures_are_told_where_they_end_the_run():
     assert lines[0] == "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
     assert "1 round in a row had fewer than min_clients=1 valid updates" in lines[1]
     assert len(lines) == 2
-
-
-# -- warnings and errors -----------------------------------------------------------------------------------------------
 
 
 def clinics(clients):

@@ -1,8 +1,7 @@
 """The report of every client: what is logged, and what is left alone."""
 
-from __future__ import annotations
-
 import csv
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +9,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from tests.clients.test_evaluation import clients
-from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
+from tests.federations import Plain, assert_equal, bayesian, clients, federate, loader, network, parameters, trainer
 
 pytestmark = pytest.mark.slow
 
 
-def batches(*sizes: int) -> torch.utils.data.DataLoader:
+def batches(*sizes):
     return loader(clients(*sizes), shuffle=False)
 
 
@@ -84,3 +82,30 @@ def test_own_posteriors_of_the_users_own_module_and_of_another_model():
         pass
     tested = trainer(1, [report]).test(bayesian(), batches(9, 12), verbose=False)
     assert not any("personal" in name for name in tested[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": ["posterior"]},
+        {"fusion": "ditto"},
+        {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
+    ],
+)
+def test_own_posteriors_are_scored_on_the_data_of_all_at_the_end(options, tmp_path):
+    module, logger = bayesian(), CSVLogger(tmp_path)
+    callback, report = fb.FederatedBayes(**options), fb.ClientReport()
+    federate(module, callback, 2, loader(clients(40, 30, 20)), batches(9, 12, 8), logger=logger, callbacks=[report])
+    before, data, rows = parameters(module), clients(9, 12, 8), []
+    for number in range(3):
+        with callback.holding(number):
+            rows.append(fb.evaluate_clients(module, data, batch_size=8).values["nll"])
+    assert report.across is not None
+    assert torch.equal(report.across.values["nll"], torch.stack(rows))
+    assert torch.equal(report.across.values["nll"].diagonal(), report.scores["personal/val"].values["nll"])
+    assert_equal(parameters(module), before)
+    with open(f"{logger.log_dir}/val_across.csv") as file:
+        head, *lines = csv.reader(file)
+    assert head == ["nll: model on data of", "c0", "c1", "c2"]
+    assert [float(each) for each in lines[1][1:]] == pytest.approx(rows[1].tolist())
+    assert Path(logger.log_dir, "val_across.png").stat().st_size > 1000

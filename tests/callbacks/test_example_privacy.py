@@ -190,9 +190,6 @@ def test_the_module_gets_its_layers_back():
     federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 class Own(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,7 +1,5 @@
 """A federation against what it must equal: plain training, pooled gradients, averages by hand."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -181,9 +181,6 @@ def test_the_rounds_have_the_figures_of_the_federation(logged):
         assert figures["federation/megabytes_down"] == pytest.approx(CLIENTS * down / 1e6)
 
 
-# -- Weights & Biases --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(logged):
     """The one offline run and its folder."""
@@ -256,9 +253,6 @@ def check_table(rows, logged):
     assert list(columns["last_failure"]) == [""] * CLIENTS
 
 
-# -- CSV ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def csv_folder(logged):
     (folder,) = (logged[0] / "csv").iterdir()
@@ -297,9 +291,6 @@ def test_csv_hyperparameters_have_the_settings_of_federation_and_model(csv_folde
     assert recorded["bayesian_last"] == 1
 
 
-# -- TensorBoard -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def events(logged):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -330,9 +321,6 @@ def test_tensorboard_has_the_images(events, name):
     (image,) = events.Images(name)
     assert image.step == IMAGES[name]
     assert image.encoded_image_string.startswith(PNG)
-
-
-# -- many clients, and clients that fail -------------------------------------------------------------------------------
 
 
 # -- no logger, no account ---------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Crash, resume, compare: a federation that was interrupted ends as one that was not, bit by bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Clients that fail cost themselves a round, never the federation what it has learnt."""
 
-from __future__ import annotations
-
 import logging
 
 import lightning as L

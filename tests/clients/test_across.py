@@ -1,7 +1,5 @@
 """Each client's own model on every client's data: the table, and who stands out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,8 +12,8 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.across import CrossScores, threshold
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
-from tests.clients.test_evaluation import clients, point
-from tests.federations import FEATURES, blobs, network
+from tests.clients.test_evaluation import point
+from tests.federations import FEATURES, blobs, clients, network
 
 
 def named(values: torch.Tensor, figure: str = "nll") -> CrossScores:

@@ -1,7 +1,5 @@
 """Federated adapters W + BA: A frozen and B with a posterior (FFA-LoRA), or A shared and B personal (FedSA-LoRA)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the fusion rule is where nothing is said: sites where they go, else an average, with the reason."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Scores of every client, what is held out, and the choice of a personal posterior."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -15,17 +13,11 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from tests.federations import FEATURES, Plain, bayesian, blobs, network
+from tests.federations import FEATURES, Plain, bayesian, blobs, clients, network
 
 
 def point(module: nn.Module) -> GaussianPosterior:
     return GaussianPosterior.point_mass({name: p.detach() for name, p in module.named_parameters()})
-
-
-def clients(*sizes: int) -> fb.ClientDatasets:
-    x, y = blobs(sum(sizes)).tensors
-    parts = zip(x.split(sizes), y.split(sizes))
-    return fb.ClientDatasets({f"c{k}": TensorDataset(*part) for k, part in enumerate(parts)})
 
 
 def test_every_client_is_scored_on_its_own_data_whatever_the_batches():

@@ -1,7 +1,5 @@
 """What is frozen stays with the module: it is neither sent, fused, noised nor kept, and joins when it trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning

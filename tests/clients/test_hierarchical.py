@@ -1,7 +1,5 @@
 """Networks of a population: the rounds are the steps of variational EM, on both engines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint

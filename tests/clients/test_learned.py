@@ -1,7 +1,5 @@
 """IVON in a federation: its posterior is fused, kept, resumed and limited as that of Bayesian layers is."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

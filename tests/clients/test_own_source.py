@@ -1,7 +1,5 @@
 """A user's own source of posteriors, as docs/extend.md writes it: both engines, resumed, by an average and by sites."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

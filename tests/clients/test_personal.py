@@ -1,7 +1,5 @@
 """What a client keeps of its own posterior, and the personal posterior between that and the global one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """FedProx: the minimiser of a client's problem, the engines, and what is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Sites in training: fixed points of real networks, the engines, and what is refused."""
 
-from __future__ import annotations
-
 import lightning as L
 import numpy as np
 import pytest

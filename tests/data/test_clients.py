@@ -153,9 +153,6 @@ def test_no_example_is_loaded():
     assert clients_of(ConcatDataset([data] * 2), None, seed=0).counts.sum() == 8
 
 
-# --- labels that the data set does not show ---
-
-
 class Examples(list):
     """A map-style data set of any examples."""
 

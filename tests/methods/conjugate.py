@@ -1,7 +1,5 @@
 """Clients whose likelihoods are Gaussian with diagonal curvature, so that their pooled posterior is in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 import torch
@@ -45,7 +43,7 @@ class Conjugate:
         unlike: float = 1.0,
         seed: int = 0,
         effort: float = 1.0,
-    ) -> Conjugate:
+    ):
         """Return clients about a common truth, whose curvature is roughly one for each example."""
         draws, examples = torch.Generator().manual_seed(seed), [*examples]
         shape = len(examples), size + point

@@ -1,7 +1,5 @@
 """SCAFFOLD, FedNova and Ditto beside hand-written loops, on both engines, and resumed."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -75,9 +75,6 @@ def test_a_server_refuses_messages_about_rounds_that_nobody_waits_for():
     assert server.accepted == {0: 2}  # the round that it has trained in, from 1
 
 
-# -- sites: conjugate clients, whose posterior is prior times likelihoods ----------------------------------------------
-
-
 def run(schedule, turns, safeguards=None):
     made = Conjugate.drawn([10] * 6, unlike=0.2, effort=0.5)
     server = fb.Server(

@@ -1,7 +1,5 @@
 """The method that docs/methods.md writes, as it stands there: on both engines, resumed, with privacy, and its limit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

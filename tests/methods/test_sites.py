@@ -1,7 +1,5 @@
 """Sites against the theory: conjugate posteriors, control variates, Price's theorem, and what must not change them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning as L
@@ -61,9 +59,6 @@ def by_hand(clients: Conjugate, method: fb.Method, cohorts, rounds: int) -> Shar
 def assert_close(found: fb.GaussianPosterior, wanted: fb.GaussianPosterior, tolerance: float = 1e-8) -> None:
     for ours, theirs in zip(found.flatten(), wanted.flatten(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-# -- the fixed point ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rounds", "cohorts"), COHORTS.values(), ids=COHORTS)
@@ -164,9 +159,6 @@ def test_the_distance_is_about_the_divergence_while_it_moves(effort, sizes):
     assert seen > 20
 
 
-# -- control variates --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lies", [{}, {2: 1e3, 5: -30.0}], ids=["honest", "clipped"])
 def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
     """Bit by bit, and with the prior it is the server's precision; of what is clipped, to the last bits of a sum."""
@@ -211,9 +203,6 @@ def test_without_a_client_it_is_the_posterior_of_the_others(gone):
         fb.remove_client(server, 17)
 
 
-# -- what must not change anything -------------------------------------------------------------------------------------
-
-
 def test_a_client_in_two_halves_is_the_same():
     clients = Conjugate.drawn(SIZES, point=2)
     rows, halves = [0, 0, 1, 2, 3, 4], torch.tensor([0.5, 0.5, 1, 1, 1, 1])[:, None].double()
@@ -226,9 +215,6 @@ def test_a_client_in_two_halves_is_the_same():
     for name in ("gradient", "precision"):
         halved = split_up.kept[0][name] + split_up.kept[1][name]
         torch.testing.assert_close(halved, clients.kept[0][name], rtol=1e-6, atol=1e-6)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,9 +265,6 @@ def test_a_network_without_a_posterior_has_no_prior_and_no_figures():
     assert fb.Sites.without(result.posterior, server.sites[0]) is None
     prior = fb.Sites(*PRIOR).counted(clients.posterior())
     assert (prior.mean[GAUSSIAN].unique().item(), prior.variance[GAUSSIAN].unique().item()) == (0.5, 4.0)
-
-
-# -- in networks: what is measured -------------------------------------------------------------------------------------
 
 
 class Remembers(fb.Sites):
@@ -526,9 +509,6 @@ def test_widths_stay_bit_by_bit_while_clients_train(optimizer, engine, trainer):
         for name, variance in still.variance.items():
             assert torch.equal(one.variance[name], variance)
             assert not torch.equal(one.mean[name], still.mean[name])
-
-
-# -- in networks: where it ends ----------------------------------------------------------------------------------------
 
 
 LBFGS = partial(

@@ -1,7 +1,5 @@
 """Bounds on sites: what a lie can do, that honest clients count in full, and that both ends keep the same."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

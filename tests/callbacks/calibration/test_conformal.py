@@ -41,9 +41,6 @@ def predictive(examples=50, classes=5, seed=0, sharpness=2.0):
     return probs, torch.multinomial(probs, 1, generator=random).flatten()
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
-
-
 def test_scores_by_their_definition():
     probs, targets = predictive()
     rows = range(len(targets))
@@ -69,9 +66,6 @@ def test_interval_scores_have_the_unit_of_the_standard_deviation():
     mean, std, targets = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.5]), torch.tensor([-2.0, 2.5])
     assert interval_scores(mean, std, targets).tolist() == [2.0, 3.0]
     assert torch.allclose(interval_scores(3 * mean, 3 * std, 3 * targets), interval_scores(mean, std, targets))
-
-
-# -- sketch ------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -126,9 +120,6 @@ def test_noise_has_the_ratio_that_privacy_allows():
     assert torch.equal(ScoreSketch(counts).noisy(epsilon, seed=1).counts, counts + noise)
     assert not torch.equal(ScoreSketch(counts).noisy(epsilon, seed=2).counts, counts + noise)
     assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, seed=0).counts >= 0).all()
-
-
-# -- sets and intervals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["lac", "aps"])
@@ -206,8 +197,6 @@ def test_shrinkage_moves_a_client_to_the_pooled_threshold():
     assert hard == sorted(hard, reverse=True)
     assert hard[-1] == pytest.approx(own.threshold, abs=1 / 1024)
 
-
-# -- liars -------------------------------------------------------------------------------------------------------------
 
 LIARS = [(cell, examples) for cell in (0, 1023) for examples in (180, 2**53)]
 
@@ -308,9 +297,6 @@ def test_the_noise_of_two_fits_does_not_cancel():
     assert torch.equal(one.noisy(1.0, seed=3).counts, one.noisy(1.0, seed=3).counts)
 
 
-# -- noise of releases -------------------------------------------------------------------------------------------------
-
-
 def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     scores = {"a": torch.rand(500, generator=torch.Generator().manual_seed(0))}
     conformal, found = FederatedConformal(0.5, bins=4096, epsilon=0.5), []
@@ -326,9 +312,6 @@ def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     conformal.load_state_dict(FederatedConformal(0.5).state_dict())
     assert conformal.releases == 4  # what has been sent stays counted
     assert FederatedConformal().fit(scores).releases == 0
-
-
-# -- digits ------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -363,9 +346,6 @@ def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
     assert 0.895 <= np.mean(coverage) <= 0.915
 
 
-# -- from modules ------------------------------------------------------------------------------------------------------
-
-
 def test_from_a_posterior_with_a_temperature():
     probs, targets = predictive(400, 3)
     network = torch.nn.Linear(3, 3)
@@ -394,9 +374,6 @@ def test_from_a_regressor():
     assert conformal.threshold == pytest.approx(2 / 4 * 1.645, rel=0.15)
     with pytest.raises(FedBayesError, match="numbers whose noise is not known"):
         FederatedConformal(kind="interval").fit_from(network, data)
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

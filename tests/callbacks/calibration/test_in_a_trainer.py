@@ -1,7 +1,5 @@
 """Temperature and conformal sets as callbacks of a Trainer: what is found, kept, scored, used and refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -11,16 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
 from tests.callbacks.test_before_training import Untrained
-from tests.federations import Plain, bayesian, blobs, federate, loader, network, trainer
+from tests.federations import Plain, bayesian, blobs, clients, federate, loader, network, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
-
-
-def clients(*sizes):
-    return fb.ClientDatasets({f"c{number}": blobs(size, seed=size) for number, size in enumerate(sizes)})
 
 
 def batches(data, size=8):
@@ -178,8 +172,6 @@ def test_the_users_own_module_is_calibrated_by_its_forward_or_its_posterior():
     assert scaling.temperature == pytest.approx(alone.temperature, rel=0.1)
 
 
-# -- privacy -----------------------------------------------------------------------------------------------------------
-
 PRIVATE = [lambda: fb.FederatedBayes(privacy=fb.UpdatePrivacy(1.0, 1.0)), lambda: fb.ExamplePrivacy(1.0, 1.0)]
 
 
@@ -213,9 +205,6 @@ def test_noisy_thresholds_are_taken_once_after_the_last_round():
         validating = trainer(1, [conformal])
         validating.validate(module, held_out, verbose=False)
         assert float(validating.callback_metrics["val/lac_80/epsilon"]) == spent
-
-
-# -- what does not go --------------------------------------------------------------------------------------------------
 
 
 def test_sets_before_the_temperature_are_refused_before_training():

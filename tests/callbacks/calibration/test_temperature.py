@@ -209,9 +209,6 @@ def test_bad_messages_and_clients_are_refused():
         FederatedTemperature().fit({"a": 3})
 
 
-# -- liars -------------------------------------------------------------------------------------------------------------
-
-
 def ten(examples=180):
     """Ten clients, whose best temperature is about 2."""
     return {str(k): draw(k, examples) for k in range(10)}
@@ -291,9 +288,6 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state):
     assert scaling.temperature == 3.0
     scaling.load_state_dict(FederatedTemperature().state_dict())
     assert scaling.temperature is None
-
-
-# -- from modules ------------------------------------------------------------------------------------------------------
 
 
 def federation(classes=3):

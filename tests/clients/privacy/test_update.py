@@ -108,9 +108,6 @@ def test_names_come_in_the_order_of_the_global_posterior():
     assert all(torch.equal(first.mean[name], second.mean[name]) for name in before.names)
 
 
-# -- widening ----------------------------------------------------------------------------------------------------------
-
-
 def test_widening_adds_the_variance_of_the_noise():
     before, after = posterior(0), posterior(1)
     plain, wide = (
@@ -153,9 +150,6 @@ def test_widened_messages_fuse_to_the_right_variance_of_independent_measurements
     fused = fuse("conflation", sent)
     assert float(fused.mean["w"].square().mean()) == pytest.approx(float(fused.variance["w"].mean()), rel=0.1)
     assert float(fused.variance["w"].mean()) == pytest.approx(noise**2 / n, rel=0.01)
-
-
-# -- the shell ---------------------------------------------------------------------------------------------------------
 
 
 def update(client=0, **options):

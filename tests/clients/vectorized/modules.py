@@ -1,7 +1,5 @@
 """Modules that several tests share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -1,7 +1,5 @@
 """Clients that fail, and the module and optimizer during a round."""
 
-from __future__ import annotations
-
 import logging
 
 import lightning as L

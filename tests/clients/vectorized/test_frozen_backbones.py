@@ -1,7 +1,5 @@
 """Stacks of adapters over one frozen network, which the clients share; branches, modes and batches of such networks."""
 
-from __future__ import annotations
-
 from collections import UserDict
 
 import pytest

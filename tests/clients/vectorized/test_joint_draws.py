@@ -1,7 +1,5 @@
 """Small Gaussian parameters that are drawn together, against each of them drawn alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Metrics that training_step feeds: both engines log the same, or the vectorized one is refused with the reason."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Operations on stacks against vmap of the functions that they replace, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

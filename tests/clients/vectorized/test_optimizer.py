@@ -1,7 +1,5 @@
 """The user's optimizer on a stack, and gradient clipping, against each client alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The vectorized engine against the sequential one: the same numbers without noise, the same distribution with it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning as L

@@ -1,7 +1,5 @@
 """The probe names what cannot be trained as a stack, before training."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The schedule of a round, and loaded batches that become stacks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Memory layouts of stacks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

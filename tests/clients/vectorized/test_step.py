@@ -1,7 +1,5 @@
 """Stacked steps without torch's private vmap primitives, against those with them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

@@ -1,14 +1,49 @@
-"""A client whose training diverges is named in the log, once, by both engines and whatever the optimizer."""
+"""What is told while a federation trains: the progress bar, and clients whose training diverges, each once."""
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar, TQDMProgressBar
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.report import worst_loss
-from tests.federations import federate
+from tests.federations import Plain, federate, loader
+
+BARS = {
+    TQDMProgressBar: lambda bar: bar.train_progress_bar.desc.removesuffix(": "),
+    RichProgressBar: lambda bar: bar.progress.tasks[bar.train_progress_bar_id].description,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BARS)
+def test_the_progress_bar_shows_round_and_client(kind):
+    pytest.importorskip("rich")
+    bar, seen = kind(), []
+    spy = LambdaCallback(on_train_batch_end=lambda *_: seen.append(BARS[kind](bar)))
+    parts = fb.ClientDatasets({"north": loader().dataset, "south": loader().dataset})
+    federation = fb.FederatedBayes(engine="sequential")
+    federate(Plain(), federation, 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
+    assert list(dict.fromkeys(seen)) == [
+        f"Round {round}/2, client {client} ({name})"
+        for round in (1, 2)
+        for client, name in (("1/2", "north"), ("2/2", "south"))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}], ids=["fast loop", "Lightning's loop"])
+def test_the_bar_counts_the_batches_of_the_round_and_is_given_back(options):
+    seen, bar = [], TQDMProgressBar()
+    spy = LambdaCallback(
+        on_train_epoch_end=lambda *_: seen.append((bar.train_progress_bar.n, bar.train_progress_bar.total))
+    )
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential")
+    federate(Plain(), federation, 2, loader(), enable_progress_bar=True, callbacks=[bar, spy], **options)
+    assert seen == [(12, 12)] * 2
+    assert "on_train_batch_end" not in vars(bar)
 
 
 class Regression(L.LightningModule):
