@@ -10,7 +10,16 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import AutoFusion
-from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, rule_state, trainer
+from tests.federations import (
+    Plain,
+    assert_equal,
+    bayesian,
+    blobs,
+    federate,
+    network,
+    parameters,
+    rule_state,
+)
 
 RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
 
@@ -70,17 +79,13 @@ def test_states_of_all_candidates_are_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_resumed_run_chooses_the_same(tmp_path):
-    whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)
-    half = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
-    run = trainer(2, [half], enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(bayesian(), loader(), validation())
-    resumed = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
-    again = bayesian()
-    trainer(4, [resumed]).fit(again, loader(), validation(), ckpt_path=run.checkpoint_callback.last_model_path)
-    for name, value in parameters(again).items():
-        assert torch.equal(value, parameters(model)[name]), name
+    rules = ["ivar_vb", "linear_pool"]
+    whole, model, _ = choosing(rules, rounds=4)
+    choosing(rules, rounds=2)[2].save_checkpoint(tmp_path / "half.ckpt")
+    again, resumed = bayesian(), fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(rules), seed=3)
+    federate(again, resumed, 4, val=validation(), ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(parameters(again), parameters(model))
     assert [losses(figures) for figures in resumed.history] == [losses(figures) for figures in whole.history]
 
 

@@ -1,12 +1,14 @@
 """Inferred reliability inside a federation: fused posteriors, state of the rule, tables and pictures."""
 
+import copy
+
 import pytest
 import torch
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import GaussianVector
-from lightning_fedbayes.fusion import Cohort, Reliability, get_rule
-from tests.federations import Plain, bayesian, federate, loader, network, rule_state, trainer
+from lightning_fedbayes.fusion import Reliability, get_rule
+from tests.federations import Plain, assert_equal, bayesian, federate, network, rule_state
 
 RULES = ["ivar_mle", "ivar_vb", "icov_mle", "icov_vb", "geometric_median", "multi_krum"]
 CLIENTS = 6
@@ -32,28 +34,21 @@ def test_adversary_is_found_out(rule):
 def test_state_is_that_of_all_rounds(rule):
     """The rule applied by hand to what the clients sent in each round."""
     made = federation(rule, fraction=0.8, seed=3)
-    by_hand, state, fused = get_rule(rule), get_rule(rule).init(), []
-    seen = []
+    by_hand, state, fused, seen = get_rule(rule), get_rule(rule).init(), [], []
     original = type(made.settings.method.rule).apply
 
     def watch(self, cohort, before):
-        seen.append(
-            Cohort(
-                [each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(), cohort.clients
-            )
-        )
+        seen.append(copy.deepcopy(cohort))
         return original(self, cohort, before)
 
     made.settings.method.rule.apply = watch.__get__(made.settings.method.rule)
     federate(bayesian(), made, rounds=3)
     for cohort in seen:
-        outcome = original(by_hand, cohort, state)
-        state = outcome.state
-        fused.append(outcome)
+        fused.append(original(by_hand, cohort, state))
+        state = fused[-1].state
     assert len(fused) == 3
     assert len({cohort.clients for cohort in seen}) > 1
-    for name, mean in made.posterior.mean.items():
-        assert torch.equal(mean, fused[-1].posterior.mean[name]), name
+    assert_equal(dict(made.posterior.mean), dict(fused[-1].posterior.mean))
     assert made.federation.result.weights == pytest.approx(fused[-1].reliability)
 
 
@@ -67,12 +62,10 @@ def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
         weighting=lambda facts: [made.federation.result.weights[each.client] for each in facts],
         seed=1,
     )
-    module = Plain(network(batch_norm=True))
+    module, again = Plain(network(batch_norm=True)), Plain(network(batch_norm=True))
     federate(module, alone, rounds=1)
-    again = Plain(network(batch_norm=True))
     federate(again, federation("multi_krum", seed=1), rounds=1)
-    for (name, buffer), (_, other) in zip(module.named_buffers(), again.named_buffers(), strict=True):
-        torch.testing.assert_close(buffer, other, msg=name)
+    torch.testing.assert_close(dict(module.named_buffers()), dict(again.named_buffers()))
 
 
 def test_round_without_enough_clients_keeps_the_rule_s_state():
@@ -91,14 +84,11 @@ def test_round_without_enough_clients_keeps_the_rule_s_state():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_table_goes_on_after_a_resumed_run(tmp_path):
     whole, first = federation("ivar_vb", seed=2), federation("ivar_vb", seed=2)
     federate(Plain(), whole, rounds=3)
-    part = trainer(2, [first], enable_checkpointing=True, default_root_dir=tmp_path)
-    part.fit(Plain(), loader())
+    federate(Plain(), first, rounds=2).save_checkpoint(tmp_path / "half.ckpt")
     resumed = federation("ivar_vb", seed=2)
-    run = trainer(3, [resumed])
-    run.fit(Plain(), loader(), ckpt_path=part.checkpoint_callback.last_model_path)
+    federate(Plain(), resumed, rounds=3, ckpt_path=tmp_path / "half.ckpt")
     assert resumed._report.reliabilities == whole._report.reliabilities
     assert len(whole._report.reliabilities) == 3
