@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
-from tests.callbacks.test_resume import Everything, kill, killed, state
-from tests.federations import Plain, assert_equal, federate, loader
+from tests.callbacks.test_resume import PERSONAL, Everything, kill, killed, state
+from tests.federations import Plain, assert_equal, federate, loader, quiet_checkpoints, saving
 
 ROUNDS = 4
 SETTINGS = {
     "sites": {"fusion": "sites", "local_epochs": 2},
-    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
+    "everything": {**PERSONAL, "fusion": "fedavg"},
     "ditto": {"fusion": "ditto"},
     "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])},
     "ivon": {"fusion": "sites"},
@@ -26,31 +25,16 @@ SETTINGS = {
 }
 WHAT = ["optimizer", "posterior"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+pytestmark = quiet_checkpoints
 
 
-def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None, callbacks=(), **options):
+def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None):
     """Fit with checkpoints in ``folder``, and the clients' states beside them or in them."""
     module = Plain(optimizer=fb.IVON) if setting == "ivon" else Everything()
     keep = fb.Kept(WHAT, folder / "clients") if disk else WHAT
-    federation = fb.FederatedBayes(
-        fb.SizesPartition((30, 24, 16, 12, 8)),
-        seed=3,
-        engine=engine,
-        keep=keep,
-        **{"fraction": 0.6, **SETTINGS[setting]},
-    )
-    made = federate(
-        module,
-        federation,
-        rounds,
-        loader(),
-        loader(shuffle=False),
-        ckpt_path,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(dirpath=folder), *callbacks],
-        **options,
-    )
+    options = {"fraction": 0.6, "keep": keep, **SETTINGS[setting]}
+    federation = fb.FederatedBayes(fb.SizesPartition((30, 24, 16, 12, 8)), seed=3, engine=engine, **options)
+    made = federate(module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, **saving(folder))
     return module, federation, made
 
 
