@@ -55,16 +55,9 @@ def yes_or_no(rows=9):
 )
 def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
     data = yes_or_no()
+    options = {"callbacks": [callback()], "num_sanity_val_steps": steps}
     with pytest.raises(fb.FedBayesError, match=says):
-        federate(
-            module(),
-            fb.FederatedBayes(engine="sequential"),
-            1,
-            loader(data),
-            DataLoader(data, 8),
-            callbacks=[callback()],
-            num_sanity_val_steps=steps,
-        )
+        federate(module(), fb.FederatedBayes(engine="sequential"), 1, loader(data), DataLoader(data, 8), **options)
 
 
 @pytest.mark.slow
@@ -79,10 +72,8 @@ def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
 
     data = yes_or_no()
     held_out = DataLoader(data.datasets[0] if callbacks else data, 8)
-    made = federate(
-        Fits(), fb.FederatedBayes(), 1, loader(data), held_out, callbacks=list(callbacks), num_sanity_val_steps=steps
-    )
-    assert made.current_epoch == 1
+    options = {"callbacks": list(callbacks), "num_sanity_val_steps": steps}
+    assert federate(Fits(), fb.FederatedBayes(), 1, loader(data), held_out, **options).current_epoch == 1
 
 
 class Traced(Plain):

@@ -6,11 +6,12 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,55 +24,25 @@ from .wandb_file import read_run
 pytestmark = pytest.mark.slow
 
 ROUNDS, CLIENTS = 3, 3
-VALIDATION = {
-    "val/accuracy",
-    "val/nll",
-    "val/ece",
-    "val/brier",
-    "val/entropy",
-    "val/epistemic",
-    "val/kwon_aleatoric",
-    "val/kwon_epistemic",
-    "val/client_accuracy",
-    "val/worst_client_accuracy",
-    "val/retained_area_entropy",
-    "val/retained_area_kwon_aleatoric",
-    "val/retained_area_kwon_epistemic",
-    "val/retained_area_epistemic",
-}
-CONSTANT = {"federation/failed_clients", "federation/failed_rounds", "federation/excluded_clients"}
-FEDERATION = {
-    "federation/seconds",
-    "federation/megabytes_up",
-    "federation/megabytes_down",
-    "federation/posterior_variance",
-    "federation/disagreement",
-    "federation/effective_clients",
-    "federation/train_loss",
-}
+UNCERTAINTIES = ("entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic")
+SCORES = ("accuracy", "nll", "ece", "brier", "client_accuracy", "worst_client_accuracy", *UNCERTAINTIES)
+VALIDATION = {f"val/{name}" for name in (*SCORES, *(f"retained_area_{each}" for each in UNCERTAINTIES))}
+CONSTANT = {f"federation/{name}" for name in ("failed_clients", "failed_rounds", "excluded_clients")}
+MEASURED = ("seconds", "megabytes_up", "megabytes_down", "posterior_variance", "disagreement", "train_loss")
+FEDERATION = {f"federation/{name}" for name in (*MEASURED, "effective_clients")}
 OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {
-    "federation/clients_by_class": 0,
-    "val/calibration": ROUNDS,
-    "val/accuracy_retained": ROUNDS,
-    "test/calibration": ROUNDS,
-    "test/accuracy_retained": ROUNDS,
-}
+PICTURES = (f"{stage}/{kind}" for stage in ("val", "test") for kind in ("calibration", "accuracy_retained"))
+IMAGES = {"federation/clients_by_class": 0, **dict.fromkeys(PICTURES, ROUNDS)}
 SETTINGS = {
     "clients": CLIENTS,
     "fusion": fb.Sites().described,
     "weighting": "train_size",
     "seed": 7,
-    "local_epochs": 1,
-    "fraction": 1.0,
     "engine": "vectorized",
-    "buffers": "average",
     "keep": [],
-    "min_clients": 1,
-    "local_parameters": [],
 }
 COLUMNS = [
     "client",
@@ -86,17 +57,6 @@ COLUMNS = [
     "last_failure",
 ]
 PNG = b"\x89PNG"
-
-
-class Recorder(L.Callback):
-    """The figures that the Trainer knows of each validation."""
-
-    def __init__(self):
-        self.validations = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name in VALIDATION}
-        self.validations.append(scores)
 
 
 class Model(fb.HybridBayesianClassifier):
@@ -117,14 +77,16 @@ def federate(loggers):
         TensorDataset(*(t[:n] for t in part.tensors)) for part, n in ((digits.train, 150), (digits.validation, 100))
     )
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
-    recorder = Recorder()
+    validations = []
+    recorder = LambdaCallback(on_train_epoch_end=lambda made, _: validations.append(made.callback_metrics.copy()))
     model = Model(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
     trainer = federations.trainer(ROUNDS, [federation, recorder], logger=loggers, log_every_n_steps=1)
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
     trainer.test(model, DataLoader(val, 64), verbose=False)
     rounds = [
-        {**scores, **{f"federation/{name}": value for name, value in figures.items() if name != "round"}}
-        for scores, figures in zip(recorder.validations, federation.history, strict=True)
+        {name: float(scores[name]) for name in VALIDATION & scores.keys()}
+        | {f"federation/{name}": value for name, value in figures.items() if name != "round"}
+        for scores, figures in zip(validations, federation.history, strict=True)
     ]
     return federation, rounds
 
@@ -334,18 +296,12 @@ def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
 
 
 SCRIPT = """
-import lightning as L, torch
 from lightning.pytorch.loggers import WandbLogger
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 import lightning_fedbayes as fb
-from lightning_fedbayes.modules import mlp
+from tests.federations import bayesian, blobs, federate
 
-data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
-trainer = L.Trainer(
-    max_epochs=2, accelerator="cpu", logger=WandbLogger(project="fedbayes"), enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False, callbacks=[fb.FederatedBayes(fb.IIDPartition(2))],
-)
-trainer.fit(fb.HybridBayesianClassifier(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 40))
+federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(2)), 2, val=DataLoader(blobs(), 40), logger=WandbLogger())
 """
 
 
@@ -356,7 +312,7 @@ def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     finished = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path / "work",
-        env={**environment, "HOME": str(tmp_path / "home")},
+        env={**environment, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
