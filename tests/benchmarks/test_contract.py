@@ -10,7 +10,6 @@ from torch.func import functional_call
 from benchmarks.contract import laws
 from benchmarks.contract.adaptors import LIBRARIES, Library, NotClaimed
 from benchmarks.contract.laws import LAWS, examine
-from benchmarks.contract.run import shown, table
 
 
 @pytest.fixture(autouse=True)
@@ -130,14 +129,3 @@ class Silent(Wrong):
 def test_only_what_a_library_claims_can_fail(law, expected, note):
     verdict = examine(law, Silent())
     assert (verdict.verdict, verdict.note) == (expected, note)
-
-
-def test_a_library_that_cannot_be_installed_keeps_its_column():
-    obeys = {"verdict": "pass", "figure": 1.0, "note": ""}
-    fails = {"verdict": "fail", "figure": None, "note": "ValueError: no"}
-    verdicts = {law: fails if law == "vmap" else obeys for law in LAWS}
-    rows = table({"one": {"version": "1.0", "verdicts": verdicts}, "two": {"reason": "no wheel"}}).splitlines()
-    assert rows[0].split(" | ")[2:] == ["one 1.0", "two |"]
-    assert "**fails** ValueError" in next(row for row in rows if "vmap" in row)
-    assert rows[-1].endswith("| 12 of 13 | not measured: no wheel |")
-    assert shown(examine("conversion", Silent())) == "n/a"

@@ -120,22 +120,6 @@ def test_pages_quote_what_is_published(page):
     assert wrong_quotes((ROOT / page).read_text(), PAGES[page]) == []
 
 
-@pytest.mark.parametrize(
-    ("page", "sources_"),
-    [
-        ("gains 1.5 (published 1.9)", ["ba-bfl"]),
-        ("we have 5.4, published 5.8 and 9.5 %", ["ba-bfl"]),
-        ("of (published: ResNet-20,\n45,000 images)", ["fbdl"]),
-        ("| rule | published |\n|---|---|\n| IVAR-VB | 0.51 |", ["untrusted"]),
-        ("| rule | published |\n|---|---|\n| IVAR-VB | 0.52 |", ["untrusted"]),  # that of another rule
-        ("| rule | NLL (published) |\n|---|---|\n| `weighted_sum` | 1.77 ± 0.01 (0.388, 0.389) |", ["ba-bfl", "fbdl"]),
-        ("| data set | accuracy | FLamby |\n|---|---|---|\n| Fed-Heart | FedAdam | 0.785 ± 0.015 |", ["flamby"]),
-    ],
-)
-def test_a_wrong_quote_is_found(page, sources_):
-    assert len(wrong_quotes(page, sources_)) == 1
-
-
 def test_no_figure_is_typed_twice():
     """Of at least four significant digits: shorter ones are numbers of anything."""
     means = {
