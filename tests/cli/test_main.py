@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lightning_fedbayes.cli import main
 from lightning_fedbayes.cli.main import EXTRA
 from tests.cli.commands import DIGITS, QUICK, ROOT, lightnings_warnings, refusal
 
@@ -56,3 +57,43 @@ def test_help_and_simple_mistakes_take_less_than_a_second(command):
     )
     run = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.splitlines()[-1] == "True set()", run.stdout[-300:] + run.stderr[-300:]
+
+
+def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(capsys):
+    main(["fit", "--help"])
+    shown = capsys.readouterr().out
+    for name in ("partition", "fusion", "weighting", "adversaries", "local_epochs", "safeguards.max_failed_rounds"):
+        assert f"--federation.{name} " in shown
+    assert "--federation.seed" not in shown  # there is one seed, seed_everything
+    for name in ("HybridBayesianClassifier", "DigitsDataModule", "max_epochs", "--seed_everything"):
+        assert name in shown
+    assert ":class:" not in shown
+    assert "``" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--federation.fuson=a"], "unknown option 'federation.fuson': did you mean 'federation.fusion'?"),
+        (["--federation.fusion=rklbb"], "unknown fusion rule 'rklbb': did you mean 'rklb'?"),
+        (["--federation.engine=vectorised"], "engine: unknown choice 'vectorised': did you mean 'vectorized'?"),
+        (["--federation.seed=3"], 'must be given via "seed_everything"'),
+        (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
+        (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "),
+        (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),
+        (["--federation.partition.clients=0"], "clients=0: give at least 1"),
+        (
+            ["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
+            "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?",
+        ),
+        (["--model=HybridBayesianClasifier"], "unknown class 'HybridBayesianClasifier': did you mean 'HybridBayesian"),
+        (
+            ["--model.network=lightning_fedbayes.modules.mpl"],
+            "model.network: 'lightning_fedbayes.modules' has no 'mpl': did you mean 'mlp'?",
+        ),
+        (["--model.network.featurs=3"], "mlp has no argument 'featurs': did you mean 'features'? Known: features, "),
+    ],
+)
+def test_a_mistake_in_an_option_gets_one_line_with_the_nearest(arguments, expected, capsys):
+    assert expected in refusal(capsys, "fit", "--config", DIGITS, *arguments)

@@ -4,12 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import Plain, federate, loader
+from tests.federations import Plain, assert_close, federate, loader, quiet_checkpoints, saving
 
 pytestmark = pytest.mark.slow
 
@@ -26,29 +24,23 @@ def own_source():
 
 def trained(rounds=3, engine="sequential", **options):
     module, fusion = Plain(), options.pop("fusion", "linear_pool")
-    made = fb.FederatedBayes(
-        fb.SizesPartition((40, 30, 20)), posterior=own_source(), fusion=fusion, engine=engine, seed=1
-    )
+    settings = {"posterior": own_source(), "fusion": fusion, "engine": engine, "seed": 1}
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **settings)
     federate(module, made, rounds, loader(), **options)
     return made
 
 
-def close(first, second, tolerance=0.0):
-    for part in ("mean", "variance"):
-        for name, value in getattr(first.posterior, part).items():
-            torch.testing.assert_close(getattr(second.posterior, part)[name], value, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("fusion", ["linear_pool", "sites", "fednova"])
 def test_both_engines_give_the_same_posterior(fusion):
-    close(trained(fusion=fusion), trained(fusion=fusion, engine="vectorized"), 1e-5)
+    one, other = trained(fusion=fusion), trained(fusion=fusion, engine="vectorized")
+    assert_close(one.posterior, other.posterior, 1e-5, 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@quiet_checkpoints
 def test_it_is_resumed_bit_by_bit(tmp_path):
     whole = trained()
-    trained(2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
-    close(whole, trained(ckpt_path=tmp_path / "last.ckpt"))
+    trained(2, **saving(tmp_path, save_last=True))
+    assert_close(whole.posterior, trained(ckpt_path=tmp_path / "last.ckpt").posterior)
     assert all(bool(value.all()) for value in whole.posterior.variance.values())
 
 

@@ -1,7 +1,5 @@
 """States of clients on disk: whole rounds, whatever happens to the process; one run in a folder."""
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -145,21 +143,6 @@ def test_two_runs_do_not_share_a_folder(store, tmp_path):
     with pytest.raises(FederationError, match=r"holds the clients of another run, of 1 rounds: go on with it"):
         other.begin()
     other.close()
-
-
-@pytest.mark.slow
-def test_the_folder_is_free_when_a_process_is_killed(tmp_path):
-    program = (
-        "import os, signal, sys; from lightning_fedbayes.core.store import Store; s = Store(sys.argv[1]); s.begin(); "
-        "s.put(0, {'number': 1}); s.finish(success=True); s.mark(); s.put(0, {'number': 2}); "
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, check=False)
-    assert done.returncode < 0, done.stderr
-    store = Store(tmp_path / "run")
-    store.resume(store.run, 1)
-    assert numbers(store) == {0: 1}
-    store.close()
 
 
 def test_a_full_disk_is_named_and_loses_nothing(store):

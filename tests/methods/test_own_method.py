@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.settings import FederationSettings
@@ -18,7 +17,7 @@ from lightning_fedbayes.methods import (
     Scaffold,
     unregister_method,
 )
-from tests.federations import FEATURES, Plain, bayesian, federate, loader
+from tests.federations import FEATURES, Plain, bayesian, federate, loader, quiet_checkpoints, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -37,37 +36,26 @@ def written():
 
 
 def trained(make, rounds=3, engine="sequential", fraction=1.0, **options):
-    module = make()
-    privacy = options.pop("privacy", None)
-    made = fb.FederatedBayes(
-        fb.DirichletPartition(4, alpha=0.5),
-        fusion="my_feddyn",
-        engine=engine,
-        local_epochs=2,
-        fraction=fraction,
-        seed=3,
-        privacy=privacy,
-    )
-    federate(module, made, rounds, loader(), **options)
+    settings = {"local_epochs": 2, "fraction": fraction, "seed": 3, "privacy": options.pop("privacy", None)}
+    made = fb.FederatedBayes(fb.DirichletPartition(4, alpha=0.5), fusion="my_feddyn", engine=engine, **settings)
+    federate(make(), made, rounds, loader(), **options)
     return made
 
 
 def same(first, second, tolerance=0.0):
-    for name, value in first.posterior.mean.items():
-        torch.testing.assert_close(second.posterior.mean[name], value, rtol=tolerance, atol=tolerance)
+    ours, theirs = (dict(each.posterior.mean) for each in (first, second))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("written")
-@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@quiet_checkpoints
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("make", [Plain, bayesian])
 def test_both_engines_and_a_killed_run_end_alike(make, fraction, tmp_path):
     whole = trained(make, fraction=fraction)
     if make is Plain:  # the other draws
         same(whole, trained(make, engine="vectorized", fraction=fraction), 1e-5)
-    trained(
-        make, 2, fraction=fraction, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True
-    )
+    trained(make, 2, fraction=fraction, **saving(tmp_path, save_last=True))
     again = trained(make, fraction=fraction, ckpt_path=tmp_path / "last.ckpt")
     same(whole, again)
 

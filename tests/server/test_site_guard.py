@@ -14,7 +14,7 @@ from lightning_fedbayes.methods import Report, Shared
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.guard import FEW, FEWEST
 from lightning_fedbayes.server.site_guard import BEYOND, SiteGuard
-from tests.federations import bayesian, federate
+from tests.federations import assert_close, bayesian, federate
 from tests.methods.conjugate import GAUSSIAN, Conjugate, distance
 
 SIZE, COUNT = 40, 9
@@ -43,11 +43,8 @@ def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
             name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])
             for name, value in report.posterior.mean.items()
         }
-        sent = {
-            **report.sent,
-            "gradient": gradient * report.sent["gradient"],
-            "precision": precision * report.sent["precision"],
-        }
+        factors = {"gradient": gradient, "precision": precision}
+        sent = {**report.sent, **{name: factor * report.sent[name] for name, factor in factors.items()}}
         return Report(fb.GaussianPosterior.point_mass(mean), report.kept, sent)
 
     return told
@@ -56,11 +53,10 @@ def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
 def assert_counted(clients: Conjugate, server: fb.Server) -> None:
     """What clients keep is what the server has counted of each, bit by bit, and adds up to what it has."""
     tensors = split(server.buffers)[1]
-    for name, total in clients.totals().items():
-        torch.testing.assert_close(total, tensors[name], rtol=1e-12, atol=1e-12)
+    totals = clients.totals()
+    torch.testing.assert_close({name: tensors[name] for name in totals}, totals, rtol=1e-12, atol=1e-12)
     for client, kept in clients.kept.items():
-        assert kept.keys() == server.sites[client].keys()
-        assert all(torch.equal(value, server.sites[client][name]) for name, value in kept.items())
+        torch.testing.assert_close(dict(server.sites[client]), kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("examples", [(20,) * COUNT, (3, 300, 20, 7, 100, 30, 10, 50, 200, 5), (20, 20, 20)])
@@ -74,8 +70,7 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent(examples, point):
     assert_counted(clients, servers[0])
     assert not servers[0].untold
     assert not servers[1].sites
-    for ours, theirs in zip(servers[0].posterior.flatten(), servers[1].posterior.flatten(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_close(servers[0].posterior, servers[1].posterior)
 
 
 LIES = {
@@ -184,17 +179,14 @@ def test_the_way_is_what_the_page_says():
 @pytest.mark.parametrize("claim", [0.0, 2.0, 1e9, -1.0])
 def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
     """Both count at the server: how much is extrapolated to clients not heard, and each client's share."""
+
+    def claims(report, shared):
+        return Report(report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)})
+
     clients = clients_of()
     server = served(clients)
     for _ in range(3):
-        figures = clients.round(
-            server,
-            lies={
-                0: lambda report, shared: Report(
-                    report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)}
-                )
-            },
-        )
+        figures = clients.round(server, lies={0: claims})
         assert figures["valid_clients"] == COUNT - 1
     tensors = split(server.buffers)[1]
     assert float(tensors["clients"]) == COUNT - 1
@@ -313,7 +305,7 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
                 torch.testing.assert_close(sum(others, first), tensors[part], rtol=0, atol=1e-12)
         found[name] = made.posterior, fb.remove_client(made, 0)
     for ours, theirs in zip(found["memory"], found["disk"], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True))
+        assert_close(ours, theirs)
     for ours, theirs in zip(found["memory"], found["stack"], strict=True):
         torch.testing.assert_close(ours.flatten()[0], theirs.flatten()[0], rtol=0, atol=0.1)
 

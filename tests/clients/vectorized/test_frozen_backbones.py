@@ -11,10 +11,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import outside_of_vmap
+from tests.clients.vectorized.modules import Backbone
+from tests.clients.vectorized.test_parity import assert_same, both
 from tests.federations import Plain, federate, loader, network, parameters
-
-from .modules import Backbone
-from .test_parity import assert_same, both
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,7 @@ from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, kl_
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import SMALL, gaussian_kl_sum
 from lightning_fedbayes.layers.posterior_view import read_posterior, set_prior
-
-from .modules import Divergence
+from tests.clients.vectorized.modules import Divergence
 
 CLIENTS = 3
 

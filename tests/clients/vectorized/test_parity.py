@@ -15,9 +15,8 @@ from lightning_fedbayes.clients.vectorized import step
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
+from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
 from tests.federations import CLASSES, FEATURES, Plain, blobs, federate, loader, network, of_bayesian_torch
-
-from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
 
 PARTITIONS = [
     fb.IIDPartition(4),
@@ -42,12 +41,9 @@ def both(make, partition, rounds: int = 2, train=None, options=None, stack="vect
 
 def assert_same(results, tolerance: float = 1e-5) -> None:
     (first, one, _), (second, other, _) = results
-    for name, value in first.state_dict().items():
-        torch.testing.assert_close(second.state_dict()[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    torch.testing.assert_close(dict(first.state_dict()), dict(second.state_dict()), rtol=tolerance, atol=tolerance)
     for before, after in zip(one.history, other.history, strict=True):
-        assert before.keys() == after.keys()
-        for name in before.keys() - {"seconds"}:
-            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-7), name
+        assert after == pytest.approx({**before, "seconds": after["seconds"]}, rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize(

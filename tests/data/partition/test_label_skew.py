@@ -14,7 +14,11 @@ from lightning_fedbayes.data.partition.label_skew import (
     draw_proportions,
     split_labels,
 )
-from tests.data.partition.labels import balanced, labels_with_gaps, seeds
+from tests.data.partition.test_base import labels_with_gaps, seeds
+
+
+def balanced(classes, each):
+    return torch.arange(classes * each) % classes
 
 
 @given(labels_with_gaps, st.integers(1, 6), st.integers(1, 5), seeds)
