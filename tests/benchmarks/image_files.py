@@ -18,7 +18,6 @@ def examples(count, shape, seed=0, first=0):
 
 
 def idx(array):
-    """The bytes of an IDX file."""
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(np.uint8).tobytes()
 
@@ -37,7 +36,6 @@ def cifar_names():
 
 
 def cifar_binary(images, labels):
-    """The bytes of a file of the binary version."""
     return b"".join(bytes([label]) + image.tobytes() for image, label in zip(images, labels))
 
 

@@ -59,8 +59,6 @@ class WrongLayer(nn.Module):
 
 
 class Wrong(Library):
-    """Adaptor of :class:`WrongLayer`."""
-
     name, package, requirement = "wrong", "torch", None
     estimators = ("reparameterization", "flipout")
     claims = ("vmap", "compile")

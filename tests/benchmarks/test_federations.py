@@ -132,7 +132,6 @@ def test_the_committed_pages_show_the_committed_cells():
 
 
 def federation_of(task, targets, outputs=2):
-    """Clients whose parts are all the same."""
     clients = {name: Parts(*[Examples(torch.zeros(len(y), 1), y)] * 4) for name, y in targets.items()}
     return Federation(task, clients, outputs)
 

@@ -25,7 +25,6 @@ CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
 def study(tmp_path: Path, **changes) -> Path:
-    """A small study with some keys changed."""
     content = {
         "title": "Test",
         "fixed": {"dataset": "digits", "clients": 3, "partition": "iid", "samples": 2},

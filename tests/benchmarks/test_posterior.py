@@ -34,7 +34,6 @@ def test_distances_of_gaussians_are_those_of_theory():
 
 @pytest.fixture(scope="module")
 def few():
-    """Eighty examples with six features."""
     inputs, labels = logistic.breast_cancer().tensors
     return logistic.TensorDataset(inputs[:80, -6:], labels[:80])
 

@@ -254,8 +254,6 @@ def two(tmp_path):
 
 @pytest.fixture
 def call(two, monkeypatch):
-    """Run the command on the two data sets."""
-
     def call(*arguments: str, out: str = "out") -> dict:
         given = ["run", "--data", str(two / "data"), "--out", str(two / out), *arguments]
         monkeypatch.setattr(sys, "argv", given)

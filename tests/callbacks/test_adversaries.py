@@ -49,7 +49,6 @@ ATTACKS = {
 
 
 def run(adversaries=None, engine="sequential", rounds=2, module=None, train=None, **options):
-    """Fit; the module and its federation."""
     module = Plain() if module is None else module
     fed = fb.FederatedBayes(
         engine=engine, adversaries=adversaries, **{"partition": SIZES, "fusion": "fedavg", **options}
@@ -149,8 +148,6 @@ def test_attacks_follow_each_other():
 
 
 class Sick(Plain):
-    """Some clients of which diverge or raise."""
-
     def on_client_start(self, client) -> None:
         self.number = client.number
         if client.number == 3:

@@ -36,7 +36,6 @@ def fit(setting, schedule, rounds=4, engine="vectorized", folder=None, ckpt_path
 
 
 def figures(federation):
-    """The history, without times."""
     return [{name: value for name, value in row.items() if not name.startswith(SAME)} for row in federation.history]
 
 

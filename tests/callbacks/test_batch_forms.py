@@ -17,8 +17,6 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Dicts(Plain):
-    """Takes a dict."""
-
     def forward(self, batch):
         return self.net(batch["x"])
 
@@ -30,8 +28,6 @@ class Dicts(Plain):
 
 
 class Keywords(Dicts):
-    """Takes keywords, and gives an object with logits."""
-
     def forward(self, x, mask=None):
         return SimpleNamespace(logits=self.net(x))
 
@@ -50,8 +46,6 @@ class Objects(Dicts):
 
 
 class Steps(Dicts):
-    """Has no forward, but a predict_step."""
-
     forward = fb.PosteriorPredictive.__mro__[1].forward
 
     def predict_step(self, batch, batch_idx):
@@ -137,7 +131,6 @@ def posterior(module, std=0.2, start=""):
 
 @cache
 def trained():
-    """A network that tells the classes apart."""
     module = Pairs(lr=0.3)
     trainer(5).fit(module, batches(count=90, shuffle=True))
     return module.net

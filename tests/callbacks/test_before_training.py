@@ -77,8 +77,6 @@ def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
 
 
 class Traced(Plain):
-    """Leaves a trace of each validation wherever it can."""
-
     def __init__(self):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3)

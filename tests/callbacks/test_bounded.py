@@ -230,8 +230,6 @@ class Remembering(nn.Linear):
 
 
 class Regression(Plain):
-    """A regression whose targets may be torn."""
-
     def training_step(self, batch, batch_idx):
         if bool(batch[1].isnan().any()):
             raise OSError("torn")
@@ -280,7 +278,6 @@ def clinics(clients):
 
 
 def settings_of(sizes):
-    """What a checkpoint says of a federation."""
     clients = Clients((), tuple(map(range, sizes)))
     sizes = {"clients": len(clients), "client_sizes": clients.described_sizes}
     return {"seed": 0, **sizes, "privacy": "None", "local_parameters": [], "posterior": "None"}

@@ -38,7 +38,6 @@ def held_out(**options):
 
 
 def everything(folder=None):
-    """All that reads a validation."""
     saver = [] if folder is None else [ModelCheckpoint(folder, monitor="val/clients/nll")]
     return [
         fb.UncertaintyReport(10),

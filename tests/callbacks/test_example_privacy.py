@@ -34,7 +34,6 @@ class Gradients(L.Callback):
 
 
 def run(module, privacy=None, rounds=2, clients=3, callbacks=(), **options):
-    """Returns the Trainer, and the callbacks in it."""
     options = {"fusion": "rklb", **options}  # as for sites, which do not go with it, where there is none
     federation = fb.FederatedBayes(fb.IIDPartition(clients), engine="sequential", seed=4, **options)
     privacies = [privacy] if privacy else []

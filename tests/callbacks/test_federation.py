@@ -42,8 +42,6 @@ class InOrder(torch.utils.data.Sampler):
 
 
 class SeedEpochs(L.Callback):
-    """Draw the same noise as client 0 in every round."""
-
     def on_train_epoch_start(self, trainer, pl_module) -> None:
         seed_everything(derive_seed(0, "training", trainer.current_epoch, 0))
 
@@ -235,17 +233,6 @@ def test_buffers_follow_their_policy_and_keep_their_dtype(policy):
     else:
         assert not torch.equal(first[0], second[0])
         assert (first[1], second[1]) == (8, 4)
-
-
-def test_an_unmodified_bayesian_torch_network_federates():
-    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb")
-    module = Plain(of_bayesian_torch(network()))
-    start = fb.read_posterior(module).clone()
-    federate(module, federation, val=loader(shuffle=False))
-    assert federation.posterior.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
-    assert all((variance > 0).all() for variance in federation.posterior.variance.values())
-    assert [(row["valid_clients"], row["failed_rounds"]) for row in federation.history] == [(3, 0)] * 2
-    assert not any(torch.equal(mean, start.mean[name]) for name, mean in federation.posterior.mean.items())
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])

@@ -60,8 +60,6 @@ PNG = b"\x89PNG"
 
 
 class Model(fb.HybridBayesianClassifier):
-    """Logs a figure of every step, too."""
-
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log(STEP, loss)
@@ -120,7 +118,6 @@ def logged(home):
 
 
 def same(values, expected):
-    """Loggers keep float32."""
     return values == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
@@ -145,7 +142,6 @@ def test_the_rounds_have_the_figures_of_the_federation(logged):
 
 @pytest.fixture(scope="module")
 def run(logged):
-    """The one offline run and its folder."""
     (path,) = (logged[0] / "wandb").glob("offline-run-*/run-*.wandb")
     return path.parent, read_run(path)
 

@@ -137,7 +137,6 @@ def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, eng
 
 
 def state(module, fed, made) -> dict[str, torch.Tensor]:
-    """All that a federation leaves behind."""
     last = {f"federation/{name}" for name in fed.history[-1]}  # others are of earlier rounds
     figures = {
         k: v

@@ -44,7 +44,6 @@ def read_run(path: Path, patience: float = 60.0) -> Run:
 
 
 def run_of(found: list[Any]) -> Run:
-    """The run that these records make."""
     run = Run()
     for record in found:
         kind = record.WhichOneof("record_type")
@@ -60,7 +59,6 @@ def run_of(found: list[Any]) -> Run:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The payloads of the records."""
     position, parts = HEADER, []
     while position + CHUNK.size <= len(data):
         room = BLOCK - position % BLOCK

@@ -25,7 +25,6 @@ def chance(seed: int = 0) -> torch.Generator:
 
 
 def own_models(data: fb.ClientDatasets) -> dict[str, fb.PosteriorPredictive]:
-    """Another network for each client."""
     found = {}
     for seed, name in enumerate(data.names):
         module = network(seed)

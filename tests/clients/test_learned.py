@@ -21,8 +21,6 @@ ENGINES = ("sequential", "vectorized")
 
 
 class Own(Plain):
-    """A user's module with IVON."""
-
     def __init__(self, net=None, **options):
         super().__init__(net)
         self.options = {"lr": 0.01, **options}
@@ -33,7 +31,6 @@ class Own(Plain):
 
 @pytest.fixture
 def no_noise(monkeypatch):
-    """All draws at the mean."""
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
 
 

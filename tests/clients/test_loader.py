@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -32,8 +31,6 @@ from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_rou
 
 
 class Tensors(Dataset):
-    """The examples of a TensorDataset, one at a time."""
-
     def __init__(self, *tensors):
         self.data = TensorDataset(*tensors)
 
@@ -45,15 +42,11 @@ class Tensors(Dataset):
 
 
 class Noisy(Tensors):
-    """Random transforms from all three generators."""
-
     def __getitem__(self, index):
         return *super().__getitem__(index), torch.rand(2), np.random.rand(), random.random()
 
 
 class Broken(Tensors):
-    """An example that cannot be read."""
-
     def __getitem__(self, index):
         if index == 3:
             raise OSError(f"example {index} is lost")
@@ -81,7 +74,6 @@ class BrokenLocally(Tensors):
 
 
 def data(size, start=0):
-    """Examples that are their own numbers."""
     numbers = torch.arange(start, start + size)
     return numbers.float().view(-1, 1).repeat(1, 2), numbers
 
@@ -149,18 +141,6 @@ class TestOrder:
                     assert torch.equal(inputs[:, 0], numbers.float())
         assert next(rest, None) is None
 
-    def test_only_the_cohort_trains(self):
-        clients, batching = clients_of_sizes([6] * 6), Batching(4, fraction=0.5)
-        loader, plan = federated(clients, batching)
-        numbers = Counter(number // 6 for _, batch in loader for number in batch.tolist())
-        assert numbers == dict.fromkeys(plan.cohort, 6)
-        assert len(plan.cohort) == 3
-
-    def test_next_round_has_another_order(self):
-        clients, batching = clients_of_sizes([30]), Batching(30)
-        [[_, first]], [[_, second]] = (batches_of(clients, batching, round=round) for round in (0, 1))
-        assert not torch.equal(first, second)
-
     @pytest.mark.parametrize("kind", [TensorDataset, Tensors])
     def test_loader_follows_the_current_plan(self, kind):
         """One loader for the whole fit; the plan changes under it."""
@@ -215,14 +195,6 @@ class TestWaysOfLoading:
         assert torch.equal(torch.get_rng_state(), before[0])
         assert np.array_equal(np.random.get_state()[1], before[1])
         assert random.getstate() == before[2]
-
-    def test_users_collate_function_is_used(self):
-        def collate(examples):
-            return {"numbers": torch.stack([number for _, number in examples])}
-
-        for kind in (TensorDataset, Tensors):
-            batches = batches_of(clients_of_sizes([5], kind), Batching(5, shuffle=False), collate_fn=collate)
-            assert batches[0]["numbers"].tolist() == list(range(5))
 
     @pytest.mark.parametrize("arranged", [False, True])
     def test_workers_of_any_engine_stay_over_rounds(self, arranged):

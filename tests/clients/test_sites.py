@@ -91,8 +91,6 @@ class Mixed(Exact):
 
 
 class Squares(Exact):
-    """Least squares without any Gaussian parameter."""
-
     def __init__(self, optimizer: str = "adam") -> None:
         super().__init__(optimizer)
         self.layer = nn.Linear(FEATURES, 1, bias=False).double()
@@ -367,8 +365,6 @@ def test_engines_agree():
 
 
 class StopsMoving(Plain):
-    """Trains in the first round alone."""
-
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: float(epoch == 0))]

@@ -27,7 +27,6 @@ COUNT = 3
 
 @pytest.fixture(name="here")
 def processes():
-    """Three connected processes."""
     store = HashStore()
     return everywhere(lambda rank: GlooCollective(store, rank, COUNT), range(COUNT))
 

@@ -42,7 +42,6 @@ def assert_equal(first, second):
 
 
 def bytes_of(tensor):
-    """Memory that a tensor keeps alive."""
     return tensor.untyped_storage().nbytes()
 
 

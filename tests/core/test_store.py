@@ -33,7 +33,6 @@ def store(tmp_path):
 
 
 def numbers(store):
-    """Client → its number."""
     return {client: store.get(client)["number"] for client in store.clients()}
 
 

@@ -21,8 +21,6 @@ FOUR_LABELS = [3, 1, 2, 1]
 
 
 class Untouchable(Dataset):
-    """A data set that fails when an example is loaded."""
-
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
 

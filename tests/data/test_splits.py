@@ -86,8 +86,6 @@ def test_diabetes_is_standardised_on_the_training_split_and_can_be_undone():
 
 
 class Linear(L.LightningModule):
-    """Least squares or logistic regression."""
-
     def __init__(self, inputs, outputs):
         super().__init__()
         self.layer, self.loss = torch.nn.Linear(inputs, outputs), nnf.cross_entropy if outputs > 1 else nnf.mse_loss

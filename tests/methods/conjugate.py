@@ -72,7 +72,6 @@ class Conjugate:
         return self.posterior(shift / precision, 1 / precision[: self.size])
 
     def train(self, method: fb.Method, shared: Shared, client: int) -> Report:
-        """Return a client's report."""
         count, curvature, optimum = self.examples[client], self.curvatures[client], self.optima[client]
         participant = Participant(client, count, self.kept.get(client, {}), gaussian=frozenset({GAUSSIAN}))
         problem, start = method.problem(shared, participant), torch.cat([*shared.posterior.mean.values()])

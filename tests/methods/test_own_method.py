@@ -96,7 +96,6 @@ def test_it_ends_where_pooled_training_ends(written):
 
 
 def wrong(**hooks):
-    """A method with these hooks."""
     return type("Wrong", (fb.Method,), hooks)("weighted_average")
 
 

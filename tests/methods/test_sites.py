@@ -386,8 +386,6 @@ def squares_alone(monkeypatch):
 
 
 class MeanOnly(Net):
-    """Runs its layer at the means, without noise."""
-
     def training_step(self, batch, batch_idx) -> Tensor:
         with mean_only(self):
             return super().training_step(batch, batch_idx)
@@ -601,8 +599,6 @@ def test_priors_that_are_not_the_network_s_are_refused(method, says):
 
 
 class Squares(Net):
-    """Least squares of a deterministic layer."""
-
     def training_step(self, batch, batch_idx) -> Tensor:
         return (batch[1] - self.layer(batch[0])).square().sum(1).mean() / 2
 

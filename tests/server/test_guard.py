@@ -200,7 +200,6 @@ DETERMINISTIC = GaussianPosterior.point_mass({n: torch.ones(s) for n, s in WIDE.
 
 
 def wide(client, factor=1.0):
-    """An update of a large deterministic network."""
     draws = torch.Generator().manual_seed(client)
     mean = {n: 1 + factor * (1 + torch.randn(s, generator=draws)) for n, s in WIDE.items()}
     return ClientUpdate(client, 10 + client, GaussianPosterior.point_mass(mean))

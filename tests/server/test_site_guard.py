@@ -36,8 +36,6 @@ def served(clients: Conjugate, **options) -> fb.Server:
 
 
 def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
-    """Return what multiplies parts of a message."""
-
     def told(report: Report, shared: Shared) -> Report:
         mean = {
             name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])

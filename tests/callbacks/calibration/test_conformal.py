@@ -3,15 +3,12 @@
 import logging
 import math
 import warnings
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
@@ -312,38 +309,6 @@ def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     conformal.load_state_dict(FederatedConformal(0.5).state_dict())
     assert conformal.releases == 4  # what has been sent stays counted
     assert FederatedConformal().fit(scores).releases == 0
-
-
-@cache
-def digits(noise=0.0):
-    """Probabilities of a classifier that has seen a few digits, for all others, and their classes."""
-    images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
-    images, labels = images[order] / 16, labels[order]
-    model = LogisticRegression(C=0.05, max_iter=500).fit(images[:150], labels[:150])
-    noisy = images[150:] + noise * np.random.default_rng(1).normal(size=images[150:].shape)
-    return torch.tensor(model.predict_proba(noisy)), torch.tensor(labels[150:])
-
-
-def split_of(targets, seed, calibration=0.5):
-    """Ten Dirichlet clients, and half of each client's examples, at random, for calibration."""
-    owners = fb.DirichletPartition(10, alpha=0.5, min_examples=20).split(targets, seed).indices
-    random = torch.Generator().manual_seed(seed)
-    mixed = [own[torch.randperm(len(own), generator=random)] for own in owners]
-    return [(own[: int(calibration * len(own))], own[int(calibration * len(own)) :]) for own in mixed]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lac", "aps"])
-def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
-    probs, targets = digits()
-    scores, coverage = class_scores(probs, targets, kind), []
-    for seed in range(200):
-        split = split_of(targets, seed)
-        conformal = FederatedConformal(kind=kind).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
-        test = torch.cat([test for _, test in split])
-        coverage.append(conformal.sets(probs[test])[range(len(test)), targets[test]].double().mean().item())
-    assert 0.895 <= np.mean(coverage) <= 0.915
 
 
 def test_from_a_posterior_with_a_temperature():

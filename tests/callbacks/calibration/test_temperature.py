@@ -39,7 +39,6 @@ def nll(logits, targets, log_t):
 
 
 def pooled(logits, targets):
-    """Pooled temperature scaling by scipy."""
     found = minimize_scalar(
         lambda u: float(nll(logits, targets, u)), bounds=(-6, 6), method="bounded", options={"xatol": 1e-12}
     )
@@ -47,7 +46,6 @@ def pooled(logits, targets):
 
 
 def dealt(logits, targets, clients, seed=1):
-    """The examples, dealt to clients at random."""
     owner = torch.randint(clients, targets.shape, generator=torch.Generator().manual_seed(seed))
     return {str(k): (logits[..., owner == k, :], targets[owner == k]) for k in range(clients)}
 
@@ -167,15 +165,6 @@ def test_a_flat_loss_leaves_the_logits_alone():
     assert scaling.temperature == 1.0
 
 
-def test_scaling_divides_the_logits():
-    logits, _ = draw()
-    with pytest.raises(FedBayesError, match="no temperature yet"):
-        FederatedTemperature()(logits)
-    scaling = FederatedTemperature(2.0)
-    assert torch.equal(scaling(logits), logits / 2)
-    assert torch.equal(scaling(logits).argmax(-1), logits.argmax(-1))
-
-
 @pytest.mark.parametrize(
     ("logits", "targets", "message"),
     [
@@ -210,7 +199,6 @@ def test_bad_messages_and_clients_are_refused():
 
 
 def ten(examples=180):
-    """Ten clients, whose best temperature is about 2."""
     return {str(k): draw(k, examples) for k in range(10)}
 
 

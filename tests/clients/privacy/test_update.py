@@ -26,7 +26,6 @@ def draws(seed=0):
 
 
 def posterior(seed, size=4, scale=1.0):
-    """A deterministic bias and a Gaussian weight."""
     noise = draws(seed)
     mean = {"weight": scale * torch.randn(size, 2, generator=noise), "bias": scale * torch.randn(3, generator=noise)}
     variance = {"weight": torch.rand(size, 2, generator=noise) + 0.01, "bias": torch.zeros(()).expand(3)}
@@ -34,7 +33,6 @@ def posterior(seed, size=4, scale=1.0):
 
 
 def step(sent, previous):
-    """(μ − μ_o, log σ − log σ_o), written out by name."""
     means = [(sent.mean[name] - previous.mean[name]).double().flatten() for name in previous.names]
     ratio = sent.variance["weight"].double() / previous.variance["weight"].double()
     return torch.cat([*means, ratio.log().flatten() / 2])

@@ -60,8 +60,6 @@ class PerClient(Plain):
 
 
 class Padded(Plain):
-    """Words, of which 0 is padding."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, CLASSES)))
@@ -73,8 +71,6 @@ def words() -> TensorDataset:
 
 
 class Late(Plain):
-    """A buffer that first changes in the second round."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))

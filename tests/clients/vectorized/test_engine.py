@@ -173,8 +173,6 @@ def test_groups_that_step_apart_keep_their_own_number_of_steps():
 
 @pytest.fixture
 def remove_primitives(monkeypatch):
-    """Remove the primitives of vmap from torch."""
-
     def remove():
         for name in (*PRIMITIVES, "is_functorch_wrapped_tensor"):
             monkeypatch.delattr(torch._C._functorch, name)

@@ -59,7 +59,6 @@ class Run:
 
 @pytest.fixture
 def joint_draws(monkeypatch) -> list[int]:
-    """The number of parameters of every joint draw."""
     calls, apply = [], gaussians.JointDraw.apply
 
     def counted(prior, *parameters):

@@ -127,8 +127,6 @@ def in_a_dict(module, logits, labels, loss):
 
 
 class Deep(nn.Module):
-    """A metric two modules deep."""
-
     def __init__(self):
         super().__init__()
         self.of_training = accuracy()

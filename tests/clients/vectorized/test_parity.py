@@ -66,9 +66,6 @@ class Momentum(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-OPTIMIZERS = ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
-
-
 SETTINGS = {
     "kept momentum": {"keep": ["optimizer"]},
     "one at a time": {"stack": 1},
@@ -253,8 +250,6 @@ def test_the_ready_modules_train_at_once(kind, estimator):
 
 
 class Noisy(L.LightningModule):
-    """One Bayesian layer and dropout."""
-
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
