@@ -120,25 +120,6 @@ def test_pages_quote_what_is_published(page):
     assert wrong_quotes((ROOT / page).read_text(), PAGES[page]) == []
 
 
-def test_no_figure_is_typed_twice():
-    """Of at least four significant digits: shorter ones are numbers of anything."""
-    means = {
-        text.split(" ± ")[0]
-        for source in sources()
-        for name in sources()[source]
-        if name not in OTHER
-        for row in rows(f"{source} {name}")
-        for text in row.values()
-        if is_score(text)
-    }
-    long = {mean for mean in means if len(mean.replace(".", "").lstrip("-0")) >= 4}
-    assert len(long) > 130
-    for file in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("benchmarks/**/*.yaml")]:
-        if file.name != "published.yaml":
-            found = long & set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w])", file.read_text()))
-            assert not found, file
-
-
 def test_every_row_stands_once():
     for source in sources():
         for name in sources()[source]:

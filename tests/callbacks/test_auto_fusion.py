@@ -10,16 +10,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import AutoFusion
-from tests.federations import (
-    Plain,
-    assert_equal,
-    bayesian,
-    blobs,
-    federate,
-    network,
-    parameters,
-    rule_state,
-)
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, network, parameters, rule_state
 
 RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
 

@@ -40,24 +40,47 @@ class Foreign(Untrained):
         return batch[0]
 
 
-def yes_or_no(rows=9):
-    return fb.ClientDatasets({name: TensorDataset(torch.randn(rows, 4), torch.randint(0, 2, (rows,))) for name in "ab"})
+def parts(targets):
+    return fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
+
+
+def intervals():
+    return fb.FederatedConformal(kind="interval")
+
+
+def binary(count):
+    return torch.randint(0, 2, (count,))
+
+
+REFUSED = {
+    "one logit, scored": (Untrained, binary, fb.UncertaintyReport, "yes or no, or numbers"),
+    "one logit, scaled": (Untrained, binary, fb.FederatedTemperature, "yes or no, or numbers"),
+    "its own predictions": (Foreign, binary, fb.ClientReport, "Foreign.predict_step returns"),
+    "numbers": (Untrained, torch.randn, intervals, "noise is not known"),
+    "other classes": (
+        lambda: Untrained(None, 2),
+        lambda count: torch.full((count,), 5),
+        fb.FederatedTemperature,
+        "there are 2 classes",
+    ),
+    "sets of numbers": (lambda: Untrained(fb.Gaussian(1.0)), torch.randn, fb.FederatedConformal, "kind='interval'"),
+    "intervals of classes": (lambda: Untrained("categorical", 2), binary, intervals, "predicts no mean and variance"),
+}
 
 
 @STEPS
-@pytest.mark.parametrize(
-    ("module", "callback", "says"),
-    [
-        (Untrained, fb.UncertaintyReport, "yes or no, or numbers"),
-        (Foreign, fb.ClientReport, "Foreign.predict_step returns"),
-        (Untrained, fb.FederatedTemperature, "yes or no, or numbers"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(module, callback, says, steps):
-    data = yes_or_no()
+@pytest.mark.parametrize(("module", "targets", "callback", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_scored_or_calibrated_is_refused(module, targets, callback, says, steps):
+    data = parts(targets)
     options = {"callbacks": [callback()], "num_sanity_val_steps": steps}
     with pytest.raises(fb.FedBayesError, match=says):
         federate(module(), fb.FederatedBayes(engine="sequential"), 1, loader(data), DataLoader(data, 8), **options)
+
+
+def test_sets_before_the_temperature_are_refused():
+    calibrations = [fb.FederatedConformal(0.8), fb.FederatedTemperature()]
+    with pytest.raises(fb.FedBayesError, match="put FederatedTemperature first"):
+        federate(Plain(), fb.FederatedBayes(), 1, loader(clients(9, 9)), loader(clients(9, 9)), callbacks=calibrations)
 
 
 @pytest.mark.slow
@@ -70,7 +93,7 @@ def test_reports_that_nobody_has_given_refuse_nothing(callbacks, steps):
         def training_step(self, batch, number):
             return self(batch[0]).square().mean()
 
-    data = yes_or_no()
+    data = parts(binary)
     held_out = DataLoader(data.datasets[0] if callbacks else data, 8)
     options = {"callbacks": list(callbacks), "num_sanity_val_steps": steps}
     assert federate(Fits(), fb.FederatedBayes(), 1, loader(data), held_out, **options).current_epoch == 1

@@ -139,20 +139,6 @@ def test_what_is_calibrated_does_not_depend_on_reports(make, posterior, scaling)
     assert found[0] == found[1] == found[2]
 
 
-def test_scores_and_calibration_are_those_of_a_pass_of_their_own():
-    """Of a network without draws, whose batches are each of one client."""
-    report, scaling, sets = fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True)
-    module = deterministic()
-    rounds_of(module, [report, scaling, sets])
-    own = clients(16, 40)
-    assert report.scores["val"].rows() == fb.evaluate_clients(module, own, batch_size=8).rows()
-    alone = fb.FederatedTemperature().fit_from(module, own, batch_size=8)
-    assert scaling.temperature == alone.temperature
-    expected = fb.FederatedConformal(0.8, per_client=True)
-    expected.fit_from(module, own, temperature=alone.temperature, batch_size=8)
-    assert (sets.threshold, sets.thresholds) == (expected.threshold, expected.thresholds)
-
-
 def reversed_batches(examples):
     return default_collate(examples[::-1])
 

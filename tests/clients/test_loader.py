@@ -176,12 +176,10 @@ class TestWaysOfLoading:
         draws = torch.cat([batch[2].flatten() for batch in alone])
         assert len(draws.unique()) == len(draws), "local epochs and clients must draw afresh"
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_random_collate_does_not_depend_on_the_workers(self, workers):
-        """Mixup and random padding live in collate functions."""
-        clients, batching = clients_of_sizes([7, 5], Tensors), Batching(4, local_epochs=2)
-        batches = batches_of(clients, batching, num_workers=workers, collate_fn=collate_with_noise)
-        assert_same_batches(batches, batches_of(clients, batching, collate_fn=collate_with_noise))
+    def test_random_collate_does_not_depend_on_the_workers(self):
+        clients, options = clients_of_sizes([7, 5], Tensors), {"collate_fn": collate_with_noise}
+        alone, many = (batches_of(clients, Batching(4), num_workers=workers, **options) for workers in (0, 2))
+        assert_same_batches(alone, many)
 
     @pytest.mark.parametrize(
         "options",
@@ -205,16 +203,9 @@ class TestWaysOfLoading:
             loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
         found = set()
         for now[0] in (0, 1, 2):
-            found |= {
-                int(each)
-                for leaf in tree_leaves(
-                    [
-                        [data for stacked in batch for _, data in stacked.parts] if arranged else batch
-                        for batch in loader
-                    ]
-                )
-                for each in leaf.flatten()
-            }
+            for batch in loader:
+                parts = [data for stacked in batch for _, data in stacked.parts] if arranged else batch
+                found |= {int(each) for leaf in tree_leaves(parts) for each in leaf.flatten()}
         assert len(found) == 2
         assert os.getpid() not in found
 
@@ -234,6 +225,10 @@ def collate_with_noise(examples):
     return [torch.stack(inputs) + torch.rand(()), torch.tensor([np.random.rand(), random.random()])]
 
 
+def broken_collate(examples):
+    raise RuntimeError("no batch")
+
+
 class TestFailures:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_example_that_raises_fails_its_batch_only(self, workers):
@@ -244,18 +239,18 @@ class TestFailures:
         assert isinstance(batches[1].error, OSError)
         assert "example 3 is lost" in str(batches[1].error)
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_collate_that_raises_fails_the_batch(self, workers):
-        clients = clients_of_sizes([4], Tensors)
-        batches = batches_of(clients, Batching(2), num_workers=workers, collate_fn=broken_collate)
-        assert all(isinstance(batch, FailedBatch) for batch in batches)
-        assert "no batch" in str(batches[0].error)
-
-    @pytest.mark.parametrize(("kind", "words"), [(BrokenBadly, "data.bin: 5"), (BrokenLocally, "other processes")])
+    @pytest.mark.parametrize(
+        ("kind", "options", "words"),
+        [
+            (Tensors, {"collate_fn": broken_collate}, "no batch"),
+            (BrokenBadly, {}, "data.bin: 5"),  # which cannot be pickled, and so the next
+            (BrokenLocally, {}, "other processes"),
+        ],
+    )
     @pytest.mark.parametrize("workers", [0, 1])
-    def test_errors_that_cannot_be_pickled_reach_the_round(self, kind, words, workers):
+    def test_errors_of_any_kind_reach_the_round(self, kind, options, words, workers):
         clients = clients_of_sizes([4], kind)
-        batches = batches_of(clients, Batching(2), num_workers=workers, timeout=5 * workers)
+        batches = batches_of(clients, Batching(2), num_workers=workers, timeout=5 * workers, **options)
         assert all(isinstance(batch, FailedBatch) for batch in batches)
         assert all(words in str(batch.error) for batch in batches)
 
@@ -263,10 +258,6 @@ class TestFailures:
         before = torch.get_rng_state()
         batches_of(clients_of_sizes([6], Broken), Batching(2))
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def broken_collate(examples):
-    raise RuntimeError("no batch")
 
 
 class Stream(IterableDataset):

@@ -253,9 +253,7 @@ def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
-    ids=str,
+    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=str
 )
 def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
     class Own(Squares):
@@ -408,11 +406,7 @@ def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, a
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"weighting": "distance"}, "count alike"),
-        ({"posterior": fb.SWAG()}, "a SWAG has no prior"),
-    ],
+    ("options", "text"), [({"weighting": "distance"}, "count alike"), ({"posterior": fb.SWAG()}, "a SWAG has no prior")]
 )
 def test_other_rounds_than_those_of_em_are_refused(options, text):
     with pytest.raises(FederationError, match=text):

@@ -11,14 +11,7 @@ from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.exchange import ALONE, Reduction, merge_statistics
 from lightning_fedbayes.core.gloo import GlooCollective
 from lightning_fedbayes.core.messages import ClientUpdate
-from lightning_fedbayes.fusion import (
-    FusionRule,
-    NearestNeighbourMixing,
-    NormClipping,
-    Reliability,
-    SumRule,
-    get_rule,
-)
+from lightning_fedbayes.fusion import FusionRule, NearestNeighbourMixing, NormClipping, Reliability, SumRule, get_rule
 from lightning_fedbayes.server.aggregation import Aggregation
 from tests.federations import assert_close
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes import (
-    ClassPartition,
-    ClientDatasets,
-    DirichletPartition,
-    IIDPartition,
-)
+from lightning_fedbayes import ClassPartition, ClientDatasets, DirichletPartition, IIDPartition
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import clients_of, labels_of
 
@@ -174,12 +169,7 @@ CLASSES = torch.arange(60) % 3
     ids=["column of dicts", "attribute of graphs", "tensor", "array", "list", "function"],
 )
 @pytest.mark.parametrize(
-    "partition",
-    [
-        partial(DirichletPartition, 3, 0.5),
-        partial(ClassPartition, 3, 2),
-    ],
-    ids=["Dirichlet", "classes"],
+    "partition", [partial(DirichletPartition, 3, 0.5), partial(ClassPartition, 3, 2)], ids=["Dirichlet", "classes"]
 )
 def test_partitions_take_labels_from_where_they_are(dataset, labels, partition):
     made = clients_of(dataset, partition(labels=labels), seed=0)

@@ -9,14 +9,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.methods import (
-    Averaging,
-    Ditto,
-    FedProx,
-    Report,
-    Scaffold,
-    unregister_method,
-)
+from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Report, Scaffold, unregister_method
 from tests.federations import FEATURES, Plain, bayesian, federate, loader, quiet_checkpoints, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"

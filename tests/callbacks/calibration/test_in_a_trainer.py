@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
-from tests.callbacks.test_before_training import Untrained
 from tests.federations import Plain, bayesian, blobs, clients, federate, loader, network, trainer
 
 pytestmark = [
@@ -205,40 +204,3 @@ def test_noisy_thresholds_are_taken_once_after_the_last_round():
         validating = trainer(1, [conformal])
         validating.validate(module, held_out, verbose=False)
         assert float(validating.callback_metrics["val/lac_80/epsilon"]) == spent
-
-
-def test_sets_before_the_temperature_are_refused_before_training():
-    scaling, conformal = both()
-    with pytest.raises(FedBayesError, match="put FederatedTemperature first"):
-        fitted([conformal, scaling])
-
-
-OWN = {  # likelihood of the module's own outputs, outputs, targets, what is said before training
-    "one logit": (None, 1, lambda n: torch.randint(0, 2, (n,)), fb.FederatedTemperature, "yes or no, or numbers"),
-    "numbers": (None, 1, torch.randn, lambda: fb.FederatedConformal(kind="interval"), "noise is not known"),
-    "other classes": (None, 2, lambda n: torch.full((n,), 5), fb.FederatedTemperature, "there are 2 classes"),
-    "sets of numbers": (fb.Gaussian(1.0), 1, torch.randn, fb.FederatedConformal, "kind='interval'"),
-    "intervals of classes": (
-        "categorical",
-        2,
-        lambda n: torch.randint(0, 2, (n,)),
-        lambda: fb.FederatedConformal(kind="interval"),
-        "predicts no mean and variance",
-    ),
-}
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("known", "outputs", "targets", "callback", "says"), OWN.values(), ids=OWN)
-def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says, steps):
-    data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
-    with pytest.raises(FedBayesError, match=says):
-        federate(
-            Untrained(known, outputs),
-            fb.FederatedBayes(engine="sequential"),
-            1,
-            loader(data),
-            batches(data),
-            callbacks=[callback()],
-            num_sanity_val_steps=steps,
-        )

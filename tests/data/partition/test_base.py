@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import PartitionError
-from lightning_fedbayes.data.partition import (
-    DirichletPartition,
-    IIDPartition,
-    SizesPartition,
-    Split,
-    counts_table,
-)
+from lightning_fedbayes.data.partition import DirichletPartition, IIDPartition, SizesPartition, Split, counts_table
 
 labels_with_gaps = st.lists(st.sampled_from([-3, 0, 7, 40, 41]), min_size=20, max_size=120).map(torch.tensor)
 seeds = st.integers(0, 2**31)
