@@ -31,30 +31,32 @@ from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll
 from lightning_fedbayes.modules import mlp
 from tests import federations
 
-EXAMPLES, TEST = 40, 8
-
 
 def write(path, rows):
     path.write_text("\n".join(" ".join(f"{value:.17g}" for value in row) for row in rows) + "\n")
 
 
+def write_set(data, values, features, target, tests):
+    """A data set in the layout of Hernández-Lobato and Adams, whose splits test some of the rows."""
+    data.mkdir(parents=True)
+    write(data / "data.txt", values.tolist())
+    write(data / "index_features.txt", [[each] for each in features])
+    write(data / "index_target.txt", [[target]])
+    write(data / "n_splits.txt", [[len(tests)]])
+    for split, test in enumerate(tests):
+        write(data / f"index_test_{split}.txt", [[each] for each in test])
+        write(data / f"index_train_{split}.txt", [[each] for each in range(len(values)) if each not in test])
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A data set "toy" of 40 examples in columns feature, constant, another target, target, feature; three splits."""
-    data = tmp_path / "sets" / "toy" / "data"
-    data.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
-    values = 50 + 7 * torch.randn(EXAMPLES, 5, generator=generator, dtype=torch.float64)
+    values = 50 + 7 * torch.randn(40, 5, generator=generator, dtype=torch.float64)
     values[:, 1] = 0.998
     values[:, 3] = 100 + values[:, 0] - 2 * values[:, 4]
-    write(data / "data.txt", values.tolist())
-    write(data / "index_features.txt", [[0], [1], [4]])
-    write(data / "index_target.txt", [[3]])
-    write(data / "n_splits.txt", [[3]])
-    for split in range(3):
-        order = torch.randperm(EXAMPLES, generator=generator).tolist()
-        write(data / f"index_train_{split}.txt", [[i] for i in order[TEST:]])
-        write(data / f"index_test_{split}.txt", [[i] for i in order[:TEST]])
+    data = tmp_path / "sets" / "toy" / "data"
+    write_set(data, values, (0, 1, 4), 3, [torch.randperm(40, generator=generator)[:8].tolist() for _ in range(3)])
     return data
 
 
@@ -239,16 +241,8 @@ def splits_of(number: int = 2, examples: int = 40) -> Splits:
 def two(tmp_path):
     """Two data sets of two splits, in the layout of Hernández-Lobato and Adams."""
     for name, seed in (("yacht", 0), ("made", 1)):
-        data = tmp_path / "data" / name / "data"
-        data.mkdir(parents=True)
-        write(data / "data.txt", torch.randn(30, 3, generator=torch.Generator().manual_seed(seed)).tolist())
-        write(data / "index_features.txt", [[0], [1]])
-        write(data / "index_target.txt", [[2]])
-        write(data / "n_splits.txt", [[2]])
-        for split in range(2):
-            test = range(3 * split, 3 * split + 3)
-            write(data / f"index_test_{split}.txt", [[each] for each in test])
-            write(data / f"index_train_{split}.txt", [[each] for each in range(30) if each not in test])
+        rows = torch.randn(30, 3, generator=torch.Generator().manual_seed(seed))
+        write_set(tmp_path / "data" / name / "data", rows, (0, 1), 2, [range(3), range(3, 6)])
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -125,30 +126,23 @@ class Traced(Plain):
         self.at = [len(self.seen), self.count, float(self.total), hasattr(self, "later"), self.accuracy.update_count]
 
 
-class Watch(L.Callback):
-    def __init__(self):
-        self.calls = []
-
-    def on_validation_batch_end(self, trainer, *args):
-        self.calls.append(trainer.sanity_checking)
-
-    def on_sanity_check_start(self, trainer, pl_module):
-        pytest.fail("the user has turned it off")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("federated", [False, True])
 def test_the_check_leaves_no_trace(federated):
     ends = []
     for callbacks in ([], [fb.FederatedTemperature(), fb.FederatedConformal(0.8)]):
         torch.manual_seed(5)
-        module, watch = Traced(), Watch()
+        module, calls = Traced(), []
+        watch = LambdaCallback(
+            on_validation_batch_end=lambda made, *_, calls=calls: calls.append(made.sanity_checking),
+            on_sanity_check_start=lambda *_: pytest.fail("the user has turned it off"),
+        )
         module.net.load_state_dict(network(1).state_dict())
         federation = [fb.FederatedBayes(engine="sequential")] if federated else []
         torch.manual_seed(5)
         made = trainer(1, [*callbacks, watch, *federation], num_sanity_val_steps=0)
         made.fit(module, loader(clients(40, 30)), DataLoader(clients(9, 12), 8))
-        ends.append((parameters(module), torch.rand(3), watch.calls, module.at, made.num_sanity_val_steps))
+        ends.append((parameters(module), torch.rand(3), calls, module.at, made.num_sanity_val_steps))
     (plain, draws, calls, at, _), (same, others, others_calls, now, steps) = ends
     assert_equal(plain, same)
     assert torch.equal(draws, others)

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -146,12 +147,11 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 
 def test_a_checkpoint_from_within_a_round_counts_finished_rounds_only(tmp_path):
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 18:  # the second client's second step
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
+    def save(trainer, *_):
+        if trainer.global_step == 18:  # the second client's second step
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-    run(Plain(), ExamplePrivacy(), rounds=2, callbacks=[Save()])
+    run(Plain(), ExamplePrivacy(), rounds=2, callbacks=[LambdaCallback(on_train_batch_end=save)])
     stored = torch.load(tmp_path / "within.ckpt", weights_only=False)["callbacks"]["ExamplePrivacy"]
     assert {client: sum(n for *_, n in kinds) for client, kinds in stored["steps"].items()} == {0: 4, 1: 4, 2: 4}
 

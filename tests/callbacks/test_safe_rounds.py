@@ -3,7 +3,6 @@
 import logging
 from dataclasses import dataclass
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
@@ -16,6 +15,7 @@ from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, TrimmedMean
 from tests.federations import (
+    Interrupt,
     Plain,
     assert_equal,
     bayesian,
@@ -76,13 +76,8 @@ def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, opt
     row = federation.history[0]
     assert (row["valid_clients"], row["failed_clients"]) == (2, 1)
 
-    class Sees(Plain):
-        needs_client_posteriors = True
-
-        def on_round_end(self, posterior, clients):
-            self.clients = clients
-
-    start, honest = fb.read_posterior(Plain()).clone(), Sees()
+    start, honest = fb.read_posterior(Plain()).clone(), Plain()
+    honest.needs_client_posteriors, honest.on_round_end = True, lambda _, clients: setattr(honest, "clients", clients)
     federate(honest, fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", engine="sequential"), 1, **options)
     server = fb.Server(start, weighting=weighting)
     server.begin(fb.RoundPlan(0, (0, 2)))
@@ -140,20 +135,13 @@ def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(interrupt, engine, monkeypatch):
     monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
-    module = Plain()
-    fused = []
+    module, fused = Plain(), []
 
-    class Stop(L.Callback):
-        sees_stacks = True
+    def stop():
+        raise interrupt
 
-        def on_train_epoch_end(self, trainer, pl_module):
-            fused.append(parameters(pl_module))
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 2:
-                raise interrupt
-
-    made = trainer(3, [fb.FederatedBayes(fb.IIDPartition(3), engine=engine), Stop()])
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
+    made = trainer(3, [federation, models_after_rounds(fused), Interrupt(1, 2, stop)])
     with pytest.raises((interrupt, SystemExit)):
         made.fit(module, loader())
     assert_equal(fused[0], parameters(module))
@@ -167,26 +155,14 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine, monkeypatch):
     monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
-    module = Plain()
-    seen = {}
-
-    class Stop(L.Callback):
-        sees_stacks = True
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 2:
-                trainer.should_stop = True
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            seen.setdefault("fused", parameters(pl_module))
-
-        def on_validation_batch_start(self, trainer, pl_module, *args):
-            seen["validated"] = parameters(pl_module)
-
+    module, fused, validated = Plain(), [], []
     federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
-    federate(module, federation, 5, val=loader(shuffle=False), callbacks=[Stop()])
-    assert_equal(seen["fused"], parameters(module))
-    assert_equal(seen["fused"], seen["validated"])
+    spy = LambdaCallback(on_validation_batch_start=lambda *_: validated.append(parameters(module)))
+    stop = Interrupt(1, 2, lambda: setattr(made, "should_stop", True))
+    made = trainer(5, [federation, models_after_rounds(fused), spy, stop])
+    made.fit(module, loader(), loader(shuffle=False))
+    assert_equal(fused[0], parameters(module))
+    assert_equal(fused[0], validated[-1])
     assert len(federation.history) == 1
 
 

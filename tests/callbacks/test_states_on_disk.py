@@ -87,23 +87,6 @@ def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
         assert_equal(dict(found.variance), dict(wanted.variance))
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatch):
-    put = Store.put
-
-    def full(self, client, state):
-        if self.rounds == 2:
-            self._open.execute(f"PRAGMA max_page_count = {self._open.execute('PRAGMA page_count').fetchone()[0]}")
-        put(self, client, state)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Store, "put", full)
-        with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*full"):
-            fit(tmp_path / "parts", "everything", "sequential")
-    parts = fit(tmp_path / "parts", "everything", "sequential", ckpt_path="last")
-    assert_equal(everything(*fit(tmp_path / "whole", "everything", "sequential")), everything(*parts))
-
-
 def kill_at(calls: int, name: str):
     """Let the process be killed at a call of a method of :class:`Store`."""
     method, left = getattr(Store, name), [calls]

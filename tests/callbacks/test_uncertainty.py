@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -156,20 +157,19 @@ def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", "reverse_kl_barycenter"])
 def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
-    class Watch(L.Callback):
-        """Notes what the report has summed up in the last validation."""
+    sums = []
 
-        def on_validation_end(self, trainer, pl_module):
-            (report,) = (each for each in trainer.callbacks if isinstance(each, fb.UncertaintyReport))
-            self.last = report.log_likelihood
+    def note(trainer, module):
+        (report,) = (each for each in trainer.callbacks if isinstance(each, fb.UncertaintyReport))
+        sums.append(report.log_likelihood)
 
-    watch, federation = Watch(), fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion)
+    watch, federation = LambdaCallback(on_validation_end=note), fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion)
     with caplog.at_level("INFO"):
         made = federate(bayesian(), federation, val=loader(blobs(30, seed=1), shuffle=False), callbacks=[watch])
     if fusion != "sites":
         assert not any("sites/elbo" in row for row in federation.history)
         return
-    total, count = watch.last
+    total, count = sums[-1]
     q = federation.posterior
     prior = torch.distributions.Normal(0.0, 1.0)
     divergence = sum(
@@ -186,20 +186,20 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
 
 @pytest.mark.slow
 def test_rounds_of_laplace_are_scored_by_the_linearised_network():
-    class Watch(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            self.last, self.made = report.log_likelihood, evaluator_of(trainer)._predictive
-
-    report, watch = fb.UncertaintyReport(samples=5), Watch()
+    report, seen = fb.UncertaintyReport(samples=5), []
+    watch = LambdaCallback(
+        on_validation_end=lambda made, _: seen.append((report.log_likelihood, evaluator_of(made)._predictive))
+    )
     federation, module, val = fb.FederatedBayes(fb.IIDPartition(3), posterior=fb.Laplace()), Plain(), blobs(60, seed=1)
     federate(module, federation, 3, val=loader(val, shuffle=False), callbacks=[report, watch])
     made = fb.PosteriorPredictive(module, federation.posterior)
-    assert watch.made.is_linearised
-    assert watch.made.posterior is federation.posterior
+    (found, count), predictive = seen[-1]
+    assert predictive.is_linearised
+    assert predictive.posterior is federation.posterior
     x, y = val.tensors
     total = made.sample(x, 2000).log_softmax(-1)[:, torch.arange(60), y].mean(0).sum()
-    assert watch.last[1] == 60
-    assert watch.last[0] == pytest.approx(float(total), rel=0.03)
+    assert count == 60
+    assert found == pytest.approx(float(total), rel=0.03)
 
 
 @pytest.mark.parametrize(("variance", "says"), [(1e4, 1), (1e-4, 0)])

@@ -12,7 +12,7 @@ from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.sources.ivon_state import first_state
-from tests.federations import Plain, assert_close, federate, loader, network, trainer
+from tests.federations import Plain, federate, loader, network, trainer
 
 SIZES = fb.SizesPartition([40, 25, 13, 12])
 
@@ -178,17 +178,6 @@ def test_what_never_leaves_a_client_keeps_its_variance():
     variances = [value for name, value in kept.items() if name.endswith("(variance)")]
     assert len(variances) == 2
     assert all((value > 0).all() and value.std() > 0 for value in variances)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
-def test_resumes_bit_by_bit(tmp_path, engine, fusion):
-    whole, _ = run(engine, 4, fusion=fusion)
-    _, half = run(engine, 2, fusion=fusion)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion)
-    federate(Own(), rest, 4, loader(), ckpt_path=tmp_path / "half.ckpt")
-    assert_close(whole.posterior, rest.posterior)
 
 
 @pytest.mark.slow
