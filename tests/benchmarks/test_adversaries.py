@@ -204,11 +204,6 @@ def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, pic
     assert torch.equal(flip_labels(flipped, classes), labels)
 
 
-def test_labels_without_gaps_become_the_last_minus_themselves():
-    labels = torch.arange(10)
-    assert torch.equal(flip_labels(labels, range(10)), 9 - labels)
-
-
 @pytest.mark.parametrize(
     ("attack", "options"),
     [

@@ -10,10 +10,10 @@ import yaml
 
 import lightning_fedbayes as fb
 from benchmarks.images import run
-from benchmarks.images.cell import check, make_optimizer, make_rule
+from benchmarks.images.cell import check, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
-from benchmarks.images.report import METRICS, common_settings, failures, mean_and_error
+from benchmarks.images.report import METRICS, common_settings, failures
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
@@ -249,15 +249,6 @@ def test_calls_that_cannot_be_read(text):
         parse_call(text)
 
 
-def test_the_optimizer_of_a_cell():
-    adam = make_optimizer(Settings(optimizer="adam", learning_rate=0.1, weight_decay=0.2), torch.nn.Linear(3, 2))
-    assert isinstance(adam, torch.optim.Adam)
-    assert (adam.defaults["lr"], adam.defaults["weight_decay"]) == (0.1, 0.2)
-    sgd = make_optimizer(Settings(momentum=0.8), torch.nn.Linear(3, 2))
-    assert isinstance(sgd, torch.optim.SGD)
-    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.01, 0.8)
-
-
 def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
     client = fb.GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 3.0])})
     fused = fb.fuse(make_rule("normalised_weighted_sum"), [client, client, client], weights=[1.0, 2.0, 3.0])
@@ -308,7 +299,3 @@ def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_
     store.sort()
     assert len(store.file.read_text().splitlines()) == 1
     assert [result["steps"] for result in store.finished([cell, cell.but(rounds=51)]).values()] == [2]
-
-
-def test_mean_and_error():
-    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))

@@ -14,7 +14,7 @@ import lightning_fedbayes as fb
 from benchmarks import cells as study
 from benchmarks.page import BEGIN, END, include
 from benchmarks.posterior import images, label_noise, logistic, nuts, peers, report, rounds, truth
-from benchmarks.posterior.nuts import METHODS, NUTS, PROBLEMS
+from benchmarks.posterior.nuts import METHODS, PROBLEMS
 from benchmarks.posterior.report import reached, tables
 from benchmarks.posterior.run import HERE, Cell, cells, result_of
 from lightning_fedbayes.modules import mlp
@@ -218,13 +218,6 @@ def test_nuts_of_no_data_gives_the_prior(monkeypatch):
     assert float(draws[..., 2].mean()) > 0.2  # the bias of the class
 
 
-def test_every_federated_method_has_seeds_and_the_truth_comes_first():
-    found = nuts.cells()
-    assert len(set(found)) == len(found)
-    assert [cell.method for cell in found[: len(PROBLEMS)]] == [NUTS] * len(PROBLEMS)
-    assert sum(cell.method == "sites" for cell in found) >= 2 * len(PROBLEMS)
-
-
 @pytest.mark.parametrize(
     "cell",
     [
@@ -248,19 +241,6 @@ def test_a_cell_of_rounds_runs(cell, monkeypatch):
     assert len(looks) == (1 if cell.method == "pooled" else 2)
     assert all(0 <= look["accuracy"] <= 1 and look["nll"] > 0 for look in looks)
     assert all((look["largest"] > 0) == (cell.method != "fedavg") for look in looks)
-
-
-def test_each_estimator_trains_each_network_once_in_three_seeds():
-    cells = [cell for cell in rounds.cells() if cell.study == "networks" and cell.method in ("default", "last layer")]
-    kinds = {(cell.data, cell.method, cell.clients, cell.epochs) for cell in cells}
-    assert len(kinds) == 6 * 2 * 2 * 2
-    assert len(cells) == 3 * len(kinds)
-    assert all(
-        {cell.estimator for cell in cells if (cell.data, cell.method, cell.clients, cell.epochs) == kind}
-        == set(rounds.ESTIMATORS)
-        for kind in kinds
-    )
-    assert len(set(rounds.cells())) == len(rounds.cells())
 
 
 @pytest.mark.parametrize("share", label_noise.SHARES)

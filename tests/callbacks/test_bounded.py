@@ -200,23 +200,6 @@ def test_tables_of_scores_are_logged_so(tmp_path):
         assert len((tmp_path / name).read_text().splitlines()) == 1 + MOST_ROWS
 
 
-def test_a_table_of_weights_and_biases_takes_the_last_row():
-    import wandb
-
-    head, rows = scores_of(1_000).table()
-    assert len(wandb.Table(columns=head, data=[list(row) for row in rows]).data) == MOST_ROWS
-
-
-def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
-    metric = fb.metrics.ClientAccuracy(10_000)
-    for client in range(0, 10_000, 10):
-        metric.update(torch.tensor([[0.9, 0.1]] * 2), torch.tensor([0, client % 3 > 0]), client)
-    axes = metric.plot()[0].axes[0]
-    assert len(axes.patches) == MOST_ROWS
-    assert len(axes.get_xticks()) <= 20
-    assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
-
-
 class Remembering(nn.Linear):
     """A layer that keeps a list of its own, as those of Hugging Face keep a configuration."""
 

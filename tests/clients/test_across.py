@@ -68,24 +68,6 @@ def test_rows_are_those_of_each_model_on_all_data_and_the_diagonal_those_of_the_
     assert only.table()[0][0] == "accuracy: model on data of"
 
 
-def test_linear_models_have_the_nll_of_the_closed_form():
-    x = torch.randn(3, 50, FEATURES, generator=chance())
-    layers = [nn.Linear(FEATURES, 1) for _ in range(3)]
-    y = torch.stack([layer(part).detach() for layer, part in zip(layers, x)]) + 0.3
-    data = fb.ClientDatasets({f"c{k}": TensorDataset(x[k], y[k, :, 0]) for k in range(3)})
-    models = {
-        f"c{k}": fb.PosteriorPredictive(layer, point(layer), likelihood=fb.Gaussian(0.5))
-        for k, layer in enumerate(layers)
-    }
-    found = fb.evaluate_across(models, data).values["nll"]
-    for i, layer in enumerate(layers):
-        for j in range(3):
-            squares = (layer(x[j]) - y[j]).detach().square().mean()
-            expected = 0.5 * math.log(2 * math.pi * 0.25) + float(squares) / 0.5
-            assert float(found[i, j]) == pytest.approx(expected, rel=1e-4)
-    assert found.diagonal().tolist() == pytest.approx([0.5 * math.log(2 * math.pi * 0.25) + 0.18] * 3, rel=1e-4)
-
-
 def test_a_permutation_of_the_clients_permutes_the_matrix():
     data, order = clients(9, 12, 13, 8), [2, 0, 3, 1]
     models = own_models(data)

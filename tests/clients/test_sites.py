@@ -101,11 +101,11 @@ class Squares(Exact):
         return ((y - self.layer(x)[:, 0]) ** 2).mean() / 2
 
 
-def unlike(sizes: tuple[int, ...]) -> tuple[fb.ClientDatasets, TensorDataset]:
-    """Clients that differ: each has the next examples in the order of the first column. And all data in this order."""
+def unlike(sizes: tuple[int, ...]) -> fb.ClientDatasets:
+    """Clients that differ: each has the next examples in the order of the first column."""
     x, y = data()[data().tensors[0][:, 0].argsort()]
     parts = zip(x.split(sizes), y.split(sizes))
-    return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)}), TensorDataset(x, y)
+    return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)})
 
 
 def whole(examples: TensorDataset) -> DataLoader:
@@ -242,7 +242,7 @@ def test_a_client_is_removed_from_a_callback_and_from_a_checkpoint():
 @pytest.mark.parametrize("strength", [0.1, 3.0])
 def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
     r"""Least squares: :math:`(X^\top X / n + \mu I)^{-1} (X^\top y / n + \mu \theta_g)`, and the server averages."""
-    module, (clients, _) = Squares("lbfgs"), unlike((30, 20, 10))
+    module, clients = Squares("lbfgs"), unlike((30, 20, 10))
     expected = torch.zeros(FEATURES, dtype=torch.float64)
     for part in clients.datasets:
         x, y = part.tensors

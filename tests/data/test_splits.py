@@ -1,16 +1,13 @@
 """The order of examples that makes samples stratified."""
 
-import lightning as L
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_diabetes, load_digits
-from torch.nn import functional as nnf
 
 from lightning_fedbayes.data import DiabetesDataModule, DigitsDataModule, labels_of
 from lightning_fedbayes.data.splits import stratified_order
-from tests import federations
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 2**31))
@@ -83,29 +80,3 @@ def test_diabetes_is_standardised_on_the_training_split_and_can_be_undone():
     expected = torch.as_tensor(load_diabetes(return_X_y=True)[1]).sort().values
     assert torch.allclose(original, expected, atol=1e-3)
     assert labels_of(data.train) is None
-
-
-class Linear(L.LightningModule):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.layer, self.loss = torch.nn.Linear(inputs, outputs), nnf.cross_entropy if outputs > 1 else nnf.mse_loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.layer(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(self.layer(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 0.01)
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning with a newer torch
-@pytest.mark.parametrize(
-    ("module", "inputs", "outputs", "good"), [(DigitsDataModule(), 64, 10, 0.35), (DiabetesDataModule(), 10, 1, 0.7)]
-)
-def test_a_trainer_learns(module, inputs, outputs, good, tmp_path):
-    L.seed_everything(0, verbose=False)
-    trainer = federations.trainer(5, default_root_dir=tmp_path)
-    trainer.fit(Linear(inputs, outputs), datamodule=module)
-    assert trainer.callback_metrics["val_loss"] < good

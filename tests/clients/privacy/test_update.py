@@ -207,12 +207,6 @@ def test_arguments_are_checked_at_once(options, named):
         UpdatePrivacy(**options)
 
 
-def test_figures_count_the_messages_of_a_client():
-    privacy = UpdatePrivacy(noise_multiplier=2.0, delta=1e-4)
-    assert privacy.figures(rounds=0) == {"privacy/epsilon": 0.0}
-    assert privacy.figures(rounds=10) == {"privacy/epsilon": epsilon_of(2.0, 1e-4, 10)}
-
-
 HUGE = UpdatePrivacy(clip=1e6, noise_multiplier=0.0)
 
 
@@ -252,13 +246,6 @@ def test_an_average_of_clipped_updates_is_no_longer_than_one_of_them():
     assert 0.005 < distance(federation.posterior, before) <= 0.01 * (1 + 1e-3)
 
 
-def test_epsilon_is_logged_after_every_round():
-    made, federation = run(Plain(), UpdatePrivacy(1.0, 2.0, delta=1e-4), rounds=3, clients=4, fraction=0.5, seed=1)
-    rounds = list(federation._report.records.rounds)
-    assert sum(rounds) == 6
-    assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(epsilon_of(2.0, 1e-4, max(rounds)))
-
-
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
     privacy = UpdatePrivacy(0.5, 0.2, widen_posterior=True)
     whole, half, resumed = bayesian(), bayesian(), bayesian(seed=1)
@@ -286,12 +273,6 @@ def test_adversaries_begin_with_what_they_would_have_sent():
     torch.testing.assert_close(dict(fed.posterior.variance), dict(honest.posterior.variance))
     name = "network.2.weight"
     assert not torch.allclose(fed.posterior.variance[name], unprotected.posterior.variance[name], rtol=0.1)
-
-
-def test_figures_of_training_do_not_leave_the_client():
-    _, federation = run(Plain(), HUGE, rounds=1)
-    assert "train_loss" not in federation.history[0]
-    assert all(map(math.isnan, federation._report.records.train_loss))
 
 
 def test_buffers_are_refused_before_training():

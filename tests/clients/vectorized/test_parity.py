@@ -16,7 +16,7 @@ from lightning_fedbayes.clients.vectorized import step
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
-from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
+from tests.clients.vectorized.modules import Convolutional, Logging, Padded, PerClient, SkipsShort, images, words
 from tests.federations import CLASSES, FEATURES, Plain, blobs, federate, loader, network, of_bayesian_torch
 
 PARTITIONS = [
@@ -176,10 +176,6 @@ def test_the_padding_row_of_an_embedding_stays():
     results = both(Padded, fb.SizesPartition((30, 20, 10)), train=loader(words()))
     assert_same(results)
     assert not results[1][0].net[0].weight[0].any()
-
-
-def test_a_buffer_may_change_later_than_in_the_first_step():
-    assert_same(both(Late, fb.SizesPartition((40, 20, 8)), rounds=3))
 
 
 @pytest.mark.parametrize("keep", [(), "optimizer"])
