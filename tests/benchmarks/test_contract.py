@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from benchmarks.contract import laws
-from benchmarks.contract.adaptors import LIBRARIES, Library, NotClaimed
+from benchmarks.contract.adaptors import LIBRARIES, Library
 from benchmarks.contract.laws import LAWS, examine
 
 
@@ -98,32 +98,3 @@ def test_a_wrong_layer_fails(law, monkeypatch):
     assert verdict.verdict == "fail", verdict
     raises = {"deepcopy": "graph leaves", "bfloat16": "dtype"}
     assert raises[law] in verdict.note if law in raises else verdict.figure is not None
-
-
-class Silent(Wrong):
-    """Claims nothing, and raises under every transformation."""
-
-    claims = ()
-    estimators = ("reparameterization",)
-
-    def output(self, network, x):
-        if not isinstance(x, torch.nn.Parameter):
-            raise ValueError("no\nmore")
-        return x
-
-    def convert(self, network):
-        raise NotClaimed("none")
-
-
-@pytest.mark.parametrize(
-    ("law", "expected", "note"),
-    [
-        ("vmap", "n/a", "ValueError: no"),
-        ("moments", "fail", "ValueError: no"),
-        ("conversion", "n/a", "none"),
-        ("Flipout, pooled", "n/a", "no Flipout"),
-    ],
-)
-def test_only_what_a_library_claims_can_fail(law, expected, note):
-    verdict = examine(law, Silent())
-    assert (verdict.verdict, verdict.note) == (expected, note)

@@ -13,7 +13,7 @@ from benchmarks.images import run
 from benchmarks.images.cell import check, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
-from benchmarks.images.report import METRICS, common_settings, failures
+from benchmarks.images.report import METRICS, failures
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
@@ -159,32 +159,6 @@ def test_published_values_belong_to_cells():
         for row in rows(table):
             wanted = {key: value for key, value in row.items() if key not in METRICS}
             assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in using), row
-
-
-def test_a_grid_has_budgets_of_its_own(tmp_path):
-    path = study(
-        tmp_path,
-        grids=[
-            {"fusion": ["conflation", "weighted_sum"], "local_epochs": [1]},
-            {"fusion": ["conflation"], "local_epochs": [5], "budgets": {"full": {"rounds": 200, "local_epochs": 9}}},
-        ],
-        budgets={"tiny": {"rounds": 2}, "laptop": {"rounds": 20}, "full": {"rounds": 400}},
-    )
-    read = read_study(path)
-    assert read.factors == ["fusion", "local_epochs"]
-    found = {
-        budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
-        for budget in read.budgets
-    }
-    assert found == {
-        "tiny": [(2, 1), (2, 1), (2, 5)],
-        "laptop": [(20, 1), (20, 1), (20, 5)],
-        "full": [(400, 1), (400, 1), (200, 5)],
-    }
-    line = common_settings(read.cells("full", 2, offline=True), read.factors)
-    assert "rounds 400 or 200" in line
-    assert "fusion" not in line
-    assert "seed" not in line
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks import cells as study
-from benchmarks.page import BEGIN, END, include
 from benchmarks.posterior import images, label_noise, logistic, nuts, peers, report, rounds, truth
 from benchmarks.posterior.nuts import METHODS, PROBLEMS
-from benchmarks.posterior.report import reached, tables
+from benchmarks.posterior.report import reached
 from benchmarks.posterior.run import HERE, Cell, cells, result_of
 from lightning_fedbayes.modules import mlp
-from tests.benchmarks.image_files import write_idx
+from tests.benchmarks.test_readers import write_idx
 
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:
@@ -78,20 +77,6 @@ def test_the_images_in_a_folder_are_trained_on_and_scored(rule, tmp_path, monkey
     parameters, gaussian = 44_426, 41_854  # of LeNet, and of its last three layers
     numbers = 2 * parameters + gaussian + 2 if rule == "sites" else parameters
     assert result["megabytes"] == pytest.approx(2 * 4e-6 * numbers)
-
-
-def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
-    cell = Cell("logistic", "IID", "sites", "fixed", 0)
-    result = {"kl": [0.1, 0.01], "mean_error": [0.5, 0.1], "variance_ratio": [1.0, 1.0]}
-    study.keep(tmp_path / "cells.jsonl", cell, result)
-    assert study.read(tmp_path / "cells.jsonl", Cell) == {cell: result}
-    assert reached(result) == 2
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\noutdated\n{END}\nafter\n")
-    include(page, tables({cell: result}))
-    assert "outdated" not in page.read_text()
-    assert page.read_text().startswith("before")
-    assert page.read_text().endswith("after\n")
 
 
 @pytest.mark.parametrize(

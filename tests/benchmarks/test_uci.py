@@ -21,8 +21,7 @@ from benchmarks.uci.network import networks
 from benchmarks.uci.plans import EVERYWHERE, SMALLER, study
 from benchmarks.uci.rates import CHOSEN, SHORT_GRID, tune
 from benchmarks.uci.readings import PREDICTIONS, STARTS, TARGETS, compare, start_by_glorot
-from benchmarks.uci.report import Store, one_network, verdict
-from benchmarks.uci.scores import Published
+from benchmarks.uci.report import Store
 from benchmarks.uci.sets import UCIDataModule, available_datasets
 from benchmarks.uci.training import Plan
 from lightning_fedbayes.core.errors import FederationError
@@ -370,20 +369,6 @@ def test_the_pages_are_those_of_the_scores(tmp_path):
     for name in ("tables.md", "settings.md"):
         assert (RESULTS / name).read_text() == (tmp_path / name).read_text()
     assert (RESULTS / "rounds.png").stat().st_size <= 100_000
-
-
-def test_a_score_is_compared_in_published_standard_errors():
-    assert verdict(0.98, Published(0.99, 0.02)) == "better"
-    assert verdict(1.029, Published(0.99, 0.02)) == "within 2 s.e."
-    assert verdict(1.05, Published(0.99, 0.02)) == "**3.0 s.e. worse**"
-    assert verdict(1.003, Published(0.99, 0.0)) == "**2.6 s.e. worse**"
-    assert report.mean_and_error([1.0, 2.0, 3.0, 6.0]) == (3.0, pytest.approx((14 / 3) ** 0.5 / 2))
-
-
-def test_networks_alone_are_as_much_worse_than_their_mean_as_they_disagree():
-    outputs, target = torch.randn(10, generator=torch.Generator().manual_seed(0)).double(), 0.3
-    rmse, spread = abs(outputs.mean() - target), outputs.var(correction=0).sqrt()
-    assert one_network(float(rmse), float(spread)) == pytest.approx(float((outputs - target).square().mean().sqrt()))
 
 
 def test_every_reading_is_scored_by_every_prediction():

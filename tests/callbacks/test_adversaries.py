@@ -19,20 +19,8 @@ from benchmarks.untrusted.adversaries import (
 )
 from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import (
-    CLASSES,
-    Crash,
-    Interrupt,
-    Plain,
-    assert_equal,
-    bayesian,
-    blobs,
-    federate,
-    loader,
-    parameters,
-    quiet_checkpoints,
-    saving,
-)
+from tests import federations
+from tests.federations import Crash, Plain, assert_equal, bayesian, blobs, federate, loader, parameters, saving
 
 ENGINES = ["sequential", "vectorized"]
 SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
@@ -112,7 +100,7 @@ def test_colluding_adversaries_send_what_the_honest_means_say(attack, engine):
 def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine):
     data = blobs()
     y = data.tensors[1].clone()
-    updates = [honest_update(k, CLASSES - 1 - y if k in (1, 4) else y) for k in range(6)]
+    updates = [honest_update(k, federations.CLASSES - 1 - y if k in (1, 4) else y) for k in range(6)]
     train = loader(with_flipped_labels(data, SIZES, [1, 4]), batch_size=90)
     module, _ = run(None, engine, 1, train=train, partition=None)
     assert_close(module, averaged(updates, SIZES.sizes))
@@ -182,7 +170,7 @@ def test_honest_draws_do_not_depend_on_attacks(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@quiet_checkpoints
+@federations.quiet_checkpoints
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
     monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
 
@@ -196,7 +184,7 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
 
     whole = fit("whole")
     with pytest.raises(Crash):
-        fit("parts", [Interrupt(2, 1)])
+        fit("parts", [federations.Interrupt(2, 1)])
     assert_equal(parameters(fit("parts", ckpt_path="last")), parameters(whole))
 
 

@@ -7,8 +7,7 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import FedAsync
-from tests.callbacks.test_resume import PERSONAL, Everything, state
-from tests.callbacks.test_states_on_disk import everything
+from tests.callbacks.test_resume import PERSONAL, Everything, everything, state
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, quiet_checkpoints, saving
 
 SIZES = (30, 24, 16, 12, 8)

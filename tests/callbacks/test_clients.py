@@ -21,9 +21,8 @@ def batches(*sizes):
 def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
     module, logger = fb.HybridBayesianClassifier(network(), bayesian_last=0), CSVLogger(tmp_path)
     report = fb.ClientReport()
-    made = federate(
-        module, fb.FederatedBayes(), 2, loader(clients(40, 30)), batches(8, 12), logger=logger, callbacks=[report]
-    )
+    options = {"logger": logger, "callbacks": [report]}
+    made = federate(module, fb.FederatedBayes(), 2, loader(clients(40, 30)), batches(8, 12), **options)
     expected = fb.evaluate_clients(module, clients(8, 12), batch_size=8)
     assert report.scores["val"].rows() == expected.rows()
     for name, value in expected.summary().items():

@@ -6,23 +6,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, TensorDataset, default_collate
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.evaluator import evaluator_of
 from lightning_fedbayes.cli import main
-from tests.federations import (
-    Plain,
-    assert_equal,
-    bayesian,
-    blobs,
-    clients,
-    federate,
-    loader,
-    network,
-    parameters,
-    trainer,
-)
+from tests import federations
+from tests.federations import Plain, bayesian, blobs, clients, federate, loader, network, parameters, trainer
 
 EXAMPLES = 56
 pytestmark = [
@@ -80,7 +70,7 @@ def test_every_example_is_predicted_once_with_everything_at_once(make, tmp_path)
     assert together == alone
     if make is deterministic:
         assert together == 2 * EXAMPLES
-    assert_equal(parameters(made.lightning_module), parameters(with_all.lightning_module))
+    federations.assert_equal(parameters(made.lightning_module), parameters(with_all.lightning_module))
     figures = with_all.callback_metrics
     assert {"val/clients/nll", "val/scaled/temperature", "val/lac_80/threshold", "val/aps_80/threshold"} <= set(figures)
     assert float(with_all.checkpoint_callback.best_model_score) > 0
@@ -103,16 +93,14 @@ def test_draws_of_the_parameters_are_one_further_pass(monkeypatch, shuffle):
     _, made, federation = rounds_of(Plain(optimizer=fb.IVON), everything(), held_out(shuffle=shuffle))
     assert sum(examples for examples, _ in drawn) == 2 * EXAMPLES
     assert {samples for _, samples in drawn} == {10}
-    assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
+    federations.assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
     names = {f"val/draws/{name}" for name in ("clients/nll", "scaled/temperature", "aps_80/threshold")}
     assert names <= set(made.callback_metrics)
     assert "sites/elbo" in federation.history[-1]
 
 
 def test_a_regressor_is_predicted_once_too():
-    data = fb.ClientDatasets(
-        {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in ("a", "b")}
-    )
+    data = fb.ClientDatasets({name: TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in "ab"})
     counts = []
     for callbacks in ([], [fb.ClientReport(), fb.FederatedConformal(0.8, kind="interval")]):
         torch.manual_seed(0)
@@ -294,10 +282,8 @@ def reports():
 def figures_of(module, val=None, callbacks=None, test=False, **options):
     """Names of what the reports have logged in a fit, or in a test after it, behind "val/" or "test/"."""
     logged = reports() if callbacks is None else callbacks
-    federation = fb.FederatedBayes(seed=3, **options)
-    made = federate(
-        module, federation, 2, loader(clients(40, 30)), held_out() if val is None else val, callbacks=logged
-    )
+    federation, train = fb.FederatedBayes(seed=3, **options), loader(clients(40, 30))
+    made = federate(module, federation, 2, train, held_out() if val is None else val, callbacks=logged)
     if test:
         made = trainer(1, [federation, *logged])
         made.test(module, held_out(), verbose=False)
@@ -355,9 +341,8 @@ def test_figures_of_other_predictions_have_no_such_word(module, own, shuffle):
 def test_logits_alone_may_be_drawn():
     """Where a step returns probabilities at the mean, and a temperature needs logits."""
     assert figures_of(Own("probs")) == {"acc"} | BY_BATCH | BY_CLIENT | drawn(CALIBRATED)
-    assert figures_of(Own("probs"), callbacks=[fb.FederatedConformal(0.8)]) == {"acc", "lac_80/threshold"} | (
-        BY_BATCH | BY_CLIENT
-    )
+    found = figures_of(Own("probs"), callbacks=[fb.FederatedConformal(0.8)])
+    assert found == {"acc", "lac_80/threshold"} | BY_BATCH | BY_CLIENT
 
 
 def test_a_ready_module_whose_step_is_the_user_s_is_drawn():

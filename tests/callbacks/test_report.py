@@ -37,12 +37,10 @@ def test_the_progress_bar_shows_round_and_client(kind):
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}], ids=["fast loop", "Lightning's loop"])
 def test_the_bar_counts_the_batches_of_the_round_and_is_given_back(options):
     seen, bar = [], TQDMProgressBar()
-    spy = LambdaCallback(
-        on_train_epoch_end=lambda *_: seen.append((bar.train_progress_bar.n, bar.train_progress_bar.total))
-    )
+    spy = LambdaCallback(on_train_epoch_end=lambda *_: seen.append(vars(bar.train_progress_bar).copy()))
     federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential")
     federate(Plain(), federation, 2, loader(), enable_progress_bar=True, callbacks=[bar, spy], **options)
-    assert seen == [(12, 12)] * 2
+    assert [(each["n"], each["total"]) for each in seen] == [(12, 12)] * 2
     assert "on_train_batch_end" not in vars(bar)
 
 
@@ -81,13 +79,9 @@ def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
     for diverges, optimizer in zip((True, False), OPTIMIZERS[name]):
         caplog.clear()
         with caplog.at_level("INFO"):
-            federation = fb.FederatedBayes(
-                fb.IIDPartition(clients=4),
-                engine=engine,
-                seed=1,
-                local_epochs=2,
-                safeguards=fb.Safeguards(max_influence=None),
-            )
+            safeguards = fb.Safeguards(max_influence=None)
+            options = {"engine": engine, "seed": 1, "local_epochs": 2, "safeguards": safeguards}
+            federation = fb.FederatedBayes(fb.IIDPartition(clients=4), **options)
             federate(Regression(optimizer), federation, 8, data())
         told = [line for line in caplog.text.splitlines() if "has diverged" in line]
         names = [name for line in told for name in line.split("client")[1].split(" has")[0].strip("s ").split(", ")]

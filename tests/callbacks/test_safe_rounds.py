@@ -14,18 +14,8 @@ from benchmarks.untrusted.adversaries import ScaledUpdate, UpdateAttack
 from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, TrimmedMean
-from tests.federations import (
-    Interrupt,
-    Plain,
-    assert_equal,
-    bayesian,
-    blobs,
-    federate,
-    loader,
-    models_after_rounds,
-    parameters,
-    trainer,
-)
+from tests import federations
+from tests.federations import Plain, assert_equal, federate, loader, models_after_rounds, parameters, trainer
 
 
 class Faulty(Plain):
@@ -120,11 +110,10 @@ def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_g
 
 
 def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
-    module = bayesian(posterior_std=1e-3, learning_rate=0.1)
+    module = federations.bayesian(posterior_std=1e-3, learning_rate=0.1)
     before = parameters(module)
-    made = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=fb.Safeguards(max_failed_rounds=2)
-    )
+    safeguards = fb.Safeguards(max_failed_rounds=2)
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=safeguards)
     with pytest.raises(FederationError, match=r"2 rounds in a row could .* precision is not positive: 'network\.2"):
         federate(module, made, 4)
     assert_equal(before, parameters(module))
@@ -141,7 +130,7 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
         raise interrupt
 
     federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
-    made = trainer(3, [federation, models_after_rounds(fused), Interrupt(1, 2, stop)])
+    made = trainer(3, [federation, models_after_rounds(fused), federations.Interrupt(1, 2, stop)])
     with pytest.raises((interrupt, SystemExit)):
         made.fit(module, loader())
     assert_equal(fused[0], parameters(module))
@@ -158,7 +147,7 @@ def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine,
     module, fused, validated = Plain(), [], []
     federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
     spy = LambdaCallback(on_validation_batch_start=lambda *_: validated.append(parameters(module)))
-    stop = Interrupt(1, 2, lambda: setattr(made, "should_stop", True))
+    stop = federations.Interrupt(1, 2, lambda: setattr(made, "should_stop", True))
     made = trainer(5, [federation, models_after_rounds(fused), spy, stop])
     made.fit(module, loader(), loader(shuffle=False))
     assert_equal(fused[0], parameters(module))
@@ -239,7 +228,7 @@ class OnlyOnce(UpdateAttack):
 def test_a_client_that_no_training_explains_is_left_out_by_name(rule, clients, caplog):
     OnlyOnce.rounds = 0
     made = fb.FederatedBayes(fb.IIDPartition(clients), fusion=rule, adversaries=OnlyOnce([0], 1e30))
-    federate(bayesian(), made, rounds=3)
+    federate(federations.bayesian(), made, rounds=3)
     assert [row["failed_clients"] for row in made.history] == [0.0, 1.0, 0.0]
     assert "client 0: it moves the means by more than a factor of 1e+15" in caplog.text
     assert all(bool(torch.isfinite(value).all()) for value in made.posterior.variance.values())
@@ -249,9 +238,8 @@ def test_a_client_that_no_training_explains_is_left_out_by_name(rule, clients, c
 @pytest.mark.parametrize("rule", [TrimmedMean(2), MultiKrum(1)])
 def test_the_round_is_lost_and_the_run_goes_on(rule):
     OnlyOnce.rounds = 0
-    made = fb.FederatedBayes(
-        fb.IIDPartition(5), fusion=rule, adversaries=OnlyOnce([0]), weighting="equal", engine="sequential"
-    )
+    settings = {"adversaries": OnlyOnce([0]), "weighting": "equal", "engine": "sequential"}
+    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, **settings)
     after = []
     federate(Plain(), made, rounds=3, callbacks=[models_after_rounds(after)])
     assert [row["failed_rounds"] for row in made.history] == [0.0, 1.0, 0.0]
@@ -289,6 +277,8 @@ def test_interrupted_choice_leaves_the_last_good_posterior():
     module = Plain()
     before = [parameters(module)]
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        federate(module, made, rounds=3, val=DataLoader(blobs(20), 10), callbacks=[models_after_rounds(before)])
+        federate(
+            module, made, rounds=3, val=DataLoader(federations.blobs(20), 10), callbacks=[models_after_rounds(before)]
+        )
     assert len(before) == 2
     assert_equal(parameters(module), before[1])

@@ -225,9 +225,8 @@ def test_a_report_says_by_the_targets_once_if_draws_are_much_worse_than_the_mean
 def test_accuracy_rises_as_the_most_uncertain_are_discarded(rule):
     torch.manual_seed(0)
     data = fb.DigitsDataModule(batch_size=16)
-    model = fb.HybridBayesianClassifier(
-        mlp(64, 10, (32,)), bayesian_last=2, learning_rate=0.01, kl_weight=0.05, samples=30
-    )
+    options = {"bayesian_last": 2, "learning_rate": 0.01, "kl_weight": 0.05, "samples": 30}
+    model = fb.HybridBayesianClassifier(mlp(64, 10, (32,)), **options)
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=5, alpha=0.5), fusion=rule, local_epochs=2)
     trainer(8, [federation], num_sanity_val_steps=0, limit_val_batches=0).fit(model, datamodule=data)
     inputs, targets = data.validation.tensors

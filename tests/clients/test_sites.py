@@ -15,18 +15,8 @@ from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
 from lightning_fedbayes.methods import Averaging, FedProx
 from lightning_fedbayes.methods.method import split
-from tests.federations import (
-    Plain,
-    assert_close,
-    assert_equal,
-    bayesian,
-    federate,
-    loader,
-    network,
-    parameters,
-    quiet_checkpoints,
-    saving,
-)
+from tests import federations
+from tests.federations import Plain, assert_close, bayesian, federate, loader, network, parameters, saving
 
 NOISE, EXAMPLES, FEATURES = 0.5, 60, 3
 
@@ -382,12 +372,12 @@ def test_a_client_goes_on_where_it_was(engine, make, optimizer):
 
     (_, before), (made, after) = own(1), own(2)
     for first, second in zip(before, after, strict=True):
-        assert_equal(dict(first.mean), dict(second.mean))
+        federations.assert_equal(dict(first.mean), dict(second.mean))
         assert not any(torch.equal(first.mean[name], made.posterior.mean[name]) for name in first.names)
 
 
 @pytest.mark.slow
-@quiet_checkpoints
+@federations.quiet_checkpoints
 @pytest.mark.parametrize(("before", "after"), [("population", "linear_pool"), ("linear_pool", "population")])
 def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, after, tmp_path):
     def run(method, rounds, engine, **options):

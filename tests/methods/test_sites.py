@@ -315,8 +315,7 @@ LAYERS = {
 
 
 def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
-    r"""Return :math:`\sum \sigma^2 E[\partial^2 \ell]` of all weights: of an example's output :math:`E[p(1 - p)]`
-    times its inputs' squares, by quadrature over the Gaussian output."""
+    r"""Return :math:`\sum \sigma^2 E[\partial^2 \ell]`, of E[p(1 - p)] and squared inputs, by quadrature."""
     weight, bias = layer.gaussian_parameters()
     op = (lambda v, *w: F.linear(v, *w)) if x.dim() == 2 else (lambda v, *w: F.conv1d(v, *w))
     mean = op(x, weight.mean, bias.mean)
@@ -438,8 +437,7 @@ WAYS = [
 @pytest.mark.parametrize(("engine", "trainer"), WAYS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_what_is_measured_is_of_the_data_alone(engine, trainer, scale):
-    r"""Where nothing trains, sums over the examples of gradients and their squares over τ, whatever the method adds and
-    however steps are taken; a multiple of the loss is one of the data's and of τ."""
+    """Sums over the examples of gradients and their squares over τ, whatever the method adds or the scale."""
 
     class Scaled(MeanOnly):
         def training_step(self, batch, batch_idx) -> Tensor:
@@ -499,9 +497,8 @@ def test_widths_stay_bit_by_bit_while_clients_train(optimizer, engine, trainer):
             assert not torch.equal(one.mean[name], still.mean[name])
 
 
-LBFGS = partial(
-    torch.optim.LBFGS, max_iter=100, tolerance_grad=1e-12, tolerance_change=1e-15, line_search_fn="strong_wolfe"
-)
+ENDS = {"max_iter": 100, "tolerance_grad": 1e-12, "tolerance_change": 1e-15}
+LBFGS = partial(torch.optim.LBFGS, line_search_fn="strong_wolfe", **ENDS)
 
 
 class Exact(Net):
@@ -643,6 +640,5 @@ def test_the_gradients_of_a_deterministic_network_are_scaffold_s_second_option()
         for name, mean in shared.posterior.mean.items():
             slope = quadratic.slope[name] if quadratic is not None else torch.zeros_like(mean)
             steps = (mean - trained.posterior.mean[name]) / 5 / 0.05
-            torch.testing.assert_close(
-                trained.gradients[name], client.num_examples * (steps + slope), rtol=1e-8, atol=1e-10
-            )
+            expected = client.num_examples * (steps + slope)
+            torch.testing.assert_close(trained.gradients[name], expected, rtol=1e-8, atol=1e-10)

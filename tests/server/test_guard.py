@@ -14,9 +14,8 @@ from tests.federations import assert_close
 
 SHAPES = {"body": (40,), "head": (20,)}
 SIZE = 400
-START = GaussianPosterior(
-    {n: torch.zeros(s) for n, s in SHAPES.items()}, {"body": torch.full((40,), 0.01), "head": torch.zeros(20)}
-)
+ZEROS = {n: torch.zeros(s) for n, s in SHAPES.items()}
+START = GaussianPosterior(ZEROS, {**ZEROS, "body": torch.full((40,), 0.01)})
 DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
 AVERAGES = ("weighted_average", "weighted_sum", "linear_pool", "wasserstein_barycenter", "log_variance_average")
 SUMS = ("reverse_kl_barycenter", "conflation", "weighted_conflation", *AVERAGES)

@@ -193,9 +193,7 @@ def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
 
 @pytest.mark.parametrize("factor", [10.0, 1000.0])
 def test_the_size_of_what_counts_is_what_the_page_says(factor):
-    """The bound of all tensors together is twice the median client's, of precisions FEW times that. A precision is
-    scaled back to it; of a move, s times as large as its bound, the weight is 1 / s³, and so is what counts of a
-    gradient and of the precision beside it."""
+    """Precisions are scaled back to the bound; what is s times too long otherwise counts with the weight 1 / s³."""
     found = []
     for told in ({}, {0: lie(factor, factor, factor)}):
         clients = clients_of()
@@ -269,8 +267,7 @@ RAGGED = (3, 5, 9, 17, 30, 60, 100, 150, 220, 300)
 
 @pytest.mark.parametrize(("power", "scatter"), [(0.5, 3), (0.5, 30), (1.0, 30)], ids=["few entries", "noise", "unlike"])
 def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, scatter):
-    """Sums over n examples grow as the root of n where they are noise, and as n where clients are unlike; their lengths
-    scatter as those of vectors of ``scatter`` entries."""
+    """Sums over n examples grow as √n where they are noise, as n where clients are unlike, and lengths scatter."""
     draws, rows = torch.Generator().manual_seed(0), torch.tensor(RAGGED).double()
     clients, beyond = clients_of(), 0
     for _ in range(300):
@@ -292,9 +289,8 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
         ("disk", "sequential", fb.Kept(folder=tmp_path / "s")),
         ("stack", "vectorized", fb.Kept(folder=tmp_path / "v")),
     ):
-        made = fb.FederatedBayes(
-            fb.IIDPartition(9), fusion="sites", adversaries=SignFlip([0], scale=10.0), engine=engine, keep=keep
-        )
+        options = {"adversaries": SignFlip([0], scale=10.0), "engine": engine, "keep": keep}
+        made = fb.FederatedBayes(fb.IIDPartition(9), fusion="sites", **options)
         federate(bayesian(), made, 4)
         if name == "memory":
             tensors, sites = split(made.federation.server.buffers)[1], made.state_dict()["clients"]

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes import FederatedConformal, FederatedTemperature
 from lightning_fedbayes.callbacks.calibration import (
-    FederatedConformal,
-    FederatedTemperature,
     ScoreSketch,
     all_class_scores,
     class_scores,

@@ -32,11 +32,8 @@ def deterministic():
 def fitted(callbacks, module=None, rounds=2, val=None, **options):
     """A module after some rounds, with the Trainer that has trained it."""
     module = bayesian(learning_rate=0.03) if module is None else module
-    val = batches(clients(30, 40)) if val is None else val
-    made = federate(
-        module, fb.FederatedBayes(seed=3), rounds, loader(clients(40, 30)), val, callbacks=callbacks, **options
-    )
-    return module, made
+    val, train = batches(clients(30, 40)) if val is None else val, loader(clients(40, 30))
+    return module, federate(module, fb.FederatedBayes(seed=3), rounds, train, val, callbacks=callbacks, **options)
 
 
 def regressor(last=1):

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes import FederatedTemperature
 from lightning_fedbayes.callbacks.calibration import (
-    FederatedTemperature,
     TemperatureMessage,
     TemperatureSearch,
     predictions_of,

@@ -103,9 +103,8 @@ def test_what_is_deterministic_is_decided_by_the_global_posterior():
 def test_names_come_in_the_order_of_the_global_posterior():
     before, after = posterior(0), posterior(1)
     turned = after.ordered(["bias", "weight"])
-    first, second = (
-        privatised(each, before, clip=1.0, noise_multiplier=1.0, generator=draws()) for each in (after, turned)
-    )
+    options = {"clip": 1.0, "noise_multiplier": 1.0}
+    first, second = (privatised(each, before, generator=draws(), **options) for each in (after, turned))
     assert first.names == second.names == before.names
     assert all(torch.equal(first.mean[name], second.mean[name]) for name in before.names)
 
@@ -146,9 +145,8 @@ def test_widened_messages_fuse_to_the_right_variance_of_independent_measurements
 
     size, n, noise = 5_000, 10, 0.3
     before = GaussianPosterior({"w": torch.zeros(size)}, {"w": torch.full((size,), 1e-4)})
-    sent = [
-        privatised(before, before, clip=1.0, noise_multiplier=noise, generator=draws(k), widen=True) for k in range(n)
-    ]
+    options = {"clip": 1.0, "noise_multiplier": noise, "widen": True}
+    sent = [privatised(before, before, generator=draws(client), **options) for client in range(n)]
     fused = fuse("conflation", sent)
     assert float(fused.mean["w"].square().mean()) == pytest.approx(float(fused.variance["w"].mean()), rel=0.1)
     assert float(fused.variance["w"].mean()) == pytest.approx(noise**2 / n, rel=0.01)
@@ -218,9 +216,8 @@ def run(module, privacy, rounds=2, clients=3, ckpt_path=None, **options):
 def distance(first, second):
     """Norm of the step from one posterior to another, in (μ, log σ)."""
     parts = [(first.mean[n] - second.mean[n]).flatten() for n in first.names]
-    parts += [
-        (first.variance[n] / second.variance[n]).log().flatten() / 2 for n in first.names if first.variance[n].any()
-    ]
+    ratios = (first.variance[n] / second.variance[n] for n in first.names if first.variance[n].any())
+    parts += [ratio.log().flatten() / 2 for ratio in ratios]
     return float(torch.cat(parts).norm())
 
 
