@@ -22,7 +22,11 @@ def grey(folder, packed=False):
 
 def colour(folder):
     parts = [*(examples(TRAIN // 5, (3, 32, 32), seed) for seed in range(5)), examples(TEST, (3, 32, 32), 9, first=3)]
-    write_cifar(folder, parts, cifar_binary, ".bin")
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    folder.mkdir(parents=True)
+    for name, part in zip(names, parts, strict=True):
+        rows = (bytes([label]) + image.tobytes() for image, label in zip(*part))
+        (folder / f"{name}.bin").write_bytes(b"".join(rows))
     return tuple(np.concatenate(each) for each in zip(*parts[:5])), parts[5]
 
 
@@ -96,18 +100,3 @@ def write_idx(folder, part, images, labels, packed=False):
             (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array), 1))
         else:
             (folder / name).write_bytes(idx(array))
-
-
-def cifar_names():
-    return [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-
-
-def cifar_binary(images, labels):
-    return b"".join(bytes([label]) + image.tobytes() for image, label in zip(images, labels))
-
-
-def write_cifar(folder, parts, encode, suffix=""):
-    """One file of ``parts`` (images, labels) per name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(cifar_names(), parts, strict=True):
-        (folder / f"{name}{suffix}").write_bytes(encode(*part))

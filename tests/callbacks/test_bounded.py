@@ -256,10 +256,6 @@ def test_clients_that_fail_are_one_line_also_where_they_end_the_run():
     assert "1 round in a row had fewer than min_clients=1 valid updates" in end
 
 
-def clinics(clients):
-    return [f"clinic {client}" for client in range(clients)]
-
-
 def settings_of(sizes):
     clients = Clients((), tuple(map(range, sizes)))
     sizes = {"clients": len(clients), "client_sizes": clients.described_sizes}

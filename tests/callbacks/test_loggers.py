@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
 from tests import federations
-
-from .wandb_file import read_run
+from tests.callbacks.wandb_file import go_offline, read_run
 
 pytestmark = pytest.mark.slow
 
@@ -94,11 +93,7 @@ def home(tmp_path_factory):
     """No account and none of W&B's folders but temporary ones."""
     folder = tmp_path_factory.mktemp("loggers")
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("WANDB")]:
-            patch.delenv(name)
-        patch.setenv("WANDB_SILENT", "true")
-        for name in ("CACHE", "DATA", "CONFIG"):
-            patch.setenv(f"WANDB_{name}_DIR", str(folder / name.lower()))
+        go_offline(patch, folder)
         yield folder
 
 

@@ -5,6 +5,7 @@ u16, type u8, payload), little-endian; chunks join to records, and a record is a
 """
 
 import json
+import os
 import struct
 import time
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ class Run:
     name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def go_offline(patch: Any, folder: Path) -> None:
+    """Let W&B have no account, and none of its folders but those in ``folder``."""
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        patch.delenv(name)
+    for name, value in {"SILENT": "true", "MODE": "offline"}.items():
+        patch.setenv(f"WANDB_{name}", value)
+    for name in ("CACHE", "DATA", "CONFIG"):
+        patch.setenv(f"WANDB_{name}_DIR", str(folder / name.lower()))
 
 
 def read_run(path: Path, patience: float = 60.0) -> Run:

@@ -20,6 +20,7 @@ from lightning_fedbayes.cli.results import read_curves
 from lightning_fedbayes.core.run_file import FILE, read
 from lightning_fedbayes.modules import mlp
 from tests import federations
+from tests.callbacks.wandb_file import go_offline
 from tests.cli.commands import ROOT, refusal
 
 pytestmark = pytest.mark.slow
@@ -32,9 +33,7 @@ def runs(tmp_path_factory):
     """Folders of a CSVLogger and of W&B, offline, of one federation of 20 rounds, validated in every second."""
     home = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_SILENT", "true")
-        for name in ("CACHE", "DATA", "CONFIG"):
-            patch.setenv(f"WANDB_{name}_DIR", str(home / name.lower()))
+        go_offline(patch, home)
         digits = fb.DigitsDataModule()
         digits.setup()
         train, val = (TensorDataset(*(t[:200] for t in part.tensors)) for part in (digits.train, digits.validation))

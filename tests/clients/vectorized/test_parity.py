@@ -9,7 +9,7 @@ from bayesian_torch import layers as bt
 from bayesian_torch.models.dnn_to_bnn import get_kl_loss
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import step
@@ -218,27 +218,6 @@ def test_logged_values_agree():
     assert "default" in second.callback_metrics
     assert seen["note"] == "kept"
     assert seen["logits"].dim() == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "estimator"),
-    [("classifier", "reparameterization"), ("regressor", "local_reparameterization"), ("learnt noise", "flipout")],
-)
-def test_the_ready_modules_train_at_once(kind, estimator):
-    torch.manual_seed(0)
-    options = {"bayesian_last": 2, "estimator": estimator, "warmup_rounds": 3}
-    x, y = blobs().tensors
-    if kind == "classifier":
-        module, train = fb.HybridBayesianClassifier(network(), **options), loader()
-    else:
-        net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
-        module = fb.HybridBayesianRegressor(net, noise="learnt" if kind == "learnt noise" else "fixed", **options)
-        train = loader(TensorDataset(x, y.float().unsqueeze(1)))
-    federation = fb.FederatedBayes(PARTITIONS[3])
-    federate(module, federation, 2, train)
-    assert federation.federation.engine.name == "vectorized"
-    assert federation.history[-1]["failed_clients"] == 0
 
 
 class Noisy(L.LightningModule):
