@@ -25,10 +25,7 @@ from tests.federations import Crash, Plain, assert_equal, bayesian, blobs, feder
 ENGINES = ["sequential", "vectorized"]
 SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
 ATTACKS = {
-    "sign flip": SignFlip(0.3),
-    "scaled": ScaledUpdate([0, 4], factor=3.0),
     "random": RandomUpdate(0.3),
-    "gaussian": GaussianVector([5], std=0.1),
     "a little": ALittleIsEnough([0, 5], z=1.5),
     "inner product": InnerProductManipulation([5, 1], epsilon=2.0),
     "not a number": NotANumber(["2"]),

@@ -125,13 +125,9 @@ def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives()
 def test_privacy_counts_messages_that_have_arrived():
     privacy = fb.UpdatePrivacy(1.0, 4.0)
     module = Plain(lr=0.05)
-    federation = fb.FederatedBayes(
-        fb.SizesPartition(SIZES),
-        fusion="fedavg",
-        privacy=privacy,
-        weighting="equal",
-        schedule=fb.Asynchronous(buffer=1, delays=DELAYS),
-    )
+    options = {"fusion": "fedavg", "privacy": privacy, "weighting": "equal"}
+    schedule = fb.Asynchronous(buffer=1, delays=DELAYS)
+    federation = fb.FederatedBayes(fb.SizesPartition(SIZES), schedule=schedule, **options)
     made = federate(module, federation, 9)
     most = max(federation._report.records.rounds)
     assert most < 9

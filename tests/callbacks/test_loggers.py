@@ -300,16 +300,9 @@ def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     (tmp_path / "home").mkdir()
     (tmp_path / "work").mkdir()
-    finished = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path / "work",
-        env={**environment, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    finished = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path / "work", env=environment, **options)
     assert finished.returncode == 0, finished.stderr
     assert "wandb sync" in finished.stdout + finished.stderr  # says how to upload it later
     assert "anonymous" not in finished.stdout + finished.stderr  # which Lightning sets, not the user

@@ -104,13 +104,9 @@ def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
     """Make calls, each ended by a kill, in forks of one process that knows the names of a module and a ``folder``."""
     root = Path(__file__).parents[2]
     program = f"from pathlib import Path\nfrom {module} import *\nCALLS = {calls!r}\n{EACH_IN_A_FORK}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return folder
 

@@ -161,12 +161,11 @@ def test_state_is_that_of_all_rounds(rule):
 def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
     made = federation("multi_krum", seed=1)
     federate(Plain(network(batch_norm=True)), made, rounds=1)
-    alone = fb.FederatedBayes(
-        fb.IIDPartition(CLIENTS),
-        fusion="fedavg",
-        weighting=lambda facts: [made.federation.result.weights[each.client] for each in facts],
-        seed=1,
-    )
+
+    def as_inferred(facts):
+        return [made.federation.result.weights[each.client] for each in facts]
+
+    alone = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", weighting=as_inferred, seed=1)
     module, again = Plain(network(batch_norm=True)), Plain(network(batch_norm=True))
     federate(module, alone, rounds=1)
     federate(again, federation("multi_krum", seed=1), rounds=1)

@@ -39,14 +39,10 @@ def runs(tmp_path_factory):
         train, val = (TensorDataset(*(t[:200] for t in part.tensors)) for part in (digits.train, digits.validation))
         torch.manual_seed(0)
         wandb = WandbLogger(project="fedbayes", save_dir=str(home), offline=True)
-        trainer = federations.trainer(
-            ROUNDS,
-            [fb.FederatedBayes(fb.DirichletPartition(CLIENTS, alpha=0.5), fusion="reverse_kl_barycenter")],
-            logger=[wandb, CSVLogger(str(home), name="csv")],
-            num_sanity_val_steps=0,
-            check_val_every_n_epoch=2,
-            log_every_n_steps=1,
-        )
+        partition, loggers = fb.DirichletPartition(CLIENTS, alpha=0.5), [wandb, CSVLogger(str(home), name="csv")]
+        callbacks = [fb.FederatedBayes(partition, fusion="reverse_kl_barycenter")]
+        options = {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "log_every_n_steps": 1}
+        trainer = federations.trainer(ROUNDS, callbacks, logger=loggers, **options)
         model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.03)
         trainer.fit(model, DataLoader(train, 16), DataLoader(val, 100))
         wandb.experiment.finish()
@@ -100,13 +96,8 @@ def test_a_page_is_made_from_the_folder_of_each_logger_in_less_than_five_seconds
     output = tmp_path / "new" / "page.html"
     code = "import sys; from lightning_fedbayes.cli import main; sys.exit(main())"
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code, "report", str(runs[logger]), "--output", str(output)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", code, "report", str(runs[logger]), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert time.perf_counter() - start < 5
     assert (done.returncode, done.stdout.strip()) == (0, str(output)), done.stderr
     assert Page(output.read_text()).charts

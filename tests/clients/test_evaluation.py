@@ -110,14 +110,13 @@ NAN = TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4, 1))
 def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     """NaN is not smaller than anything, and was the first."""
     posteriors = {0.0: torch.nan, 0.5: 2.0, 1.0: 1.0}
-    x = torch.ones(4, 1)
-    weight, scores = fb.choose_personal_weight(
-        lambda weight: GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])}),
-        nn.Linear(1, 1, bias=False),
-        TensorDataset(x, x),
-        (0.0, 0.5, 1.0),
-        likelihood=fb.Gaussian(1.0),
-    )
+    x, net = torch.ones(4, 1), nn.Linear(1, 1, bias=False)
+
+    def posterior_of(weight: float) -> GaussianPosterior:
+        return GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])})
+
+    options = {"weights": (0.0, 0.5, 1.0), "likelihood": fb.Gaussian(1.0)}
+    weight, scores = fb.choose_personal_weight(posterior_of, net, TensorDataset(x, x), **options)
     assert weight == 1.0
     assert math.isnan(scores[0.0])
 

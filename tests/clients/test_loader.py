@@ -145,12 +145,8 @@ class TestOrder:
     def test_loader_follows_the_current_plan(self, kind):
         """One loader for the whole fit; the plan changes under it."""
         clients, batching, now = clients_of_sizes([5, 7, 9], kind), Batching(4, fraction=0.4), [0]
-        loader = FederatedLoader(
-            DataLoader(clients.datasets[0], batch_size=4),
-            clients,
-            batching,
-            lambda: plan_round(now[0], clients.sizes, batching),
-        )
+        user = DataLoader(clients.datasets[0], batch_size=4)
+        loader = FederatedLoader(user, clients, batching, lambda: plan_round(now[0], clients.sizes, batching))
         for round in (0, 1, 2, 1):
             now[0] = round
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))

@@ -79,15 +79,8 @@ class Downhill(Plain):
 def test_momentum_fades_with_every_step_that_its_client_has_missed(engine, epochs):
     module = Downhill(partial(torch.optim.SGD, momentum=0.8))
     data = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=1)
-    federation = fb.FederatedBayes(
-        fb.IIDPartition(3),
-        local_epochs=epochs,
-        fraction=0.3,
-        seed=4,
-        engine=engine,
-        fusion="fedavg",
-        keep=["optimizer"],
-    )
+    options = {"local_epochs": epochs, "fraction": 0.3, "seed": 4, "fusion": "fedavg", "keep": ["optimizer"]}
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine, **options)
     cohorts = []
     note = LambdaCallback(on_train_epoch_end=lambda *_: cohorts.append(federation.federation.engine.plan.cohort))
     federate(module, federation, 12, data, callbacks=[note])

@@ -85,15 +85,9 @@ def by_hand(name: str, fraction: float):
 
 def ours(name: str, engine: str, fraction: float, **options):
     module = Plain(lr=RATE)
-    made = fb.FederatedBayes(
-        fb.SizesPartition(SIZES),
-        fusion=METHODS.get(name, name),
-        local_epochs=EPOCHS,
-        engine=engine,
-        seed=SEED,
-        fraction=fraction,
-        safeguards=fb.Safeguards(max_influence=None),
-    )
+    settings = {"local_epochs": EPOCHS, "seed": SEED, "safeguards": fb.Safeguards(max_influence=None)}
+    settings |= {"fusion": METHODS.get(name, name), "engine": engine, "fraction": fraction}
+    made = fb.FederatedBayes(fb.SizesPartition(SIZES), **settings)
     federate(module, made, options.pop("rounds", ROUNDS), loader(), **options)
     return module, made
 

@@ -86,16 +86,8 @@ def test_the_noise_for_an_epsilon_is_its_inverse(epsilon, rounds, fraction):
     noise = noise_multiplier_for(epsilon, DELTA, rounds, fraction)
     assert 0.99 * epsilon <= epsilon_of(noise, DELTA, rounds, fraction) <= epsilon
     search = pytest.importorskip("opacus.accountants.utils").get_noise_multiplier
-    own = search(
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        sample_rate=fraction,
-        steps=rounds,
-        accountant="rdp",
-        epsilon_tolerance=epsilon / 100,
-        alphas=accountant.ORDERS,
-    )
-    assert noise == own
+    target = {"target_epsilon": epsilon, "target_delta": DELTA, "epsilon_tolerance": epsilon / 100}
+    assert noise == search(sample_rate=fraction, steps=rounds, accountant="rdp", alphas=accountant.ORDERS, **target)
 
 
 def test_kinds_of_messages_add_up_as_their_renyi_divergences():

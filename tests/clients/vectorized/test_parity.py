@@ -58,12 +58,8 @@ def test_deterministic_networks_end_equal(partition, optimizer, local_epochs):
 
 class Momentum(Plain):
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(
-            [{"params": self.net[0].parameters(), "lr": 0.1}, {"params": self.net[2].parameters(), "lr": 0.01}],
-            momentum=0.9,
-            weight_decay=0.01,
-            nesterov=True,
-        )
+        groups = [{"params": self.net[k].parameters(), "lr": lr} for k, lr in ((0, 0.1), (2, 0.01))]
+        optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01, nesterov=True)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
@@ -87,16 +83,8 @@ def test_both_engines_agree_under_every_setting_of_the_federation(setting):
 @pytest.mark.parametrize(("keep", "seed"), [("optimizer", 0), ("optimizer", 1), ((), 2)])
 def test_kept_states_of_adam_may_differ_in_their_number_of_steps(keep, seed):
     """Wherever those that are new stand in the stack."""
-    results = both(
-        lambda: Plain(optimizer=torch.optim.Adam, lr=0.01),
-        fb.IIDPartition(8),
-        rounds=4,
-        fraction=0.5,
-        local_epochs=2,
-        keep=keep,
-        seed=seed,
-    )
-    assert_same(results)
+    options = {"rounds": 4, "fraction": 0.5, "local_epochs": 2, "keep": keep, "seed": seed}
+    assert_same(both(lambda: Plain(optimizer=torch.optim.Adam, lr=0.01), fb.IIDPartition(8), **options))
 
 
 def test_clients_with_unlike_numbers_of_kept_steps_step_together(monkeypatch):
