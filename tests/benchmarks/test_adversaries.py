@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import (
@@ -26,7 +26,6 @@ from benchmarks.untrusted.adversaries import (
     largest_unnoticed_shift,
 )
 from benchmarks.untrusted.attacks import RULES, attacks_of, run
-from benchmarks.untrusted.federation import Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import derivatives, oriented_gradients
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
@@ -256,28 +255,6 @@ def test_oriented_gradients_do_not_depend_on_the_other_images():
     features = oriented_gradients(images)
     assert features.shape == (3, 3920)
     torch.testing.assert_close(features[1:2], oriented_gradients(images[1:2]))
-
-
-def test_every_round_draws_anew_and_a_run_repeats():
-    def drawn_values() -> list[float]:
-        seen: list[float] = []
-
-        class Watched(nn.Linear):
-            def forward(self, input):
-                if torch.is_grad_enabled():
-                    seen.extend(input.detach().flatten().tolist())
-                return super().forward(input)
-
-        examples = torch.arange(1000.0)[:, None] / 1000, torch.zeros(1000, dtype=torch.long)
-        task = Task(Watched(1, 2), cross_entropy, accuracy, lambda each: torch.optim.SGD(each, lr=0.0))
-        federate(task, [examples] * 2, examples, "krum", None, rounds=4, batch_size=1, seed=0, drawn=1)
-        return seen
-
-    torch.manual_seed(0)
-    first = drawn_values()
-    torch.manual_seed(0)
-    assert drawn_values() == first
-    assert len(set(first)) >= 8  # two parties, four rounds
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,11 @@ from benchmarks.images.cell import check, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
 from benchmarks.images.report import METRICS, failures
-from benchmarks.images.settings import Settings, parse_call
+from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
 from benchmarks.published import rows
-from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from lightning_fedbayes.core.errors import FederationError
 from tests.benchmarks.writer import put_many
 
 CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
@@ -215,12 +215,6 @@ def test_only_names_cells(tmp_path, wanted, message):
     with pytest.raises(FederationError, match=message):
         only(every, [wanted])
     assert [cell.bayesian_last for cell in only(every, ["bayesian_last=1"])] == [1]
-
-
-@pytest.mark.parametrize("text", ["dirichlet(", "a.b(1)", "x + 1", "f(g(1))"])
-def test_calls_that_cannot_be_read(text):
-    with pytest.raises(FedBayesError, match="cannot be read"):
-        parse_call(text)
 
 
 def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():

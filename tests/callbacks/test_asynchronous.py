@@ -149,8 +149,6 @@ def test_attackers_are_bounded_as_they_are_in_rounds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fusion": "scaffold"}, "schedule= with fusion='scaffold'"),
-        ({"fusion": "ditto"}, "schedule= with fusion='ditto'"),
         ({"fraction": 0.5}, r"fraction=0\.5 with schedule=: say how many clients train at once by concurrency="),
         ({"safeguards": fb.Safeguards(min_clients=3)}, "min_clients=3 with a buffer of 2"),
         ({"schedule": "fedbuff"}, r"give fb\.Asynchronous"),

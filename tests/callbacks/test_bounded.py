@@ -187,14 +187,6 @@ def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
     assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
 
 
-def test_tables_of_scores_are_logged_so(tmp_path):
-    report = fb.ClientReport()
-    report.scores = {"val": scores_of(10_000), "personal/val": scores_of(10_000)}
-    report.on_train_end(trainer(tmp_path), Softmax(2))
-    for name in ("val_clients.csv", "val_personal.csv"):
-        assert len((tmp_path / name).read_text().splitlines()) == 1 + MOST_ROWS
-
-
 class Remembering(nn.Linear):
     """A layer that keeps a list of its own, as those of Hugging Face keep a configuration."""
 

@@ -180,12 +180,6 @@ def test_the_accuracies_of_the_clients_are_those_of_their_own_data():
     assert uncertainty.client_accuracy.isnan().tolist() == [True, False]
 
 
-def test_a_module_that_cannot_be_scored_says_so_once(caplog):
-    with caplog.at_level("INFO"):
-        rounds_of(Plain(), [])
-    assert caplog.text.count("There are no scores of each client: Plain returns no predictions from its steps") == 1
-
-
 def test_own_probabilities_are_scored_and_kept_apart_where_nobody_knows_whose_they_are(caplog):
     module = Own("probs", torch.optim.SGD)
     seen, made, _ = rounds_of(module, [fb.FederatedConformal(0.8)])
@@ -265,29 +259,23 @@ class Own(Plain):
 
     def validation_step(self, batch, batch_idx):
         logits = self(batch[0])
-        stage = "test" if self.trainer.testing else "val"
-        self.log(f"{stage}/acc", (logits.argmax(1) == batch[1]).float().mean())
+        self.log("val/acc", (logits.argmax(1) == batch[1]).float().mean())
         if self.returns != "none":
             found = {"probs": logits.softmax(-1), "target": batch[1]}
             return found | ({"logits": logits} if "logits" in self.returns else {})
         return None
-
-    test_step = validation_step
 
 
 def reports():
     return [fb.UncertaintyReport(5), fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(0.8)]
 
 
-def figures_of(module, val=None, callbacks=None, test=False, **options):
-    """Names of what the reports have logged in a fit, or in a test after it, behind "val/" or "test/"."""
-    logged = reports() if callbacks is None else callbacks
+def figures_of(module, val=None, callbacks=None, **options):
+    """Names of what the reports have logged in a fit, behind "val/"."""
     federation, train = fb.FederatedBayes(seed=3, **options), loader(clients(40, 30))
-    made = federate(module, federation, 2, train, held_out() if val is None else val, callbacks=logged)
-    if test:
-        made = trainer(1, [federation, *logged])
-        made.test(module, held_out(), verbose=False)
-    return {name.partition("/")[2] for name in made.callback_metrics if name[:4] in ("val/", "test")}
+    callbacks = reports() if callbacks is None else callbacks
+    made = federate(module, federation, 2, train, held_out() if val is None else val, callbacks=callbacks)
+    return {name.partition("/")[2] for name in made.callback_metrics if name.startswith("val/")}
 
 
 BY_BATCH = {f"retained_area_{name}" for name in ("entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic")}
@@ -308,12 +296,6 @@ def test_a_report_on_clients_that_is_given_asks_for_predictions():
     assert figures_of(Own(optimizer=torch.optim.SGD), callbacks=[fb.ClientReport()]) == {"acc"} | BY_BATCH | BY_CLIENT
     assert figures_of(Own(), callbacks=[]) == {"acc"}
     assert figures_of(Own(), DataLoader(blobs(30), 8), [fb.ClientReport()]) == {"acc"}
-
-
-def test_a_test_has_the_same_names():
-    found = figures_of(Own(), test=True)
-    assert {"acc", "draws/clients/nll", "draws/scaled/ece", "draws/lac_80/coverage"} <= found
-    assert all(name == "acc" or name.startswith("draws/") for name in found)
 
 
 @pytest.mark.parametrize(

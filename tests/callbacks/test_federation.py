@@ -92,22 +92,6 @@ def test_unequal_clients_count_by_their_examples_or_equally():
         torch.testing.assert_close(federated.net[0].weight.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_local_epochs_and_cohorts_take_the_planned_steps():
-    class Count(Plain):
-        def __init__(self):
-            super().__init__()
-            self.steps = []
-
-        def training_step(self, batch, batch_idx):
-            self.steps.append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    module = Count()
-    made = federate(module, fb.FederatedBayes(fb.IIDPartition(9), local_epochs=3, fraction=1 / 3), rounds=4)
-    assert module.steps == 4 * 3 * 3 * [0, 1]  # rounds × cohort × local epochs × batches of 8 out of 10 examples
-    assert made.global_step == len(module.steps)
-
-
 def test_ragged_cohorts_validate_once_after_every_round():
     seen = []
     spy = LambdaCallback(on_validation_start=lambda made, _: seen.append((made.current_epoch, made.fit_loop.batch_idx)))

@@ -262,13 +262,6 @@ def test_tensorboard_has_every_figure_at_the_step_of_its_round(events, logged):
             assert same(values, [figures[name] for figures in logged[2]])
 
 
-def test_tensorboard_shows_the_settings_of_the_federation(events):
-    """As hyperparameters, of which TensorBoard shows the first that were logged, or as text."""
-    hyperparameters = [metadata.plugin_data.content for metadata in events.summary_metadata.values()]
-    texts = [event.tensor_proto.string_val[0] for tag in events.Tags()["tensors"] for event in events.Tensors(tag)]
-    assert any(SETTINGS["fusion"].encode() in shown for shown in (*hyperparameters, *texts))
-
-
 @pytest.mark.parametrize("name", IMAGES)
 def test_tensorboard_has_the_images(events, name):
     (image,) = events.Images(name)

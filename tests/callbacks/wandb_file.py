@@ -1,7 +1,6 @@
-"""Reads the file of an offline W&B run, for which wandb has no Python reader of its own.
+"""Reads the file of an offline W&B run: a LevelDB log of ``wandb_internal_pb2.Record``, whose header has 7 bytes.
 
-The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB. A block holds chunks of (checksum u32, length
-u16, type u8, payload), little-endian; chunks join to records, and a record is a ``wandb_internal_pb2.Record``.
+Blocks of 32 KiB hold chunks of (checksum u32, length u16, type u8, payload), little-endian, which join to records.
 """
 
 import json

@@ -62,18 +62,6 @@ def test_help_and_simple_mistakes_take_less_than_a_second(command):
     assert run.stdout.splitlines()[-1] == "True set()", run.stdout[-300:] + run.stderr[-300:]
 
 
-def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(capsys):
-    main(["fit", "--help"])
-    shown = capsys.readouterr().out
-    for name in ("partition", "fusion", "weighting", "adversaries", "local_epochs", "safeguards.max_failed_rounds"):
-        assert f"--federation.{name} " in shown
-    assert "--federation.seed" not in shown  # there is one seed, seed_everything
-    for name in ("HybridBayesianClassifier", "DigitsDataModule", "max_epochs", "--seed_everything"):
-        assert name in shown
-    assert ":class:" not in shown
-    assert "``" not in shown
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),

@@ -193,13 +193,11 @@ PAIR = named(torch.ones(2, 2))
     ("call", "says"),
     [
         (lambda: fb.evaluate_across({}, clients(5)), "different names, such as 'c0'"),
-        (lambda: fb.evaluate_across({"c0": 1, "zed": 2}, clients(5)), "such as 'zed': give a module for each"),
         (lambda: fb.evaluate_across(network(), clients(5)), "name of the client → module"),
         (lambda: fb.evaluate_across({}, blobs()), "ClientDatasets"),
         (lambda: fb.evaluate_across(own_models(clients(5, 4)), clients(5, 4), figure="nl"), "did you mean 'nll'"),
         (lambda: CrossScores(("a",), {}), "values is empty"),
         (lambda: CrossScores(("a",), {"nll": torch.ones(2, 2)}), "a row for each client's model"),
-        (lambda: PAIR.table("mll"), "did you mean 'nll'"),
         (lambda: PAIR.effects(), "from 3 on"),
         (lambda: PAIR.outlying(rate=0), "rate"),
         (lambda: CrossScores.of({"a": ClientScores(("b",), (1,), {"nll": torch.ones(1)})}), "models of one task"),

@@ -128,7 +128,6 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
         (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
         (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
         (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
-        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
         (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
         (
             lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
@@ -136,7 +135,6 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
         ),
         (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
         (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
-        (lambda: ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
         (

@@ -145,13 +145,6 @@ def test_a_network_without_sites_is_refused_before_training():
         fit(Peer(), 1, engine="sequential", fusion="sites")
 
 
-def test_the_layers_have_their_own_priors_between_rounds():
-    module = Exact()
-    fit(module, 2, fusion="sites", engine="sequential")
-    (parameter,) = module.layer.gaussian_parameters()
-    assert parameter.prior is module.layer.priors["weight"]
-
-
 def test_a_failed_client_keeps_the_site_it_had():
     class Fails(Mixed):
         broken = False

@@ -10,7 +10,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Report, Scaffold, unregister_method
-from tests.federations import FEATURES, Plain, bayesian, federate, loader, quiet_checkpoints, saving
+from tests.federations import FEATURES, Plain, assert_close, bayesian, federate, loader, quiet_checkpoints, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -130,3 +130,43 @@ def test_sites_are_no_rule_of_another_method(method):
         with pytest.raises(FusionError):
             method(rule=rule)
     assert isinstance(FederationSettings(fusion="sites").method, fb.Sites)
+
+
+EXTEND = Path(__file__).parents[2] / "docs" / "extend.md"
+
+
+def own_source():
+    blocks = re.findall(r"```python\n(.*?)```", EXTEND.read_text(), re.DOTALL)
+    (code,) = [block.split("\n\n\nnetwork = ")[0] for block in blocks if "PosteriorSource" in block]
+    space: dict = {"__name__": "page"}
+    exec(compile(code, str(EXTEND), "exec", dont_inherit=True), space)
+    return space["Travelled"]()
+
+
+def by_own_source(rounds=3, engine="sequential", **options):
+    module, fusion = Plain(), options.pop("fusion", "linear_pool")
+    settings = {"posterior": own_source(), "fusion": fusion, "engine": engine, "seed": 1}
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **settings)
+    federate(module, made, rounds, loader(), **options)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", ["linear_pool", "sites", "fednova"])
+def test_both_engines_give_the_same_posterior_of_an_own_source(fusion):
+    one, other = by_own_source(fusion=fusion), by_own_source(fusion=fusion, engine="vectorized")
+    assert_close(one.posterior, other.posterior, 1e-5, 1e-5)
+
+
+@pytest.mark.slow
+@quiet_checkpoints
+def test_an_own_source_is_resumed_bit_by_bit(tmp_path):
+    whole = by_own_source()
+    by_own_source(2, **saving(tmp_path, save_last=True))
+    assert_close(whole.posterior, by_own_source(ckpt_path=tmp_path / "last.ckpt").posterior)
+    assert all(bool(value.all()) for value in whole.posterior.variance.values())
+
+
+def test_what_is_no_source_is_refused():
+    with pytest.raises(FederationError, match=r"give .*PosteriorSource"):
+        fb.FederatedBayes(posterior="laplace")  # pyright: ignore[reportArgumentType]

@@ -130,13 +130,10 @@ def test_function_of_all_facts():
     ("values", "words"),
     [
         ([1.0], "gave 1 weights for 2 clients; give one per client"),
-        ([1.0, 1.0, 1.0], "gave 3 weights for 2 clients"),
         ([1.0, -1.0], r"weights must be finite and at least 0, got -1\.0 among \[1\.0, -1\.0\]"),
         ([1.0, math.nan], "must be finite.*nan"),
-        ([1.0, math.inf], "must be finite.*inf"),
         ([0.0, 0.0], "only zeros; at least one client needs a positive weight"),
         (None, "weights"),
-        ({0: 1.0, 1: 2.0}, "weights"),
         (["a", "b"], "weights"),
     ],
     ids=str,
@@ -200,12 +197,10 @@ def test_clients_with_the_same_data_share_the_weight_of_one():
     ("shared", "words"),
     [
         ("many", "give a square matrix"),
-        ([1.0, 2.0], "no square matrix"),
         ([[1.0, 0.0]], "no square matrix"),
         ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"),
         ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
         ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"),
-        ([[2.0, -1.0], [-1.0, 2.0]], "at least 0"),
     ],
     ids=str,
 )

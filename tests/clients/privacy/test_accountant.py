@@ -101,11 +101,8 @@ def test_kinds_of_messages_add_up_as_their_renyi_divergences():
     ("call", "named"),
     [
         (lambda: epsilon_of(-1.0, DELTA, 1), "noise_multiplier=-1.0"),
-        (lambda: epsilon_of(math.nan, DELTA, 1), "noise_multiplier=nan"),
         (lambda: epsilon_of(1.0, 0.0, 1), "delta=0.0"),
-        (lambda: epsilon_of(1.0, 1.0, 1), "delta=1.0"),
         (lambda: epsilon_of(1.0, DELTA, -1), "rounds=-1"),
-        (lambda: epsilon_of(1.0, DELTA, 1.5), "rounds=1.5"),
         (lambda: epsilon_of(1.0, DELTA, 1, 0.0), "fraction=0.0"),
         (lambda: noise_multiplier_for(0.0, DELTA, 1), "epsilon=0.0"),
         (lambda: noise_multiplier_for(1.0, DELTA, 0), "rounds=0"),

@@ -72,18 +72,6 @@ def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fau
     torch.testing.assert_close(parameters(module), parameters(reference), rtol=1e-5, atol=1e-6)
 
 
-def test_a_client_that_has_failed_comes_back_in_the_next_round():
-    class Later(Plain):
-        def training_step(self, batch, batch_idx):
-            if self.current_epoch == 1:
-                raise RuntimeError("a bad day")
-            return super().training_step(batch, batch_idx)
-
-    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized")
-    federate(Later(), federation, 3)
-    assert [row["failed_clients"] for row in federation.history] == [0, 3, 0]
-
-
 def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_own_parameters_after_it(monkeypatch):
     monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
     seen = []
