@@ -16,9 +16,8 @@ from benchmarks.images.federation import PATIENCE, begin, run_cell
 from benchmarks.images.report import METRICS, failures
 from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
-from benchmarks.images.study import only, read_study
+from benchmarks.images.study import read_study
 from benchmarks.published import rows
-from lightning_fedbayes.core.errors import FederationError
 from tests.benchmarks.writer import put_many
 
 CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
@@ -207,16 +206,6 @@ def test_missing_data_and_budgets_are_found_before_training(tmp_path):
         run.main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"), [("fusion", "KEY=VALUE"), ("fusoin=x", "did you mean"), ("bayesian_last=2", "no cell has")]
-)
-def test_only_names_cells(tmp_path, wanted, message):
-    every = read_study(study(tmp_path)).cells("tiny", 1, offline=True)
-    with pytest.raises(FederationError, match=message):
-        only(every, [wanted])
-    assert [cell.bayesian_last for cell in only(every, ["bayesian_last=1"])] == [1]
-
-
 def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
     client = fb.GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 3.0])})
     fused = fb.fuse(make_rule("normalised_weighted_sum"), [client, client, client], weights=[1.0, 2.0, 3.0])
@@ -249,14 +238,6 @@ def test_a_line_cut_short_is_ignored_and_reported(tmp_path, capsys):
     capsys.readouterr()
     assert len(store.finished(cells)) == 3
     assert not capsys.readouterr().err
-
-
-def test_a_cell_from_before_a_setting_was_added_is_still_finished(tmp_path):
-    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
-    old = {name: value for name, value in cell.as_dict().items() if name != "hessian_init"}
-    store.file.write_text(json.dumps({"settings": old, "seconds": 3}) + "\n")
-    assert store.finished([cell])[cell]["seconds"] == 3
-    assert not store.finished([cell.but(hessian_init=0.1)])
 
 
 def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_path):

@@ -22,7 +22,7 @@ from benchmarks.uci.plans import EVERYWHERE, SMALLER, study
 from benchmarks.uci.rates import CHOSEN, SHORT_GRID, tune
 from benchmarks.uci.readings import PREDICTIONS, STARTS, TARGETS, compare, start_by_glorot
 from benchmarks.uci.report import Store
-from benchmarks.uci.sets import UCIDataModule, available_datasets
+from benchmarks.uci.sets import UCIDataModule
 from benchmarks.uci.training import Plan
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import labels_of
@@ -78,13 +78,6 @@ def values_of(folder):
 
 def indices_of(folder, part, split=0):
     return [int(line) for line in (folder / f"index_{part}_{split}.txt").read_text().split()]
-
-
-def test_facts_are_known_before_any_data_are_read(folder):
-    (folder / "data.txt").write_text("not read yet")
-    module = build(folder)
-    assert (module.num_features, module.num_targets, module.num_splits) == (3, 1, 3)
-    assert available_datasets(folder.parents[1]) == ("toy",)
 
 
 @pytest.mark.parametrize("split", range(3))

@@ -185,14 +185,3 @@ def test_round_without_enough_clients_keeps_the_rule_s_state():
     assert rule_state(one)
     torch.testing.assert_close(rule_state(two), rule_state(one), rtol=0, atol=0)
     assert two.federation.result.weights == {}
-
-
-@pytest.mark.slow
-def test_table_goes_on_after_a_resumed_run(tmp_path):
-    whole, first = federation("ivar_vb", seed=2), federation("ivar_vb", seed=2)
-    federate(Plain(), whole, rounds=3)
-    federate(Plain(), first, rounds=2).save_checkpoint(tmp_path / "half.ckpt")
-    resumed = federation("ivar_vb", seed=2)
-    federate(Plain(), resumed, rounds=3, ckpt_path=tmp_path / "half.ckpt")
-    assert resumed._report.reliabilities == whole._report.reliabilities
-    assert len(whole._report.reliabilities) == 3

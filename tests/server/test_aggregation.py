@@ -158,12 +158,6 @@ def test_round_without_weight(weighting):
         run("nwa", weighting, [update(0, 0), update(1, 0)])
 
 
-def test_rule_that_needs_a_prior_refuses_what_is_vaguer():
-    vague = GaussianPosterior(PREVIOUS.mean, {n: 1e3 * v for n, v in PREVIOUS.variance.items()})
-    with pytest.raises(FusionError, match="dwc: fused precision is not positive"):
-        run("dwc", "equal", [ClientUpdate(k, 10, vague) for k in range(2)])
-
-
 class TestDiagnostics:
     def test_effective_clients(self):
         assert run("nwa", "train_size", [update(0, 80), update(1, 20)]).metrics["effective_clients"] == pytest.approx(
