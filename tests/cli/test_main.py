@@ -20,7 +20,6 @@ pytestmark = lightnings_warnings
     ("arguments", "expected"),
     [
         (["rule"], "unknown command 'rule': did you mean 'rules'?"),
-        (["fitt"], "did you mean 'fit'?"),
         (["rules", "--all"], "unknown argument '--all'"),
         (["fit"], "data and model missing: give --config FILE"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),

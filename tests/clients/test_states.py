@@ -124,11 +124,15 @@ def federation(**options) -> fb.FederatedBayes:
 def test_the_ends_are_the_global_posterior_and_the_one_that_the_client_has_sent(engine):
     partition, sent = fb.SizesPartition((40, 30, 20)), []
     made = fb.FederatedBayes(partition, fusion="rklb", keep=["posterior"], engine=engine)
-    module = bayesian()
-    module.needs_client_posteriors = True
-    module.on_round_end = lambda _, clients: sent.extend(clients)
-    federate(module, made, 2, loader())
-    for number, own in enumerate(sent[-3:]):
+
+    class Sees(fb.HybridBayesianClassifier):
+        needs_client_posteriors = True
+
+        def on_round_end(self, posterior, clients):
+            sent[:] = clients
+
+    federate(Sees(bayesian().network, samples=3), made, 2, loader())
+    for number, own in enumerate(sent):
         for personal, end in ((made.posterior_of(number), own), (made.posterior_of(number, 0.0), made.posterior)):
             assert_close(personal, end)
 
