@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +26,13 @@ def blobs(examples: int = 90, seed: int = 0) -> TensorDataset:
 
 def loader(dataset: Any = None, batch_size: int = 8, shuffle: bool = True, **options: Any) -> DataLoader:
     return DataLoader(blobs() if dataset is None else dataset, batch_size=batch_size, shuffle=shuffle, **options)
+
+
+def clients(*sizes: int) -> fb.ClientDatasets:
+    """Clients c0, c1, … with the next so many of the blobs each."""
+    x, y = blobs(sum(sizes)).tensors
+    parts = zip(x.split(sizes), y.split(sizes))
+    return fb.ClientDatasets({f"c{k}": TensorDataset(*part) for k, part in enumerate(parts)})
 
 
 def network(seed: int = 0, batch_norm: bool = False) -> nn.Sequential:
@@ -96,6 +104,42 @@ def federate(
     return made
 
 
+class Crash(Exception):
+    """The end of a run that is to be resumed."""
+
+
+def crash() -> None:
+    raise Crash
+
+
+class Interrupt(L.Callback):
+    """Ends a run inside a round."""
+
+    sees_stacks = True
+
+    def __init__(self, round: int, batch: int, how: Any = crash) -> None:
+        self.round, self.batch, self.how = round, batch, how
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (self.round, self.batch):
+            self.how()
+
+
+def saving(folder: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    """Options of :func:`federate` that write checkpoints into ``folder``."""
+    return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder, **options), *callbacks]}
+
+
+quiet_checkpoints = pytest.mark.filterwarnings(
+    "ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*"
+)
+
+
+def models_after_rounds(into: list[dict[str, Tensor]]) -> L.Callback:
+    """A callback that keeps the parameters after every round."""
+    return LambdaCallback(on_train_epoch_end=lambda trainer, module: into.append(parameters(module)))
+
+
 def from_yaml(text: str) -> fb.FederatedBayes:
     """The callback that a YAML file describes under ``federation``."""
     jsonargparse = pytest.importorskip("jsonargparse")
@@ -113,6 +157,12 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+def assert_close(first: fb.GaussianPosterior, second: fb.GaussianPosterior, rtol: float = 0, atol: float = 0) -> None:
+    """Means and variances; bit by bit without tolerances."""
+    for ours, theirs in ((first.mean, second.mean), (first.variance, second.variance)):
+        torch.testing.assert_close(dict(ours), dict(theirs), rtol=rtol, atol=atol)
 
 
 def rule_state(federation: fb.FederatedBayes) -> dict[str, Any]:

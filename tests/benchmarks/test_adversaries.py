@@ -1,7 +1,5 @@
 """Closed forms and invariances of every attack."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 
@@ -27,6 +25,8 @@ from benchmarks.untrusted.adversaries import (
     flip_labels,
     largest_unnoticed_shift,
 )
+from benchmarks.untrusted.attacks import RULES, attacks_of, run
+from benchmarks.untrusted.images import derivatives, oriented_gradients
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
 
@@ -163,12 +163,6 @@ def test_largest_unnoticed_shift(cohort, adversaries, quantile):
     assert NormalDist().cdf(largest_unnoticed_shift(cohort, adversaries)) == pytest.approx(quantile)
 
 
-@given(cohort=st.integers(1, 200), share=st.floats(0, 1))
-@settings(deadline=None)
-def test_the_largest_unnoticed_shift_is_finite(cohort, share):
-    assert math.isfinite(largest_unnoticed_shift(cohort, max(round(share * cohort), 1)))
-
-
 def test_inner_product_manipulation_reverses_the_mean_honest_update():
     updates = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
     sent = falsify(InnerProductManipulation(0.5, epsilon=0.5), honest=5)
@@ -201,11 +195,6 @@ def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, pic
     assert flipped.dtype == labels.dtype
     assert flipped.tolist() == [classes[-1 - classes.index(label)] for label in labels.tolist()]
     assert torch.equal(flip_labels(flipped, classes), labels)
-
-
-def test_labels_without_gaps_become_the_last_minus_themselves():
-    labels = torch.arange(10)
-    assert torch.equal(flip_labels(labels, range(10)), 9 - labels)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +232,31 @@ def test_shares_are_disjoint_draws_and_names_are_numbers():
 def test_what_cannot_be_assigned_is_refused(attacks):
     with pytest.raises(FederationError, match=r"there is no client|of 20 clients"):
         assign(attacks, [str(k) for k in range(20)], 0)
+
+
+@pytest.mark.parametrize("slope", [(1.0, 0.0), (0.0, -2.0), (0.5, 0.3)])
+def test_derivatives_of_a_slope_are_its_projections(slope):
+    down, across = torch.meshgrid(torch.arange(6.0), torch.arange(6.0), indexing="ij")
+    found = derivatives((slope[0] * across + slope[1] * down)[None, None])
+    angles = torch.arange(8) * math.pi / 4
+    expected = (slope[0] * angles.cos() + slope[1] * angles.sin()).relu()
+    inside = found[0, :, 1:-1, 1:-1]
+    torch.testing.assert_close(inside, expected[:, None, None].expand_as(inside), atol=1e-5, rtol=0)
+
+
+def test_oriented_gradients_do_not_depend_on_the_other_images():
+    images = torch.rand(3, 784, generator=torch.Generator().manual_seed(0))
+    features = oriented_gradients(images)
+    assert features.shape == (3, 3920)
+    torch.testing.assert_close(features[1:2], oriented_gradients(images[1:2]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("rule", "adversaries"), [("reverse-KL barycenter", 1), ("geometric median", 3)])
+def test_bad_clients_cost_at_most_three_hundredths(rule, adversaries):
+    """Digits, ten clients. Unguarded, the first rule had 0.1 under the first attack, the second under the last."""
+    honest, _ = run(RULES[rule], [], seed=0)
+    assert honest > 0.93
+    attacks = attacks_of(list(range(adversaries)))
+    for title in ("flipped × 10, σ² × 1e-10", "update × 1e6", "honest, σ² × 1e10"):
+        assert run(RULES[rule], attacks[title], seed=0)[0] >= honest - 0.03, title

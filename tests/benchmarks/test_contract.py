@@ -8,9 +8,8 @@ from torch import nn
 from torch.func import functional_call
 
 from benchmarks.contract import laws
-from benchmarks.contract.adaptors import LIBRARIES, Library, NotClaimed
+from benchmarks.contract.adaptors import LIBRARIES, Library
 from benchmarks.contract.laws import LAWS, examine
-from benchmarks.contract.run import shown, table
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +59,6 @@ class WrongLayer(nn.Module):
 
 
 class Wrong(Library):
-    """Adaptor of :class:`WrongLayer`."""
-
     name, package, requirement = "wrong", "torch", None
     estimators = ("reparameterization", "flipout")
     claims = ("vmap", "compile")
@@ -101,43 +98,3 @@ def test_a_wrong_layer_fails(law, monkeypatch):
     assert verdict.verdict == "fail", verdict
     raises = {"deepcopy": "graph leaves", "bfloat16": "dtype"}
     assert raises[law] in verdict.note if law in raises else verdict.figure is not None
-
-
-class Silent(Wrong):
-    """Claims nothing, and raises under every transformation."""
-
-    claims = ()
-    estimators = ("reparameterization",)
-
-    def output(self, network, x):
-        if not isinstance(x, torch.nn.Parameter):
-            raise ValueError("no\nmore")
-        return x
-
-    def convert(self, network):
-        raise NotClaimed("none")
-
-
-@pytest.mark.parametrize(
-    ("law", "expected", "note"),
-    [
-        ("vmap", "n/a", "ValueError: no"),
-        ("moments", "fail", "ValueError: no"),
-        ("conversion", "n/a", "none"),
-        ("Flipout, pooled", "n/a", "no Flipout"),
-    ],
-)
-def test_only_what_a_library_claims_can_fail(law, expected, note):
-    verdict = examine(law, Silent())
-    assert (verdict.verdict, verdict.note) == (expected, note)
-
-
-def test_a_library_that_cannot_be_installed_keeps_its_column():
-    obeys = {"verdict": "pass", "figure": 1.0, "note": ""}
-    fails = {"verdict": "fail", "figure": None, "note": "ValueError: no"}
-    verdicts = {law: fails if law == "vmap" else obeys for law in LAWS}
-    rows = table({"one": {"version": "1.0", "verdicts": verdicts}, "two": {"reason": "no wheel"}}).splitlines()
-    assert rows[0].split(" | ")[2:] == ["one 1.0", "two |"]
-    assert "**fails** ValueError" in next(row for row in rows if "vmap" in row)
-    assert rows[-1].endswith("| 12 of 13 | not measured: no wheel |")
-    assert shown(examine("conversion", Silent())) == "n/a"

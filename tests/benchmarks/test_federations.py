@@ -2,7 +2,6 @@
 
 import csv
 import math
-import statistics
 
 import pytest
 import torch
@@ -12,8 +11,10 @@ from benchmarks import cells as study
 from benchmarks.federations import methods, run
 from benchmarks.federations.data import FEDERATIONS, Examples, Federation, Parts, cut, from_csv, halves
 from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
-from benchmarks.federations.report import PARTS, brief, by_choice, choices, federations, gains, optimism, tables
+from benchmarks.federations.report import brief, tables
 from lightning_fedbayes.modules import mlp
+
+ONE = ("--seeds", "1", "--rounds", "1", "--workers", "1")
 
 
 @pytest.fixture
@@ -95,66 +96,8 @@ def test_several_files_are_one_federation(table, tmp_path):
         from_csv([tmp_path / "third.csv"], "town", **options)
 
 
-def test_the_command_takes_several_files(table, tmp_path):
-    folder = tmp_path / "hospitals"
-    folder.mkdir()
-    files = [str(table.rename(folder / "north.csv")), str(folder / "south.csv")]
-    (folder / "south.csv").write_text((folder / "north.csv").read_text())
-    arguments = [
-        "--csv",
-        *files,
-        "--target",
-        "ill",
-        "--drop",
-        "row",
-        "town",
-        "cost",
-        "--seeds",
-        "1",
-        "--rounds",
-        "1",
-        "--workers",
-        "1",
-        "--methods",
-        "FedAvg",
-        "--out",
-    ]
-    run.main([*arguments, str(tmp_path / "out")])
-    *_, result = study.read(tmp_path / "out" / "cells.jsonl", run.Cell).values()
-    assert len(result[""]["nlls"]) == 2
-    assert "## hospitals" in (tmp_path / "out" / "tables.md").read_text()
-    with pytest.raises(SystemExit):
-        run.main([*arguments[:1], files[0], *arguments[3:], str(tmp_path / "one")])
-
-
-def test_survival_needs_a_column_of_events(table, tmp_path):
-    arguments = ["--csv", str(table), "--client", "town", "--target", "cost", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        run.main([*arguments, "--task", "survival"])
-    with pytest.raises(SystemExit):
-        run.main([*arguments, "--task", "regression", "--event", "ill"])
-
-
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
-    arguments = [
-        "--csv",
-        str(table),
-        "--client",
-        "town",
-        "--target",
-        "ill",
-        "--drop",
-        "row",
-        "cost",
-        "--seeds",
-        "1",
-        "--rounds",
-        "1",
-        "--workers",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    arguments = [*f"--csv {table} --client town --target ill --drop row cost --out {tmp_path / 'out'}".split(), *ONE]
     run.main([*arguments, "--methods", "FedAvg"])
     before = (tmp_path / "out" / "cells.jsonl").read_text()
     run.main([*arguments, "--methods", "FedAvg", "IVON, personal"])
@@ -174,7 +117,6 @@ def test_the_committed_pages_show_the_committed_cells():
 
 
 def federation_of(task, targets, outputs=2):
-    """Clients whose parts are all the same."""
     clients = {name: Parts(*[Examples(torch.zeros(len(y), 1), y)] * 4) for name, y in targets.items()}
     return Federation(task, clients, outputs)
 
@@ -298,53 +240,3 @@ def test_halves_are_of_one_size_over_two_clients(size):
     assert sum(len(tuning.targets) for tuning, _ in both) == sum(len(validation.targets) for _, validation in both)
     for parts in both:
         assert torch.cat([part.targets for part in parts]).tolist() == list(range(size))
-
-
-def test_gains_are_paired():
-    own = {
-        "global": {0: {"clients": 2.0}, 1: {"clients": 2.0}},
-        "local": {0: {"clients": 3.0}, 1: {"clients": 3.0}},
-        "one weight": {0: {"clients": 1.5}, 1: {"clients": 2.5}},
-    }
-    assert gains(own, "one weight", "clients") == [0.5, -0.5]
-
-
-def scored_rows(**methods):
-    """Return rows of two seeds: tuning, validation and test scores of each, in this order."""
-    keys = ("tuning", "validation", "clients")
-    return {
-        name: {seed: dict(zip(keys, own, strict=True)) for seed, own in enumerate(seeds)}
-        for name, seeds in methods.items()
-    }
-
-
-def test_a_choice_is_made_on_its_part_and_paid_for_on_the_test_part():
-    found = {
-        "one": scored_rows(FedAvg=[(3, 3, 3)] * 2, flattered=[(1, 4, 5)] * 2, good=[(2, 2, 2), (2, 2, 1)]),
-        "two": scored_rows(FedAvg=[(1, 1, 2), (5, 5, 2)], good=[(2, 2, 4)] * 2),
-    }
-    costs = by_choice(found)
-    assert costs["validation parts"] == [1.5, 4]
-    assert costs["validation parts, each seed by itself"] == [1.5, 3]  # of "two" the first seed takes FedAvg
-    assert costs[PARTS["tuning"]] == [5, 4]
-    assert costs["test parts, in hindsight"] == [1.5, 2]
-    assert list(costs.items())[-1] == ("test parts, one for all: FedAvg", [3, 2])
-    assert "| test parts, in hindsight | 1.750 | -0.750 ± 0.750 |" in choices(found)
-    assert "| flattered | 1 | -3.000 | -3.000 |" in optimism(found)
-    assert "| good | 2 | 0.000 ± 0.000 | 0.000 ± 0.000 |" in optimism(found)
-
-
-def test_the_choice_on_validation_parts_is_as_good_as_the_best_single_method():
-    results = study.read(run.HERE / "results" / "cells.jsonl", run.Cell)
-    costs = by_choice(federations(results))
-    *_, single = costs.values()
-    assert statistics.fmean(costs["validation parts"]) <= statistics.fmean(single) + 0.01
-
-
-def test_every_method_of_every_task_has_settings_to_choose_from():
-    for method in METHODS.values():
-        for hidden in ((), (8,)):
-            federation = federation_of("classification", {"a": torch.zeros(5).long()})._replace(hidden=hidden)
-            found = methods.settings_of(method, federation)
-            assert found
-            assert all(found.count(each) == 1 for each in found)

@@ -42,12 +42,6 @@ def test_every_method_is_scored_and_tabulated(monkeypatch):
     assert "| FedAvg | one class per client |" in text
 
 
-def test_a_temperature_is_that_of_least_nll():
-    logits = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
-    labels = torch.multinomial(logits.softmax(1), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
-    assert run.temperature(logits * 4, labels) == pytest.approx(4, rel=0.25)
-
-
 @pytest.mark.parametrize("method", [curves.EXACT, curves.ALL, "sites on the head"])
 def test_a_curve_goes_on_by_exchange_and_byte(monkeypatch, method):
     monkeypatch.setattr(curves, "SCORED", (1, 2, 4))

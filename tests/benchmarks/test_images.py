@@ -7,29 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
-from PIL import Image
 
 import lightning_fedbayes as fb
 from benchmarks.images import run
-from benchmarks.images.cell import check, make_optimizer, make_rule
+from benchmarks.images.cell import check, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
-from benchmarks.images.figures import FRACTIONS, MEASURES, PALETTE, draw, save
-from benchmarks.images.report import METRICS, common_settings, failures, mean_and_error
-from benchmarks.images.settings import Settings, parse_call
+from benchmarks.images.report import METRICS, failures
+from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
-from benchmarks.images.study import only, read_study
+from benchmarks.images.study import read_study
 from benchmarks.published import rows
-from lightning_fedbayes.core.errors import FedBayesError, FederationError
-
-from .writer import put_many
+from tests.benchmarks.writer import put_many
 
 CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
 def study(tmp_path: Path, **changes) -> Path:
-    """A small study with some keys changed."""
     content = {
         "title": "Test",
         "fixed": {"dataset": "digits", "clients": 3, "partition": "iid", "samples": 2},
@@ -114,16 +108,8 @@ def test_a_cell_is_reproducible():
 
 @pytest.mark.parametrize("start", ["bayesian", "moped"])
 def test_a_federation_starts_from_a_pretrained_network(start):
-    settings = Settings(
-        rounds=1,
-        local_epochs=1,
-        clients=3,
-        partition="iid",
-        start=start,
-        start_share=0.3,
-        learning_rate=0.05,
-        batch_size=16,
-    )
+    options = {"rounds": 1, "local_epochs": 1, "clients": 3, "partition": "iid", "batch_size": 16}
+    settings = Settings(start=start, start_share=0.3, learning_rate=0.05, **options)
     data = make_data(settings, None)
     data.setup()
     torch.manual_seed(0)
@@ -174,32 +160,6 @@ def test_published_values_belong_to_cells():
             assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in using), row
 
 
-def test_a_grid_has_budgets_of_its_own(tmp_path):
-    path = study(
-        tmp_path,
-        grids=[
-            {"fusion": ["conflation", "weighted_sum"], "local_epochs": [1]},
-            {"fusion": ["conflation"], "local_epochs": [5], "budgets": {"full": {"rounds": 200, "local_epochs": 9}}},
-        ],
-        budgets={"tiny": {"rounds": 2}, "laptop": {"rounds": 20}, "full": {"rounds": 400}},
-    )
-    read = read_study(path)
-    assert read.factors == ["fusion", "local_epochs"]
-    found = {
-        budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
-        for budget in read.budgets
-    }
-    assert found == {
-        "tiny": [(2, 1), (2, 1), (2, 5)],
-        "laptop": [(20, 1), (20, 1), (20, 5)],
-        "full": [(400, 1), (400, 1), (200, 5)],
-    }
-    line = common_settings(read.cells("full", 2, offline=True), read.factors)
-    assert "rounds 400 or 200" in line
-    assert "fusion" not in line
-    assert "seed" not in line
-
-
 @pytest.mark.parametrize(
     "config", [each for each in CONFIGS if each.stem in ("dropout", "prior", "skew")], ids=lambda path: path.stem
 )
@@ -215,31 +175,17 @@ def test_the_full_budget_is_that_of_the_paper(config):
     ("changes", "message"),
     [
         ({"titel": "x"}, "did you mean 'title'"),
-        ({"fixed": {"fusoin": "x"}}, "did you mean 'fusion'"),
         ({"fixed": {"learning_rate": "1e-3"}}, "write 1.0e-3"),
         ({"grids": [{"fusion": "conflation"}]}, "list of values"),
-        ({"grids": [{"fusion": ["conflation"], "budgets": {"ful": {"rounds": 1}}}]}, "did you mean 'full'"),
         ({"grids": [{"fusion": ["conflation"], "budgets": {"full": {"rounds": "1"}}}]}, "has to be a whole number"),
         ({"grids": [{"fusion": ["conflatoin"]}]}, "did you mean 'conflation'"),
-        ({"grids": [{"weighting": ["train_sise"]}]}, "did you mean 'train_size'"),
-        ({"grids": [{"partition": ["dirichlet"]}]}, "alpha"),
         ({"grids": [{"partition": ["uniform(2)"]}]}, "unknown partition"),
         ({"grids": [{"optimizer": ["adma"]}]}, "has to be 'sgd' or 'adam'"),
         ({"grids": [{"bayesian_last": [4]}]}, "only 3 layers"),
         ({"grids": [{"dropout": [0.2], "bayesian_last": [1]}]}, "set bayesian_last to 0"),
         ({"grids": [{"fusion": ["auto"]}]}, "validation_fraction"),
-        ({"metrics": ["acuracy"]}, "did you mean 'accuracy'"),
         ({"budgets": {"tiny": {}, "laptop": {}}}, "full is missing"),
         ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion"}]}, "metrics is missing"),
-        (
-            {
-                "figures": [
-                    {"kind": "lines", "series": "fusion", "x": "fusion", "metrics": ["nll"], "where": {"seed": 0}}
-                ]
-            },
-            "seed=0 has to be a list of values",
-        ),
-        ({"published": ["fbdl tabel 2"]}, "did you mean 'fbdl table 2'"),
         ({"published": ["fedag table 2"]}, "unknown setting or metric 'blr'"),
     ],
 )
@@ -250,43 +196,14 @@ def test_mistakes_are_found_before_training(tmp_path, monkeypatch, changes, mess
     assert message in str(error.value)
 
 
-def test_an_unknown_budget_is_found_before_training(tmp_path):
-    path = study(tmp_path)
+def test_missing_data_and_budgets_are_found_before_training(tmp_path):
     with pytest.raises(SystemExit, match="unknown budget 'laptpo'; did you mean 'laptop'"):
-        run.main([str(path), "--budget", "laptpo", "--out", str(tmp_path / "out")])
-
-
-def test_missing_data_are_found_before_training(tmp_path):
+        run.main([str(study(tmp_path)), "--budget", "laptpo", "--out", str(tmp_path / "out")])
     path = study(tmp_path, fixed={"dataset": "cifar10"})
     with pytest.raises(SystemExit, match="data_batch_1"):
         run.main(command(path, "--data", str(tmp_path)))
     with pytest.raises(SystemExit, match="unknown data set"):
         run.main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"), [("fusion", "KEY=VALUE"), ("fusoin=x", "did you mean"), ("bayesian_last=2", "no cell has")]
-)
-def test_only_names_cells(tmp_path, wanted, message):
-    every = read_study(study(tmp_path)).cells("tiny", 1, offline=True)
-    with pytest.raises(FederationError, match=message):
-        only(every, [wanted])
-    assert [cell.bayesian_last for cell in only(every, ["bayesian_last=1"])] == [1]
-
-
-@pytest.mark.parametrize("text", ["dirichlet(", "a.b(1)", "x + 1", "f(g(1))"])
-def test_calls_that_cannot_be_read(text):
-    with pytest.raises(FedBayesError, match="cannot be read"):
-        parse_call(text)
-
-
-def test_the_optimizer_of_a_cell():
-    adam = make_optimizer(Settings(optimizer="adam", learning_rate=0.1, weight_decay=0.2), torch.nn.Linear(3, 2))
-    assert isinstance(adam, torch.optim.Adam)
-    assert (adam.defaults["lr"], adam.defaults["weight_decay"]) == (0.1, 0.2)
-    sgd = make_optimizer(Settings(momentum=0.8), torch.nn.Linear(3, 2))
-    assert isinstance(sgd, torch.optim.SGD)
-    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.01, 0.8)
 
 
 def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
@@ -323,14 +240,6 @@ def test_a_line_cut_short_is_ignored_and_reported(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_cell_from_before_a_setting_was_added_is_still_finished(tmp_path):
-    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
-    old = {name: value for name, value in cell.as_dict().items() if name != "hessian_init"}
-    store.file.write_text(json.dumps({"settings": old, "seconds": 3}) + "\n")
-    assert store.finished([cell])[cell]["seconds"] == 3
-    assert not store.finished([cell.but(hessian_init=0.1)])
-
-
 def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_path):
     store, cell = Store(tmp_path / "cells.jsonl"), Settings()
     assert store.finished([cell]) == {}
@@ -339,32 +248,3 @@ def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_
     store.sort()
     assert len(store.file.read_text().splitlines()) == 1
     assert [result["steps"] for result in store.finished([cell, cell.but(rounds=51)]).values()] == [2]
-
-
-def test_mean_and_error():
-    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
-
-
-def test_results_from_before_a_measure_was_added_are_drawn():
-    curve = [0.5] * len(FRACTIONS)
-    rows = {
-        Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
-        for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])
-    }
-    figure = draw({"kind": "retained", "series": "fusion", "panels": "partition"}, rows)
-    assert figure is not None
-    assert [axes.get_title() for axes in figure.axes] == ["dirichlet(0.5), entropy", "dirichlet(0.5), kwon_epistemic"]
-
-
-def test_a_figure_keeps_the_colours_of_its_lines(tmp_path):
-    figure, palette = Figure(figsize=(9.3, 3.5), layout="constrained"), PALETTE
-    for panel, axes in enumerate(figure.subplots(1, 3)):
-        for number, colour in enumerate(palette):
-            across, up = ([1.0], [0.1]) if number == 0 else ([1, 2, 3], [number, 2.5 - panel, number**0.5])
-            axes.errorbar(across, up, [0.3] * len(across), color=colour, marker="o", markersize=4, capsize=2)
-    save(figure, tmp_path / "figure.png")
-    with Image.open(tmp_path / "figure.png") as picture:
-        counts = picture.convert("RGB").getcolors()
-    for wanted in palette:
-        red, green, blue = (int(wanted[place : place + 2], 16) for place in (1, 3, 5))
-        assert any(count > 50 and max(abs(r - red), abs(g - green), abs(b - blue)) <= 4 for count, (r, g, b) in counts)

@@ -1,12 +1,14 @@
 """Readers of the benchmarks over small files made on the spot: images are what was written, splits and scales."""
 
+import gzip
+import struct
+
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.readers import ImageDataModule, read_images, read_table, standardisation_of
 from lightning_fedbayes.core.errors import FederationError
-from tests.benchmarks.image_files import cifar_binary, examples, write_cifar, write_idx
 
 TRAIN, TEST = 200, 30
 
@@ -20,7 +22,11 @@ def grey(folder, packed=False):
 
 def colour(folder):
     parts = [*(examples(TRAIN // 5, (3, 32, 32), seed) for seed in range(5)), examples(TEST, (3, 32, 32), 9, first=3)]
-    write_cifar(folder, parts, cifar_binary, ".bin")
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    folder.mkdir(parents=True)
+    for name, part in zip(names, parts, strict=True):
+        rows = (bytes([label]) + image.tobytes() for image, label in zip(*part))
+        (folder / f"{name}.bin").write_bytes(b"".join(rows))
     return tuple(np.concatenate(each) for each in zip(*parts[:5])), parts[5]
 
 
@@ -68,3 +74,29 @@ def test_tables_and_their_columns(tmp_path):
             read_table(tmp_path / "table.txt")
     scale = standardisation_of(torch.tensor([[1.0, 0.1], [3.0, 0.1], [torch.nan, 0.1]], dtype=torch.float64))
     assert scale.apply(torch.tensor([[2.0, 7.0], [torch.nan, 0.1], [3.0, 0.1]])).tolist() == [[0, 0], [0, 0], [1, 0]]
+
+
+IDX_NAMES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+def examples(count, shape, seed=0, first=0):
+    """Random images, uint8, and labels 0, 1, …, 9, 0, … from ``first`` on, int64."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+    return pixels, (np.arange(count) + first) % 10
+
+
+def idx(array):
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder, part, images, labels, packed=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, array in zip(IDX_NAMES[part], (images.squeeze(1), labels)):
+        if packed:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array), 1))
+        else:
+            (folder / name).write_bytes(idx(array))

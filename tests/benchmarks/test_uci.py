@@ -1,6 +1,4 @@
-"""The benchmark on UCI data: its cells, a run that is stopped and goes on, every method, and what its pages say."""
-
-from __future__ import annotations
+"""UCI regression: shapes, scales and splits of a folder made on the spot, and what is said of damaged ones."""
 
 import json
 import math
@@ -8,33 +6,214 @@ import re
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+from torch.distributions import Normal
+from torch.utils.data import TensorDataset
 
+import lightning_fedbayes as fb
 from benchmarks.page import BEGIN, END
 from benchmarks.uci import report, run
 from benchmarks.uci.data import CLIENTS, Splits, deal
 from benchmarks.uci.methods import METHODS, ROWS, TITLES, Outcome
 from benchmarks.uci.network import networks
-from benchmarks.uci.plans import EVERYWHERE, SMALLER, plan_of, study
+from benchmarks.uci.plans import EVERYWHERE, SMALLER, study
 from benchmarks.uci.rates import CHOSEN, SHORT_GRID, tune
 from benchmarks.uci.readings import PREDICTIONS, STARTS, TARGETS, compare, start_by_glorot
-from benchmarks.uci.report import Store, departure, missing, one_network, verdict
-from benchmarks.uci.scores import Published
+from benchmarks.uci.report import Store
+from benchmarks.uci.sets import UCIDataModule
 from benchmarks.uci.training import Plan
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.data import labels_of
+from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll
+from lightning_fedbayes.modules import mlp
+from tests import federations
+
+
+def write(path, rows):
+    path.write_text("\n".join(" ".join(f"{value:.17g}" for value in row) for row in rows) + "\n")
+
+
+def write_set(data, values, features, target, tests):
+    """A data set in the layout of Hernández-Lobato and Adams, whose splits test some of the rows."""
+    data.mkdir(parents=True)
+    write(data / "data.txt", values.tolist())
+    write(data / "index_features.txt", [[each] for each in features])
+    write(data / "index_target.txt", [[target]])
+    write(data / "n_splits.txt", [[len(tests)]])
+    for split, test in enumerate(tests):
+        write(data / f"index_test_{split}.txt", [[each] for each in test])
+        write(data / f"index_train_{split}.txt", [[each] for each in range(len(values)) if each not in test])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data set "toy" of 40 examples in columns feature, constant, another target, target, feature; three splits."""
+    generator = torch.Generator().manual_seed(0)
+    values = 50 + 7 * torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    values[:, 1] = 0.998
+    values[:, 3] = 100 + values[:, 0] - 2 * values[:, 4]
+    data = tmp_path / "sets" / "toy" / "data"
+    write_set(data, values, (0, 1, 4), 3, [torch.randperm(40, generator=generator)[:8].tolist() for _ in range(3)])
+    return data
+
+
+def build(folder, **options):
+    return UCIDataModule(folder.parents[1], folder.parent.name, **options)
+
+
+def ready(folder, **options):
+    module = build(folder, **options)
+    module.setup("fit")
+    return module
+
+
+def values_of(folder):
+    return torch.tensor(
+        [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()],
+        dtype=torch.float64,
+    )
+
+
+def indices_of(folder, part, split=0):
+    return [int(line) for line in (folder / f"index_{part}_{split}.txt").read_text().split()]
+
+
+@pytest.mark.parametrize("split", range(3))
+def test_the_published_split_standardised_on_its_training_part(folder, split):
+    data = ready(folder, split=split)
+    values, train, test = values_of(folder), indices_of(folder, "train", split), indices_of(folder, "test", split)
+    mean, std = values[train].mean(0), values[train].std(0, correction=0)
+    for part, rows in ((data.train, train), (data.test, test)):
+        x, y = part.tensors
+        assert (x.shape, y.shape) == ((len(rows), 3), (len(rows), 1))
+        assert x.dtype == y.dtype == torch.float32
+        assert torch.allclose(x[:, [0, 2]].double(), ((values - mean) / std)[rows][:, [0, 4]], atol=1e-6)
+        assert torch.equal(x[:, 1], torch.zeros(len(rows)))
+        assert torch.allclose(data.target_mean + data.target_std * y.double(), values[rows][:, 3:4], atol=1e-4)
+    assert isinstance(data.train, TensorDataset)
+    assert labels_of(data.train) is None
+
+
+def test_scores_go_to_original_units(folder):
+    data = ready(folder)
+    y, mean, variance = torch.randn(3, 20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    variance = variance.exp()
+    m, s = data.target_mean, data.target_std
+    original = Normal(m + s * mean, s * variance.sqrt())
+    nll = gaussian_nll(mean, variance, y).squeeze() + math.log(s)
+    assert torch.allclose(nll, -original.log_prob(m + s * y).squeeze())
+    crps = gaussian_crps(m + s * mean, s**2 * variance, m + s * y)
+    assert torch.allclose(crps, s * gaussian_crps(mean, variance, y))
+
+
+def test_validation_is_the_test_split_or_a_part_of_training(folder):
+    published, tuning, again = (
+        ready(folder),
+        ready(folder, validation_fraction=0.25),
+        ready(folder, seed=1, validation_fraction=0.25),
+    )
+    targets = {
+        name: torch.cat([y for _, y in getattr(published, f"{name}_dataloader")()])
+        for name in ("val", "test", "predict")
+    }
+    assert torch.equal(targets["val"], published.test.tensors[1])
+    assert torch.equal(targets["test"], targets["val"])
+    assert torch.equal(targets["predict"], targets["val"])
+    assert (len(tuning.train), len(tuning.validation), len(tuning.test)) == (24, 8, 8)
+
+    def original(module, part):
+        y = getattr(module, part).tensors[1].double()
+        return (module.target_mean + module.target_std * y).flatten()
+
+    everything = torch.cat([original(tuning, "train"), original(tuning, "validation")]).sort().values
+    assert torch.allclose(everything, original(published, "train").sort().values, atol=1e-4)
+    assert torch.allclose(original(tuning, "test"), original(published, "test"), atol=1e-4)
+    assert tuning.train.tensors[1].mean().abs() < 1e-6  # not of the examples that are held out
+    assert tuning.target_mean != published.target_mean
+    assert not torch.equal(tuning.validation.tensors[1], again.validation.tensors[1])
+
+
+def test_ten_clients_learn_from_it_and_the_checkpoint_is_plain(folder, tmp_path):
+    L.seed_everything(0, verbose=False)
+    data = build(folder, batch_size=1)
+    model = fb.HybridBayesianRegressor(mlp(data.num_features, 1, (8,)), bayesian_last=1, learning_rate=0.02)
+    federation = fb.FederatedBayes(fb.IIDPartition(10), local_epochs=3)
+    trainer = federations.trainer(6, [federation], default_root_dir=tmp_path)
+    trainer.fit(model, datamodule=data)
+    assert trainer.callback_metrics["val/rmse"] < 0.7
+    trainer.save_checkpoint(tmp_path / "federation.ckpt")
+    checkpoint = torch.load(tmp_path / "federation.ckpt", weights_only=True)
+    assert checkpoint["datamodule_hyper_parameters"]["dataset"] == "toy"
+
+
+def replace(folder, file, text):
+    (folder / file).write_text(text)
+
+
+def drop_lines(folder, file, number):
+    lines = (folder / file).read_text().splitlines()
+    replace(folder, file, "\n".join(lines[:-number]) + "\n")
+
+
+def spoil(folder, row, column, text):
+    lines = [line.split() for line in (folder / "data.txt").read_text().splitlines()]
+    lines[row][column] = text
+    replace(folder, "data.txt", "\n".join(map(" ".join, lines)))
+
+
+def overlap(folder):
+    path = folder / "index_test_0.txt"
+    path.write_text(path.read_text() + f"{indices_of(folder, 'train')[0]}\n")
+
+
+def constant_target(folder):
+    rows = values_of(folder)
+    rows[:, 3] = 3.0
+    write(folder / "data.txt", rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: spoil(f, 4, 2, "NaN"), r"data.txt holds no number, or one that is not finite"),
+        (lambda f: spoil(f, 0, 0, "female"), r"data.txt: could not convert string 'female'"),
+        (lambda f: (f / "index_test_0.txt").unlink(), r"no file .*index_test_0.txt"),
+        (lambda f: drop_lines(f, "data.txt", 3), r"index_\w+_0.txt names \d+ .*data.txt has 37 examples.*truncated"),
+        (lambda f: drop_lines(f, "index_train_0.txt", 3), r"split 0: 3 of 40 examples are neither .* truncated"),
+        (overlap, r"split 0: 1 examples are in training and in test, such as \d+; a score"),
+        (lambda f: replace(f, "index_test_0.txt", "40\n"), r"index_test_0.txt names 40 and 0 more"),
+        (lambda f: replace(f, "index_test_0.txt", "3\n5\n3\n"), r"index_test_0.txt names 3 twice"),
+        (lambda f: replace(f, "index_target.txt", "2\n3\n"), r"index_target.txt names 2 columns; name the one"),
+        (lambda f: replace(f, "index_target.txt", "5\n"), r"index_target.txt names 5 .* 5 columns, numbered 0 to 4"),
+        (lambda f: replace(f, "index_target.txt", "4\n"), r"column 4 is the target and a feature"),
+        (constant_target, r"the target is 3 in all 32 training examples, so there is nothing to learn"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_training(folder, damage, message):
+    damage(folder)
+    with pytest.raises(FederationError, match=message):
+        ready(folder)
+
+
+def test_arguments_that_cannot_be(folder, tmp_path):
+    with pytest.raises(FederationError, match=r"dataset='tory': did you mean 'toy'\? Known: toy"):
+        UCIDataModule(folder.parents[1], "tory")
+    with pytest.raises(FederationError, match="split=3: toy has 3 splits, numbered 0 to 2"):
+        build(folder, split=3)
+    with pytest.raises(FederationError, match="split=-1"):
+        build(folder, split=-1)
+    with pytest.raises(FederationError, match="in \\(0, 1\\); None"):
+        build(folder, validation_fraction=0.0)
+    with pytest.raises(FederationError, match="there is no directory"):
+        UCIDataModule(tmp_path / "nowhere", "toy")
+    with pytest.raises(FederationError, match=r"holds no data set, but data; give the directory that holds"):
+        UCIDataModule(folder.parent, "toy")
+
 
 RESULTS = Path(run.__file__).parent / "results"
-NINE = (
-    "bostonHousing",
-    "concrete",
-    "energy",
-    "kin8nm",
-    "naval-propulsion-plant",
-    "power-plant",
-    "protein-tertiary-structure",
-    "wine-quality-red",
-    "yacht",
-)
+NINE = tuple(sorted(Store(RESULTS).entries))
 PLAN = Plan(0.01, rounds=2, local_epochs=1, hidden=4)
 
 
@@ -47,36 +226,21 @@ def splits_of(number: int = 2, examples: int = 40) -> Splits:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def two(tmp_path):
     """Two data sets of two splits, in the layout of Hernández-Lobato and Adams."""
     for name, seed in (("yacht", 0), ("made", 1)):
-        data = tmp_path / "data" / name / "data"
-        data.mkdir(parents=True)
-        rows = torch.randn(30, 3, generator=torch.Generator().manual_seed(seed)).tolist()
-        files = {
-            "data": "\n".join(" ".join(map(str, row)) for row in rows),
-            "index_features": "0\n1",
-            "index_target": "2",
-            "n_splits": "2",
-        }
-        for split in range(2):
-            test = range(3 * split, 3 * split + 3)
-            files[f"index_test_{split}"] = "\n".join(map(str, test))
-            files[f"index_train_{split}"] = "\n".join(str(each) for each in range(30) if each not in test)
-        for file, text in files.items():
-            (data / f"{file}.txt").write_text(text)
+        rows = torch.randn(30, 3, generator=torch.Generator().manual_seed(seed))
+        write_set(tmp_path / "data" / name / "data", rows, (0, 1), 2, [range(3), range(3, 6)])
     return tmp_path
 
 
 @pytest.fixture
-def call(folder, monkeypatch):
-    """Run the command on the two data sets."""
-
+def call(two, monkeypatch):
     def call(*arguments: str, out: str = "out") -> dict:
-        given = ["run", "--data", str(folder / "data"), "--out", str(folder / out), *arguments]
+        given = ["run", "--data", str(two / "data"), "--out", str(two / out), *arguments]
         monkeypatch.setattr(sys, "argv", given)
         run.main()
-        return json.loads((folder / out / "scores.json").read_text())
+        return json.loads((two / out / "scores.json").read_text())
 
     return call
 
@@ -122,6 +286,7 @@ def test_pooled_training_takes_the_steps_of_a_client():
 def test_the_study_has_nine_data_sets_and_every_row():
     cells = list(study(NINE, None))
     assert len(set(cells)) == len(cells)
+    assert len(NINE) == 9
     assert all((dataset, method) in cells for dataset in NINE for method in EVERYWHERE)
     assert {method for _, method in cells} == set(METHODS)
     assert set(TITLES) == {row for method in METHODS for row in ROWS.get(method, (method,))}
@@ -155,29 +320,16 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(call, monkeypatch):
     assert len(trained) == 7
 
 
-def test_the_command_writes_its_pages(call, folder):
-    call(*SHORT)
-    out = folder / "out"
-    table = (out / "tables.md").read_text()
-    assert "| yacht | FedAG network, t = 5 (E = 1, 2 splits) |" in table
-    assert "| 1.92 ± 0.06 |" in table
-    assert "| made | VI, pooled |" not in table
-    assert "| yacht | VI, pooled |  | 3.44 ± 0.16 |" in table
-    assert "DIR" in (out / "settings.md").read_text()
-    assert str(folder) not in (out / "settings.md").read_text()
-    assert (out / "rounds.png").stat().st_size > 1000
-
-
 @pytest.mark.parametrize("method", ["network", "vi"])
-def test_the_choice_of_a_rate_has_a_page(call, folder, method, monkeypatch):
+def test_the_choice_of_a_rate_has_a_page(call, two, method, monkeypatch):
     with pytest.raises(FileNotFoundError):  # no scores
         call("--tune", "--datasets", "yacht", "--methods", method, "--rounds", "2", "--local-epochs", "1")
-    page = (folder / "out" / "rates.md").read_text()
+    page = (two / "out" / "rates.md").read_text()
     assert "NLL after round 1" in page
     assert re.search(rf"yacht, {TITLES[ROWS.get(method, (method,))[0]]}: [\d.]+ \(2 splits, 2 rounds of 1 local", page)
 
 
-def test_the_rate_with_the_lowest_loss_is_chosen(folder, monkeypatch):
+def test_the_rate_with_the_lowest_loss_is_chosen(two, monkeypatch):
     """Of a method whose error is |rate − 0.003|, and which diverges at the least rate."""
 
     def method(splits: Splits, plan: Plan) -> Outcome:
@@ -186,7 +338,7 @@ def test_the_rate_with_the_lowest_loss_is_chosen(folder, monkeypatch):
         return Outcome([{"vi": (targets + shift, torch.ones_like(targets))}], 0.0, 0, "")
 
     monkeypatch.setitem(METHODS, "vi", method)
-    assert "yacht, VI, pooled: 0.003 (" in tune(folder / "data", "yacht", "vi", PLAN, 2)
+    assert "yacht, VI, pooled: 0.003 (" in tune(two / "data", "yacht", "vi", PLAN, 2)
 
 
 def test_chosen_rates_are_those_of_the_page():
@@ -206,44 +358,6 @@ def test_the_pages_are_those_of_the_scores(tmp_path):
     for name in ("tables.md", "settings.md"):
         assert (RESULTS / name).read_text() == (tmp_path / name).read_text()
     assert (RESULTS / "rounds.png").stat().st_size <= 100_000
-
-
-def test_what_the_paper_has_is_there_for_nine_data_sets():
-    store = Store(RESULTS)
-    assert tuple(sorted(store.entries)) == NINE
-    for dataset, method in study(NINE, ("blr", "linear", "network")):
-        plan, splits = plan_of(dataset, method, 5, None, None)
-        wanted = run.settings(method, plan, splits or (5 if dataset.startswith("protein") else 20))
-        for row in ROWS.get(method, (method,)):
-            assert store.holds(dataset, row, wanted), (dataset, row)
-
-
-def test_what_is_not_there_is_named():
-    text = missing({"yacht": {row: {} for row in TITLES if row != "vi"}, "kin8nm": {"blr": {}}})
-    assert text.startswith("Not run yet: FedAG linear, t = 1: kin8nm;")
-    assert text.endswith("VI, pooled: yacht.")
-    assert missing({"bostonHousing": {row: {} for row in TITLES}}).startswith("Every cell")
-
-
-def test_what_is_smaller_than_published_is_marked():
-    entry = {"local_epochs": 40, "scores": {"nll": [0.0] * 20}}
-    assert departure("yacht", entry) == ""
-    assert departure("protein-tertiary-structure", entry) == " (20 splits)"
-    assert departure("yacht", {**entry, "local_epochs": 2, "scores": {"nll": [0.0] * 5}}) == " (E = 2, 5 splits)"
-
-
-def test_a_score_is_compared_in_published_standard_errors():
-    assert verdict(0.98, Published(0.99, 0.02)) == "better"
-    assert verdict(1.029, Published(0.99, 0.02)) == "within 2 s.e."
-    assert verdict(1.05, Published(0.99, 0.02)) == "**3.0 s.e. worse**"
-    assert verdict(1.003, Published(0.99, 0.0)) == "**2.6 s.e. worse**"
-    assert report.mean_and_error([1.0, 2.0, 3.0, 6.0]) == (3.0, pytest.approx((14 / 3) ** 0.5 / 2))
-
-
-def test_networks_alone_are_as_much_worse_than_their_mean_as_they_disagree():
-    outputs, target = torch.randn(10, generator=torch.Generator().manual_seed(0)).double(), 0.3
-    rmse, spread = abs(outputs.mean() - target), outputs.var(correction=0).sqrt()
-    assert one_network(float(rmse), float(spread)) == pytest.approx(float((outputs - target).square().mean().sqrt()))
 
 
 def test_every_reading_is_scored_by_every_prediction():

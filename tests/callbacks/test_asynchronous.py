@@ -2,46 +2,39 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import FedAsync
-from tests.callbacks.test_resume import Everything, state
-from tests.callbacks.test_states_on_disk import everything
-from tests.federations import Plain, assert_equal, bayesian, federate, loader, network
+from tests.callbacks.test_resume import PERSONAL, Everything, everything, state
+from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, quiet_checkpoints, saving
 
 SIZES = (30, 24, 16, 12, 8)
 DELAYS = fb.Delays(slow={0: 10.0}, away=((3, 2.0, 5.0),))
 SETTINGS = {
     "sites": {"fusion": "sites", "local_epochs": 2},
     "ivon": {"fusion": "sites"},
-    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
+    "everything": {**PERSONAL, "fusion": "fedavg"},
     "adam": {"fusion": "fedadam", "keep": ["optimizer"]},
     "barycenter": {"fusion": "rklb"},
 }
 SAME = ("seconds", "schedule/")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
-
-
-def module_of(setting):
-    return Plain(network(batch_norm=True), optimizer=fb.IVON) if setting == "ivon" else Everything()
+pytestmark = quiet_checkpoints
 
 
 def fit(setting, schedule, rounds=4, engine="vectorized", folder=None, ckpt_path=None, **options):
-    module = module_of(setting)
+    module = Plain(network(batch_norm=True), optimizer=fb.IVON) if setting == "ivon" else Everything()
     federation = fb.FederatedBayes(
         fb.SizesPartition(SIZES), seed=3, engine=engine, schedule=schedule, **{**SETTINGS[setting], **options}
     )
-    extra = {} if folder is None else {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
+    extra = {} if folder is None else saving(folder)
     made = federate(module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, **extra)
     return module, federation, made
 
 
 def figures(federation):
-    """The history, without times."""
     return [{name: value for name, value in row.items() if not name.startswith(SAME)} for row in federation.history]
 
 
@@ -132,13 +125,9 @@ def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives()
 def test_privacy_counts_messages_that_have_arrived():
     privacy = fb.UpdatePrivacy(1.0, 4.0)
     module = Plain(lr=0.05)
-    federation = fb.FederatedBayes(
-        fb.SizesPartition(SIZES),
-        fusion="fedavg",
-        privacy=privacy,
-        weighting="equal",
-        schedule=fb.Asynchronous(buffer=1, delays=DELAYS),
-    )
+    options = {"fusion": "fedavg", "privacy": privacy, "weighting": "equal"}
+    schedule = fb.Asynchronous(buffer=1, delays=DELAYS)
+    federation = fb.FederatedBayes(fb.SizesPartition(SIZES), schedule=schedule, **options)
     made = federate(module, federation, 9)
     most = max(federation._report.records.rounds)
     assert most < 9
@@ -160,8 +149,6 @@ def test_attackers_are_bounded_as_they_are_in_rounds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fusion": "scaffold"}, "schedule= with fusion='scaffold'"),
-        ({"fusion": "ditto"}, "schedule= with fusion='ditto'"),
         ({"fraction": 0.5}, r"fraction=0\.5 with schedule=: say how many clients train at once by concurrency="),
         ({"safeguards": fb.Safeguards(min_clients=3)}, "min_clients=3 with a buffer of 2"),
         ({"schedule": "fedbuff"}, r"give fb\.Asynchronous"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
@@ -17,8 +17,6 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Dicts(Plain):
-    """Takes a dict."""
-
     def forward(self, batch):
         return self.net(batch["x"])
 
@@ -30,8 +28,6 @@ class Dicts(Plain):
 
 
 class Keywords(Dicts):
-    """Takes keywords, and gives an object with logits."""
-
     def forward(self, x, mask=None):
         return SimpleNamespace(logits=self.net(x))
 
@@ -50,8 +46,6 @@ class Objects(Dicts):
 
 
 class Steps(Dicts):
-    """Has no forward, but a predict_step."""
-
     forward = fb.PosteriorPredictive.__mro__[1].forward
 
     def predict_step(self, batch, batch_idx):
@@ -61,15 +55,10 @@ class Steps(Dicts):
         return F.cross_entropy(self.predict_step(batch, 0), batch["labels"])
 
 
-class Longer(Plain):
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        return None
-
-
 class Pairs(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[:2], batch_idx)
+
     def validation_step(self, batch, batch_idx):
         return None
 
@@ -93,7 +82,7 @@ def dicts(examples):
 
 
 def pairs(examples):
-    return default_collate(examples)
+    return default_collate(examples)  # whose it is cannot be told, as of the others
 
 
 def objects(examples):
@@ -115,22 +104,13 @@ FORMS = {
     "keywords": (Keywords, dicts),
     "objects": (Objects, objects),
     "steps": (Steps, dicts),
-    "longer": (Longer, longer),
+    "longer": (Pairs, longer),
     "odd": (Odd, odd),
 }
 
 
-class Examples(Dataset):
+class Examples(list):
     """The same data, of any form that a collate function makes."""
-
-    def __init__(self, examples):
-        self.examples = examples
-
-    def __len__(self):
-        return len(self.examples)
-
-    def __getitem__(self, index):
-        return self.examples[index]
 
 
 def batches(collate=None, count=40, shuffle=False):
@@ -151,13 +131,9 @@ def posterior(module, std=0.2, start=""):
 
 @cache
 def trained():
-    net, (x, y) = network(), blobs().tensors
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    for _ in range(30):
-        optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    return net
+    module = Pairs(lr=0.3)
+    trainer(5).fit(module, batches(count=90, shuffle=True))
+    return module.net
 
 
 @pytest.fixture(params=FORMS)

@@ -3,7 +3,6 @@
 import csv
 import warnings
 
-import lightning as L
 import pytest
 import torch
 import yaml
@@ -25,6 +24,9 @@ from lightning_fedbayes.server import RoundResult
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
 from lightning_fedbayes.trainer.checks import check_same_federation
+from tests.federations import Plain
+from tests.federations import federate as fit
+from tests.federations import trainer as made
 
 SIZES = {"small": (100, 10), "large": (10_000, 1_000)}
 LONGER = 100
@@ -42,39 +44,26 @@ def data_of(clients, classes):
     return fb.ClientDatasets(parts)
 
 
-class Softmax(L.LightningModule):
+class Softmax(Plain):
     """A classifier whose training diverges from the second round on."""
 
     def __init__(self, classes):
-        super().__init__()
-        self.layer = nn.Linear(2, classes)
+        super().__init__(nn.Linear(2, classes))
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1]) + 100 * self.current_epoch
+        return super().training_step(batch, batch_idx) + 100 * self.current_epoch
 
     def validation_step(self, batch, batch_idx):
-        return {"probs": self.layer(batch[0]).softmax(-1), "target": batch[1]}
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return {"probs": self(batch[0]).softmax(-1), "target": batch[1]}
 
 
-def federate(folder, clients, classes):
+def logged(folder, clients, classes):
     """Two rounds of a federation that logs into ``folder``."""
     torch.manual_seed(0)
     loggers = [CSVLogger(folder, name="", version=""), TensorBoardLogger(folder, name="", version="events")]
-    run = L.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=loggers,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[fb.FederatedBayes(fusion="weighted_average", engine="vectorized")],
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    held_out = TensorDataset(torch.randn(classes, 2), torch.arange(classes))
-    run.fit(Softmax(classes), DataLoader(data_of(clients, classes), 2), DataLoader(held_out, 256))
+    federation, train = fb.FederatedBayes(fusion="weighted_average", engine="vectorized"), data_of(clients, classes)
+    held_out = DataLoader(TensorDataset(torch.randn(classes, 2), torch.arange(classes)), 256)
+    fit(Softmax(classes), federation, 2, DataLoader(train, 2), held_out, logger=loggers, num_sanity_val_steps=0)
 
 
 def watched(folder, clients, classes):
@@ -87,7 +76,7 @@ def watched(folder, clients, classes):
         patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
         writer = "torch.utils.tensorboard.SummaryWriter"
         patch.setattr(f"{writer}.add_text", lambda _, tag, text, **__: texts.update({tag: text}))
-        federate(folder, clients, classes)
+        logged(folder, clients, classes)
     return folder, [*lines, *(str(each.message) for each in said)], figures, texts
 
 
@@ -124,12 +113,7 @@ def test_settings_hold_the_sizes_of_few_clients_and_a_summary_of_many(runs):
         yaml.safe_load((runs[name][0] / "hparams.yaml").read_text())["federation"]["client_sizes"] for name in SIZES
     )
     assert small == [1, 2] * 50
-    assert {key: large[key] for key in ("smallest", "median", "largest", "total")} == {
-        "smallest": 1,
-        "median": 1.5,
-        "largest": 2,
-        "total": 15_000,
-    }
+    assert [large[key] for key in ("smallest", "median", "largest", "total")] == [1, 1.5, 2, 15_000]
     assert len(large) == 5
     for name in SIZES:
         assert all(len(line) < 1_000 for line in runs[name][3]["federation/settings"].splitlines())
@@ -151,13 +135,9 @@ def test_pictures_hold_a_hundred_rows_and_say_so(runs):
     assert runs["small"][2][0].axes[0].get_title() == "Examples per client and class"
 
 
-# -- reports that a run of many clients would take long for ------------------------------------------------------------
-
-
 def trainer(folder=None):
     """A Trainer that logs into ``folder``."""
-    logger = False if folder is None else CSVLogger(folder, name="", version="")
-    return L.Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False)
+    return made(logger=False if folder is None else CSVLogger(folder, name="", version=""))
 
 
 def result_of(clients):
@@ -207,59 +187,6 @@ def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
     assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
 
 
-def test_tables_of_scores_are_logged_so(tmp_path):
-    report = fb.ClientReport()
-    report.scores = {"val": scores_of(10_000), "personal/val": scores_of(10_000)}
-    report.on_train_end(trainer(tmp_path), Softmax(2))
-    for name in ("val_clients.csv", "val_personal.csv"):
-        assert len((tmp_path / name).read_text().splitlines()) == 1 + MOST_ROWS
-
-
-def test_a_table_of_weights_and_biases_takes_the_last_row():
-    import wandb
-
-    head, rows = scores_of(1_000).table()
-    assert len(wandb.Table(columns=head, data=[list(row) for row in rows]).data) == MOST_ROWS
-
-
-def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
-    metric = fb.metrics.ClientAccuracy(10_000)
-    for client in range(0, 10_000, 10):
-        metric.update(torch.tensor([[0.9, 0.1]] * 2), torch.tensor([0, client % 3 > 0]), client)
-    axes = metric.plot()[0].axes[0]
-    assert len(axes.patches) == MOST_ROWS
-    assert len(axes.get_xticks()) <= 20
-    assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
-
-
-# -- the sizes of the clients ------------------------------------------------------------------------------------------
-
-
-def settings_of(sizes):
-    """What a checkpoint says of a federation."""
-    clients = Clients((), tuple(map(range, sizes)))
-    return {
-        "seed": 0,
-        "clients": len(clients),
-        "client_sizes": clients.described_sizes,
-        "privacy": "None",
-        "local_parameters": [],
-        "posterior": "None",
-    }
-
-
-@pytest.mark.parametrize("clients", [3, 100, 101, 10_000])
-def test_a_federation_with_one_client_of_another_size_is_another(clients):
-    sizes = [2] * clients
-    check_same_federation(trainer(), settings_of(sizes), settings_of(list(sizes)))
-    for other in ([3, *sizes[1:]], [*sizes[:-2], 1, 3], [*sizes[:-2], 3, 1], [*sizes, 2]):  # two of them of equal sum
-        with pytest.raises(FederationError, match="client_sizes"):
-            check_same_federation(trainer(), settings_of(sizes), settings_of(other))
-
-
-# -- lines of a round --------------------------------------------------------------------------------------------------
-
-
 class Remembering(nn.Linear):
     """A layer that keeps a list of its own, as those of Hugging Face keep a configuration."""
 
@@ -272,47 +199,25 @@ class Remembering(nn.Linear):
         return super().forward(inputs)
 
 
-class Regression(L.LightningModule):
-    """A regression, with one layer after another, of targets that may be torn."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
+class Regression(Plain):
     def training_step(self, batch, batch_idx):
         if bool(batch[1].isnan().any()):
             raise OSError("torn")
-        return self.layers(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
+        return self(batch[0]).square().mean()
 
 
-def lines_of(module, method, targets):
+def lines_of(net, method, targets):
     """Lines of one round of a federation of a client for each target, whose error ends it."""
     parts = {str(k): TensorDataset(torch.ones(1, 1), target.view(1, 1)) for k, target in enumerate(targets)}
-    federation = fb.FederatedBayes(
-        fusion=method, engine="sequential", safeguards=fb.Safeguards(max_failed_rounds=1, min_clients=1)
-    )
-    run = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[federation],
-    )
+    safeguards = fb.Safeguards(max_failed_rounds=1, min_clients=1)
+    federation = fb.FederatedBayes(fusion=method, engine="sequential", safeguards=safeguards)
     lines = []
     with pytest.MonkeyPatch.context() as patch:
-        for place in (
-            "clients.sequential.rank_zero_info",
-            "callbacks.report.rank_zero_info",
-            "clients.federation.rank_zero_warn",
-        ):
+        for place in ("clients.sequential.rank_zero_info", "callbacks.report.rank_zero_info"):
             patch.setattr(f"lightning_fedbayes.{place}", lines.append)
+        patch.setattr("lightning_fedbayes.clients.federation.rank_zero_warn", lines.append)
         try:
-            run.fit(module, DataLoader(fb.ClientDatasets(parts), 1))
+            fit(Regression(net, 1e-3), federation, 1, DataLoader(fb.ClientDatasets(parts), 1))
         except FederationError as error:
             lines.append(str(error))
     return lines
@@ -320,110 +225,76 @@ def lines_of(module, method, targets):
 
 @pytest.mark.parametrize("layers", [1, 3, 300])
 def test_attributes_that_clients_share_are_named_up_to_a_few(layers):
-    (line,) = lines_of(Regression(Remembering() for _ in range(layers)), "weighted_average", torch.zeros(2))
-    names = "self.layers.0.seen" + {1: "", 3: ", self.layers.1.seen, self.layers.2.seen"}.get(
-        layers, ", self.layers.1.seen, self.layers.10.seen and 297 others"
+    net = nn.Sequential(*(Remembering() for _ in range(layers)))
+    (line,) = lines_of(net, "weighted_average", torch.zeros(2))
+    names = "self.net.0.seen" + {1: "", 3: ", self.net.1.seen, self.net.2.seen"}.get(
+        layers, ", self.net.1.seen, self.net.10.seen and 297 others"
     )
     assert line == f"Clients share {names}, which training changes and which cannot be put back."
 
 
-def test_clients_whose_own_networks_fail_are_one_line():
-    lines = lines_of(Regression([nn.Linear(1, 1)]), Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
-    assert lines == [
-        "Clients whose own networks stay as they were, because their training failed: 0, 1, 2 and 6 others; the first: "
-        "torn",
-        "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn",
-    ]
+def test_clients_that_fail_are_one_line_also_where_they_end_the_run():
+    failed = "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
+    own, lines = lines_of(nn.Linear(1, 1), Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
+    assert "failed: 0, 1, 2 and 6 others; the first: torn" in own
+    assert lines == failed
+    lines, end = lines_of(nn.Linear(1, 1), "weighted_average", torch.full((9,), torch.nan))
+    assert lines == failed
+    assert "1 round in a row had fewer than min_clients=1 valid updates" in end
 
 
-def test_failures_are_told_where_they_end_the_run():
-    lines = lines_of(Regression([nn.Linear(1, 1)]), "weighted_average", torch.full((9,), torch.nan))
-    assert lines[0] == "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
-    assert "1 round in a row had fewer than min_clients=1 valid updates" in lines[1]
-    assert len(lines) == 2
+def settings_of(sizes):
+    clients = Clients((), tuple(map(range, sizes)))
+    sizes = {"clients": len(clients), "client_sizes": clients.described_sizes}
+    return {"seed": 0, **sizes, "privacy": "None", "local_parameters": [], "posterior": "None"}
 
 
-# -- warnings and errors -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("clients", [3, 100, 101, 10_000])
+def test_a_federation_with_one_client_of_another_size_is_another(clients):
+    sizes = [2] * clients
+    check_same_federation(trainer(), settings_of(sizes), settings_of(list(sizes)))
+    for other in ([3, *sizes[1:]], [*sizes[:-2], 1, 3], [*sizes[:-2], 3, 1], [*sizes, 2]):  # two of them of equal sum
+        with pytest.raises(FederationError, match="client_sizes"):
+            check_same_federation(trainer(), settings_of(sizes), settings_of(other))
 
 
-def clinics(clients):
-    return [f"clinic {client}" for client in range(clients)]
+def one_client(counts, classes):
+    return Clients(("a",), (TensorDataset(torch.zeros(1)),), counts, tuple(classes))
 
 
-def empty(clients, classes):
-    clients_of(fb.ClientDatasets({name: TensorDataset(torch.zeros(0, 1)) for name in clinics(clients)}), None, 0)
+def trained_on(clients):
+    data = TensorDataset(torch.zeros(2 * len(clients), 1))
+    parts = {name: Subset(data, [2 * k, 2 * k + 1]) for k, name in enumerate(clients)}
+    check_apart(parts, fb.ClientDatasets(parts))
 
 
-def absent(clients, classes):
-    counts = torch.zeros(1, classes, dtype=torch.int64)
-    check_classes(Clients(("a",), (TensorDataset(torch.zeros(1)),), counts, tuple(range(classes))))
-
-
-def gaps(clients, classes):
-    known = tuple(range(0, 2 * classes - 1, 2))
-    check_classes(Clients(("a",), (TensorDataset(torch.zeros(1)),), torch.ones(1, classes), known))
-
-
-def idle(clients, classes):
-    check_batches(clinics(clients), [1] * clients, Batching(batch_size=2, drop_last=True))
-
-
-def other_parameters(clients, classes):
+def other_parameters(classes):
     sides = [{f"{side}{number}": torch.zeros(1) for number in range(classes)} for side in "ab"]
     fb.fuse("weighted_average", [fb.GaussianPosterior.point_mass(side) for side in sides])
 
 
-def other_sizes(clients, classes):
-    check_same_federation(trainer(), settings_of([1] * clients), settings_of([1] * (clients - 1) + [2]))
+ACTS = {  # of the clients' names and the number of classes
+    "empty": lambda names, _: clients_of(fb.ClientDatasets(dict.fromkeys(names, TensorDataset(NOTHING))), None, 0),
+    "absent": lambda _, classes: check_classes(one_client(torch.zeros(1, classes).long(), range(classes))),
+    "gaps": lambda _, classes: check_classes(one_client(torch.ones(1, classes), range(0, 2 * classes - 1, 2))),
+    "idle": lambda names, _: check_batches(names, [1] * len(names), Batching(batch_size=2, drop_last=True)),
+    "other parameters": lambda _, classes: other_parameters(classes),
+    "too much": lambda names, _: fb.SizesPartition((3,) * len(names)).split(None, 0, num_examples=len(names)),
+    "shards": lambda names, k: fb.ClassPartition(2 * len(names), k).split(torch.arange(k), 0),
+    "few": lambda names, _: fb.FederatedConformal(per_client=True).fit({name: torch.rand(2) for name in names}),
+    "trained on": lambda names, _: trained_on(names),
+}
+NOTHING = torch.zeros(0, 1)
 
 
-def sizes_that_sum_to_too_much(clients, classes):
-    fb.SizesPartition((3,) * clients).split(None, 0, num_examples=clients)
-
-
-def shards_of_classes(clients, classes):
-    fb.ClassPartition(2 * clients, classes_per_client=classes).split(torch.arange(classes), 0)
-
-
-def few_held_out(clients, classes):
-    fb.FederatedConformal(per_client=True).fit({name: torch.rand(2) for name in clinics(clients)})
-
-
-def trained_on(clients, classes):
-    data = TensorDataset(torch.zeros(2 * clients, 1))
-    parts = {name: Subset(data, [2 * k, 2 * k + 1]) for k, name in enumerate(clinics(clients))}
-    check_apart(parts, fb.ClientDatasets(parts))
-
-
-def unknown_threshold(clients, classes):
-    conformal = fb.FederatedConformal(per_client=True)
-    conformal.threshold, conformal.thresholds = 1.0, dict.fromkeys(clinics(clients), 1.0)
-    conformal.threshold_of("clinic")
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        empty,
-        absent,
-        gaps,
-        idle,
-        other_parameters,
-        other_sizes,
-        trained_on,
-        sizes_that_sum_to_too_much,
-        shards_of_classes,
-        few_held_out,
-        unknown_threshold,
-    ],
-)
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_no_warning_and_no_error_grows_with_clients_and_classes(act):
     longest = {}
-    for name, size in SIZES.items():
+    for name, (clients, classes) in SIZES.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                act(*size)
+                act([f"clinic {client}" for client in range(clients)], classes)
             except fb.FedBayesError as error:
                 longest[name] = len(str(error))
         assert len(said) <= 1

@@ -1,16 +1,18 @@
 """Each validation predicts once, whatever reads it; what is calibrated and scored are those predictions."""
 
-from __future__ import annotations
+import csv
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, default_collate
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, TensorDataset, default_collate
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.evaluator import evaluator_of
-from tests.clients.test_evaluation import clients
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+from lightning_fedbayes.cli import main
+from tests import federations
+from tests.federations import Plain, bayesian, blobs, clients, federate, loader, network, parameters, trainer
 
 EXAMPLES = 56
 pytestmark = [
@@ -26,7 +28,6 @@ def held_out(**options):
 
 
 def everything(folder=None):
-    """All that reads a validation."""
     saver = [] if folder is None else [ModelCheckpoint(folder, monitor="val/clients/nll")]
     return [
         fb.UncertaintyReport(10),
@@ -42,7 +43,7 @@ def deterministic(seed=0):
     return fb.HybridBayesianClassifier(network(seed), bayesian_last=0)
 
 
-def counted(module, part="network"):
+def counted(module):
     """Note how many examples the network sees in each validation."""
     seen = []
 
@@ -50,21 +51,15 @@ def counted(module, part="network"):
         if module.trainer.validating and not module.trainer.sanity_checking:
             seen.append(len(inputs[0]))
 
-    getattr(module, part).register_forward_pre_hook(note)
+    getattr(module, "network", getattr(module, "net", None)).register_forward_pre_hook(note)
     return seen
 
 
-def rounds_of(module, callbacks, val=None, part="network", **options):
-    seen, federation = counted(module, part), fb.FederatedBayes(seed=3)
-    made = federate(
-        module,
-        federation,
-        2,
-        loader(clients(40, 30)),
-        held_out() if val is None else val,
-        callbacks=callbacks,
-        **options,
-    )
+def rounds_of(module, callbacks, val=None, posterior=None, **options):
+    """Fit two rounds; the number of examples that validations have predicted, the Trainer and the federation."""
+    seen, federation = counted(module), fb.FederatedBayes(seed=3, posterior=posterior)
+    val = held_out() if val is None else val
+    made = federate(module, federation, 2, loader(clients(40, 30)), val, callbacks=callbacks, **options)
     return sum(seen), made, federation
 
 
@@ -75,13 +70,16 @@ def test_every_example_is_predicted_once_with_everything_at_once(make, tmp_path)
     assert together == alone
     if make is deterministic:
         assert together == 2 * EXAMPLES
-    assert_equal(parameters(made.lightning_module), parameters(with_all.lightning_module))
+    federations.assert_equal(parameters(made.lightning_module), parameters(with_all.lightning_module))
     figures = with_all.callback_metrics
     assert {"val/clients/nll", "val/scaled/temperature", "val/lac_80/threshold", "val/aps_80/threshold"} <= set(figures)
     assert float(with_all.checkpoint_callback.best_model_score) > 0
+    assert evaluator_of(with_all)._found is None
+    assert not evaluator_of(with_all)._kept
 
 
-def test_draws_of_the_parameters_are_one_further_pass(monkeypatch):
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_draws_of_the_parameters_are_one_further_pass(monkeypatch, shuffle):
     drawn, sample = [], fb.PosteriorPredictive.sample
 
     def noting(self, inputs, samples=None):
@@ -89,22 +87,20 @@ def test_draws_of_the_parameters_are_one_further_pass(monkeypatch):
         return sample(self, inputs, samples)
 
     monkeypatch.setattr(fb.PosteriorPredictive, "sample", noting)
-    alone, plain, _ = rounds_of(Plain(optimizer=fb.IVON), [], part="net")
+    alone, plain, _ = rounds_of(Plain(optimizer=fb.IVON), [])
     assert alone == 2 * EXAMPLES
     assert not drawn
-    _, made, _ = rounds_of(Plain(optimizer=fb.IVON), everything(), part="net")
+    _, made, federation = rounds_of(Plain(optimizer=fb.IVON), everything(), held_out(shuffle=shuffle))
     assert sum(examples for examples, _ in drawn) == 2 * EXAMPLES
     assert {samples for _, samples in drawn} == {10}
-    assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
-    assert {"val/draws/clients/nll", "val/draws/scaled/temperature", "val/draws/aps_80/threshold"} <= set(
-        made.callback_metrics
-    )
+    federations.assert_equal(parameters(made.lightning_module), parameters(plain.lightning_module))
+    names = {f"val/draws/{name}" for name in ("clients/nll", "scaled/temperature", "aps_80/threshold")}
+    assert names <= set(made.callback_metrics)
+    assert "sites/elbo" in federation.history[-1]
 
 
 def test_a_regressor_is_predicted_once_too():
-    data = fb.ClientDatasets(
-        {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in ("a", "b")}
-    )
+    data = fb.ClientDatasets({name: TensorDataset(torch.randn(20, 3), torch.randn(20)) for name in "ab"})
     counts = []
     for callbacks in ([], [fb.ClientReport(), fb.FederatedConformal(0.8, kind="interval")]):
         torch.manual_seed(0)
@@ -116,42 +112,19 @@ def test_a_regressor_is_predicted_once_too():
     assert {"val/clients/coverage", "val/interval_80/threshold"} <= set(made.callback_metrics)
 
 
-def calibrated(callbacks, module):
-    """Temperature and thresholds, with other callbacks beside those that find them."""
-    scaling, sets = fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True)
-    rounds_of(module, [*callbacks, scaling, sets], part="network" if hasattr(module, "network") else "net")
-    return scaling.temperature, sets.threshold, sets.thresholds
-
-
-@pytest.mark.parametrize("make", [bayesian, lambda: Plain(optimizer=fb.IVON), Plain])
-def test_what_is_calibrated_does_not_depend_on_reports(make):
-    alone = calibrated([], make())
-    for beside in ([fb.UncertaintyReport()], [fb.UncertaintyReport(4)], [fb.UncertaintyReport(23), fb.ClientReport()]):
-        assert calibrated(beside, make()) == alone
-
-
-@pytest.mark.parametrize("make", [bayesian, lambda: Plain(optimizer=fb.IVON), Plain])
-def test_thresholds_alone_do_not_depend_on_reports(make):
+@pytest.mark.parametrize("scaling", [True, False])
+@pytest.mark.parametrize(
+    ("make", "posterior"),
+    [(bayesian, None), (lambda: Plain(optimizer=fb.IVON), None), (Plain, None), (Plain, fb.Laplace())],
+)
+def test_what_is_calibrated_does_not_depend_on_reports(make, posterior, scaling):
     found = []
     for beside in ([], [fb.UncertaintyReport(4)], [fb.UncertaintyReport(23), fb.ClientReport()]):
-        module, sets = make(), fb.FederatedConformal(0.8, bins=4000)
-        rounds_of(module, [*beside, sets], part="network" if hasattr(module, "network") else "net")
-        found.append(sets.threshold)
-    assert len(set(found)) == 1
-
-
-def test_scores_and_calibration_are_those_of_a_pass_of_their_own():
-    """Of a network without draws, whose batches are each of one client."""
-    report, scaling, sets = fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True)
-    module = deterministic()
-    rounds_of(module, [report, scaling, sets])
-    own = clients(16, 40)
-    assert report.scores["val"].rows() == fb.evaluate_clients(module, own, batch_size=8).rows()
-    alone = fb.FederatedTemperature().fit_from(module, own, batch_size=8)
-    assert scaling.temperature == alone.temperature
-    expected = fb.FederatedConformal(0.8, per_client=True)
-    expected.fit_from(module, own, temperature=alone.temperature, batch_size=8)
-    assert (sets.threshold, sets.thresholds) == (expected.threshold, expected.thresholds)
+        calibrations = [fb.FederatedConformal(0.8, per_client=True, bins=4000)]
+        calibrations[:0] = [fb.FederatedTemperature()] * scaling
+        rounds_of(make(), [*beside, *calibrations], posterior=posterior)
+        found.append([each.state_dict() for each in calibrations])
+    assert found[0] == found[1] == found[2]
 
 
 def reversed_batches(examples):
@@ -183,19 +156,6 @@ def test_nobody_gets_the_examples_of_others(loaded, options):
     assert scaling.temperature == pytest.approx(alone.temperature)
 
 
-def test_draws_of_a_shuffled_validation_are_one_pass_too(monkeypatch):
-    drawn, sample = [], fb.PosteriorPredictive.sample
-    monkeypatch.setattr(
-        fb.PosteriorPredictive, "sample", lambda self, x, samples=None: drawn.append(len(x)) or sample(self, x, samples)
-    )
-    _, made, federation = rounds_of(Plain(optimizer=fb.IVON), everything(), held_out(shuffle=True), part="net")
-    assert sum(drawn) == 2 * EXAMPLES
-    assert {f"val/draws/{name}" for name in ("clients/nll", "retained_area_entropy", "scaled/temperature")} <= set(
-        made.callback_metrics
-    )
-    assert "sites/elbo" in federation.history[-1]
-
-
 def test_one_number_for_each_question():
     """The estimate from class shares is logged where the truth is not."""
     _, made, _ = rounds_of(deterministic(), [])
@@ -220,25 +180,15 @@ def test_the_accuracies_of_the_clients_are_those_of_their_own_data():
     assert uncertainty.client_accuracy.isnan().tolist() == [True, False]
 
 
-def test_a_module_that_cannot_be_scored_says_so_once(caplog):
-    with caplog.at_level("INFO"):
-        rounds_of(Plain(), [], part="net")
-    assert caplog.text.count("There are no scores of each client: Plain returns no predictions from its steps") == 1
-
-
 def test_own_probabilities_are_scored_and_kept_apart_where_nobody_knows_whose_they_are(caplog):
-    class Probs(Plain):
-        def validation_step(self, batch, batch_idx):
-            return {"probs": self(batch[0]).softmax(-1), "target": batch[1]}
-
-    module = Probs()
-    seen, made, _ = rounds_of(module, [fb.FederatedConformal(0.8)], part="net")
+    module = Own("probs", torch.optim.SGD)
+    seen, made, _ = rounds_of(module, [fb.FederatedConformal(0.8)])
     assert seen == 2 * EXAMPLES
     predictive = fb.PosteriorPredictive(module, fb.read_posterior(module), 1)
     expected = fb.evaluate_clients(predictive, clients(16, 40), batch_size=8)
     assert float(made.callback_metrics["val/clients/nll"]) == pytest.approx(expected.mean("nll"), rel=1e-5)
     with caplog.at_level("INFO"):
-        _, shuffled, _ = rounds_of(Probs(), [], held_out(shuffle=True), part="net")
+        _, shuffled, _ = rounds_of(Own("probs", torch.optim.SGD), [], held_out(shuffle=True))
     assert caplog.text.count("cannot map the examples of a batch to clients") == 1
     assert "val/worst_client_accuracy" in shuffled.callback_metrics
 
@@ -246,30 +196,11 @@ def test_own_probabilities_are_scored_and_kept_apart_where_nobody_knows_whose_th
 def test_a_validation_leaves_the_global_generators_alone():
     ends = []
     for callbacks in ([], everything()):
-        rounds_of(Plain(optimizer=fb.IVON), callbacks, part="net")
+        rounds_of(Plain(optimizer=fb.IVON), callbacks)
         torch.manual_seed(1)
         trainer(1, callbacks).validate(deterministic(), held_out(), verbose=False)
         ends.append(torch.rand(3))
     assert torch.equal(*ends)
-
-
-def test_logits_are_kept_for_a_temperature_alone():
-    class Watch(fb.ClientReport):
-        def on_validation_epoch_end(self, trainer, pl_module):
-            if not trainer.sanity_checking:
-                found = evaluator_of(trainer).predictions(trainer, pl_module)
-                self.kept = {name: tuple(value.shape) for name, value in found["c0"].items()}
-            super().on_validation_epoch_end(trainer, pl_module)
-
-    for callbacks, shape in (
-        ([], None),
-        ([fb.FederatedConformal(0.8)], (16, 3)),
-        ([fb.FederatedTemperature()], (3, 16, 3)),
-    ):
-        watch = Watch()
-        rounds_of(bayesian(), [watch, *callbacks])
-        rows = {"target": (16,), "counts": (16,), "probs": (16, 3)}
-        assert watch.kept == rows | ({"logits": shape} if shape else {})
 
 
 def test_a_test_predicts_once_too():
@@ -285,37 +216,15 @@ def test_a_test_predicts_once_too():
     assert {"test/clients/nll", "test/lac_80/coverage", "test/aps_80/set_size"} <= set(tested)
 
 
-def test_a_linearised_posterior_is_calibrated_by_the_same_draws():
-    found = []
-    for beside in ([], [fb.UncertaintyReport(300)]):
-        scaling = fb.FederatedTemperature()
-        federation = fb.FederatedBayes(posterior=fb.Laplace(), seed=3)
-        federate(Plain(), federation, 1, loader(clients(40, 30)), held_out(), callbacks=[*beside, scaling])
-        found.append(scaling.temperature)
-    assert found[0] == found[1]
-
-
 def test_own_probabilities_without_logits_have_scores_and_sets_but_no_temperature():
-    class Probs(Plain):
-        forward = torch.nn.Module.forward  # none
-
-        def training_step(self, batch, batch_idx):
-            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def validation_step(self, batch, batch_idx):
-            return {"probs": self.net(batch[0]).softmax(-1), "target": batch[1]}
-
+    module = type("NoForward", (Own,), {"forward": torch.nn.Module.forward})
+    module.training_step = lambda self, batch, _: torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    module.validation_step = lambda self, batch, _: {"probs": self.net(batch[0]).softmax(-1), "target": batch[1]}
     for steps in (0, 2):
         with pytest.raises(fb.FedBayesError, match='no logits are known: return "logits"'):
-            rounds_of(Probs(), [fb.FederatedTemperature()], part="net", num_sanity_val_steps=steps)
-    _, made, _ = rounds_of(Probs(), [fb.FederatedConformal(0.8)], part="net")
+            rounds_of(module(), [fb.FederatedTemperature()], num_sanity_val_steps=steps)
+    _, made, _ = rounds_of(module(), [fb.FederatedConformal(0.8)])
     assert {"val/clients/nll", "val/lac_80/threshold"} <= set(made.callback_metrics)
-
-
-def test_nothing_is_kept_after_a_validation():
-    _, made, _ = rounds_of(bayesian(), everything())
-    assert evaluator_of(made)._found is None
-    assert not evaluator_of(made)._kept
 
 
 def test_a_checkpoint_of_a_federation_is_calibrated_by_its_own_posterior(tmp_path):
@@ -331,19 +240,137 @@ def test_a_checkpoint_of_a_federation_is_calibrated_by_its_own_posterior(tmp_pat
             super().on_validation_end(trainer, pl_module)
 
     module, federation = Plain(optimizer=fb.IVON), fb.FederatedBayes(seed=3)
-    made = federate(
-        module,
-        federation,
-        2,
-        loader(clients(40, 30)),
-        held_out(),
-        num_sanity_val_steps=0,
-        callbacks=[scaling, Notes(), saver],
-        enable_checkpointing=True,
-    )
+    options = {"callbacks": [scaling, Notes(), saver], "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    made = federate(module, federation, 2, loader(clients(40, 30)), held_out(), **options)
     made.validate(module, held_out(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     fresh = fb.FederatedTemperature()
     again = trainer(1, [fb.FederatedBayes(seed=3), fresh])
     again.validate(Plain(optimizer=fb.IVON), held_out(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     assert found[0] != found[1]
     assert found[2] == found[0] == fresh.temperature
+
+
+class Own(Plain):
+    """Scores itself at the mean; its steps return "none", "probs" or "probs and logits"."""
+
+    def __init__(self, returns="none", optimizer=fb.IVON):
+        super().__init__(optimizer=optimizer)
+        self.returns = returns
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.log("val/acc", (logits.argmax(1) == batch[1]).float().mean())
+        if self.returns != "none":
+            found = {"probs": logits.softmax(-1), "target": batch[1]}
+            return found | ({"logits": logits} if "logits" in self.returns else {})
+        return None
+
+
+def reports():
+    return [fb.UncertaintyReport(5), fb.ClientReport(), fb.FederatedTemperature(), fb.FederatedConformal(0.8)]
+
+
+def figures_of(module, val=None, callbacks=None, **options):
+    """Names of what the reports have logged in a fit, behind "val/"."""
+    federation, train = fb.FederatedBayes(seed=3, **options), loader(clients(40, 30))
+    callbacks = reports() if callbacks is None else callbacks
+    made = federate(module, federation, 2, train, held_out() if val is None else val, callbacks=callbacks)
+    return {name.partition("/")[2] for name in made.callback_metrics if name.startswith("val/")}
+
+
+BY_BATCH = {f"retained_area_{name}" for name in ("entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic")}
+BY_CLIENT = {f"clients/{name}{end}" for name in ("accuracy", "nll", "ece") for end in ("", "_worst", "_spread")}
+CALIBRATED = {"scaled/temperature", "lac_80/threshold"}
+
+
+def drawn(names):
+    return {f"draws/{name}" for name in names}
+
+
+def test_figures_by_draws_stand_beside_the_module_s_own_at_the_mean():
+    assert figures_of(Own()) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
+
+
+def test_a_report_on_clients_that_is_given_asks_for_predictions():
+    assert figures_of(Own(), callbacks=[fb.ClientReport()]) == {"acc"} | drawn(BY_BATCH | BY_CLIENT)
+    assert figures_of(Own(optimizer=torch.optim.SGD), callbacks=[fb.ClientReport()]) == {"acc"} | BY_BATCH | BY_CLIENT
+    assert figures_of(Own(), callbacks=[]) == {"acc"}
+    assert figures_of(Own(), DataLoader(blobs(30), 8), [fb.ClientReport()]) == {"acc"}
+
+
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [
+        (lambda: Own(optimizer=torch.optim.SGD), {"acc"}),  # a point: there is nothing to draw from
+        (lambda: Own("probs and logits"), {"acc"}),
+        (bayesian, None),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_figures_of_other_predictions_have_no_such_word(module, own, shuffle):
+    made = module()
+    found = figures_of(made, held_out(shuffle=shuffle))
+    clients_ = BY_CLIENT | CALIBRATED
+    if shuffle and isinstance(made, Own) and made.returns != "none":  # its clients are predicted once more, by draws
+        assert found == own | BY_BATCH | drawn(clients_)
+    elif own is not None:
+        assert found == own | BY_BATCH | clients_
+    else:
+        assert BY_BATCH | clients_ <= found
+        assert not any("draws" in name for name in found)
+
+
+def test_logits_alone_may_be_drawn():
+    """Where a step returns probabilities at the mean, and a temperature needs logits."""
+    assert figures_of(Own("probs")) == {"acc"} | BY_BATCH | BY_CLIENT | drawn(CALIBRATED)
+    found = figures_of(Own("probs"), callbacks=[fb.FederatedConformal(0.8)])
+    assert found == {"acc", "lac_80/threshold"} | BY_BATCH | BY_CLIENT
+
+
+def test_a_ready_module_whose_step_is_the_user_s_is_drawn():
+    class Mute(fb.HybridBayesianClassifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/acc", 0.5)
+
+    assert figures_of(Mute(network(), bayesian_last=1, samples=3)) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
+
+
+def test_an_estimate_from_shares_of_classes_is_by_draws_too():
+    found = figures_of(Own(), DataLoader(blobs(30), 8), [fb.UncertaintyReport(5)])
+    assert found == {"acc"} | drawn({*BY_BATCH, "client_accuracy", "worst_client_accuracy"})
+
+
+@pytest.mark.parametrize(("returns", "by"), [("none", "draws/"), ("probs and logits", "")])
+def test_each_client_s_own_posterior_is_drawn(returns, by):
+    """Also where the module's steps return predictions: those are of the global one, at its mean."""
+    found = figures_of(Own(returns), keep=["posterior"])
+    assert {f"{by}clients/nll", "draws/personal/nll"} <= found
+    assert "personal/nll" not in found
+    assert "personal/nll" in figures_of(bayesian(), keep=["posterior"])
+
+
+def rows_in(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_tables_curves_pictures_and_the_page_say_so_too(tmp_path):
+    logger, saver = CSVLogger(tmp_path), ModelCheckpoint(tmp_path / "saved", monitor="val/draws/clients/nll")
+    federation = fb.FederatedBayes(seed=3, keep=["posterior"])
+    options = {"logger": logger, "callbacks": [*reports(), saver], "enable_checkpointing": True}
+    federate(Own(), federation, 2, loader(clients(40, 30)), held_out(), **options)
+    assert float(saver.best_model_score) > 0
+    home = tmp_path / "lightning_logs" / "version_0"
+    tables = {path.stem for path in home.glob("*.csv")}
+    assert {"val_draws_clients", "val_draws_personal", "val_draws_across", "federation_clients"} <= tables
+    pictures = {"val_draws_calibration", "val_draws_accuracy_retained", "val_draws_across"}
+    assert {path.stem for path in home.glob("val_*.png")} == pictures
+    own = {row["client"]: float(row["accuracy"]) for row in rows_in(home / "val_draws_clients.csv")}
+    shown = {row["client"]: float(row["draws/accuracy"]) for row in rows_in(home / "federation_clients.csv")}
+    assert shown == pytest.approx(own)
+    columns = {name for row in rows_in(home / "metrics.csv") for name, value in row.items() if value}
+    assert {"draws/client_accuracy/c0", "draws/client_accuracy/c1", "val/acc"} <= columns
+    assert main(["report", str(home)]) == 0
+    page = (home / "report.html").read_text()
+    for text in ("accuracy of each client, by draws", "<th>accuracy, by draws</th>", "val/draws/clients/accuracy"):
+        assert text in page, text

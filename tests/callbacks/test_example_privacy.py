@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -11,7 +12,7 @@ from lightning_fedbayes import ExamplePrivacy
 from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.layers import LinearFlipout, Reparameterized
+from lightning_fedbayes.layers import LinearFlipout, Reparameterized, kl_divergence
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 
 pytest.importorskip("opacus")
@@ -34,7 +35,6 @@ class Gradients(L.Callback):
 
 
 def run(module, privacy=None, rounds=2, clients=3, callbacks=(), **options):
-    """Returns the Trainer, and the callbacks in it."""
     options = {"fusion": "rklb", **options}  # as for sites, which do not go with it, where there is none
     federation = fb.FederatedBayes(fb.IIDPartition(clients), engine="sequential", seed=4, **options)
     privacies = [privacy] if privacy else []
@@ -64,8 +64,7 @@ def test_without_noise_the_gradient_is_the_mean_of_clipped_gradients():
     for at, batch, gradient in noted.steps:
         expected, found = clipped_by_hand(at, batch, clip)
         norms += found
-        for name, value in expected.items():
-            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
     assert min(norms) < clip < max(norms), "some are clipped, some are not"
 
 
@@ -86,22 +85,24 @@ def test_the_noise_comes_from_seed_round_client_and_step():
     assert float(noise.std()) == pytest.approx(1.0, abs=5 / (2 * len(noise)) ** 0.5)
 
 
-@pytest.mark.parametrize("make", [Plain, *(lambda e=e: bayesian(estimator=e) for e in ESTIMATORS)])
+def mixed():
+    torch.manual_seed(0)
+    return Plain(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), LinearFlipout(6, 3)))
+
+
+@pytest.mark.parametrize("make", [Plain, mixed, *(lambda e=e: bayesian(estimator=e) for e in ESTIMATORS)])
 def test_no_noise_and_no_clipping_is_ordinary_training(make):
     """The KL of a Bayesian module included."""
     plain, private = make(), make()
     run(plain)
     run(private, ExamplePrivacy(1e6, 0.0))
-    for name, value in parameters(plain).items():
-        torch.testing.assert_close(parameters(private)[name], value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parameters(private), parameters(plain), rtol=1e-4, atol=1e-6)
 
 
 def test_the_gradient_of_the_prior_is_neither_clipped_nor_noised():
     """With almost nothing let through of the data, a Bayesian module moves by its KL alone."""
     noted, module = Gradients(), bayesian(kl_weight=30.0)
     run(module, ExamplePrivacy(1e-12, 1.0), rounds=1, callbacks=[noted])
-    from lightning_fedbayes.layers import kl_divergence
-
     at, _, gradient = noted.steps[0]
     module.load_state_dict(at, strict=False)
     expected = torch.autograd.grad(
@@ -146,12 +147,11 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 
 def test_a_checkpoint_from_within_a_round_counts_finished_rounds_only(tmp_path):
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 18:  # the second client's second step
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
+    def save(trainer, *_):
+        if trainer.global_step == 18:  # the second client's second step
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-    run(Plain(), ExamplePrivacy(), rounds=2, callbacks=[Save()])
+    run(Plain(), ExamplePrivacy(), rounds=2, callbacks=[LambdaCallback(on_train_batch_end=save)])
     stored = torch.load(tmp_path / "within.ckpt", weights_only=False)["callbacks"]["ExamplePrivacy"]
     assert {client: sum(n for *_, n in kinds) for client, kinds in stored["steps"].items()} == {0: 4, 1: 4, 2: 4}
 
@@ -176,8 +176,7 @@ def test_a_client_that_fails_leaves_nothing_to_the_next():
     assert len(noted.steps) == 8
     for at, batch, gradient in noted.steps:
         expected, _ = clipped_by_hand(at, batch, 0.6)
-        for name, value in expected.items():
-            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_module_gets_its_layers_back():
@@ -188,9 +187,6 @@ def test_the_module_gets_its_layers_back():
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in module.modules())
     assert not any(hasattr(p, "grad_sample") for p in module.parameters())
     federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Own(nn.Module):
@@ -223,38 +219,26 @@ def test_layers_whose_examples_have_no_gradient_of_their_own_are_named_before_tr
     assert_equal(before, parameters(module))
 
 
-def test_deterministic_normalising_and_bayesian_layers_train_side_by_side():
-    """Without noise or clipping, as in ordinary training."""
-
-    def make():
-        torch.manual_seed(0)
-        return Plain(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), LinearFlipout(6, 3)))
-
-    plain, private = make(), make()
-    run(plain, rounds=1)
-    run(private, ExamplePrivacy(1e6, 0.0), rounds=1)
-    for name, value in parameters(plain).items():
-        torch.testing.assert_close(parameters(private)[name], value, rtol=1e-4, atol=1e-6, msg=name)
-        assert not torch.equal(value, parameters(make())[name]), name
-
-
 class Penalised(Plain):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0.1 * self.net[0].weight.square().sum()
 
 
-def test_a_penalty_in_the_loss_is_found_in_the_first_step():
-    with pytest.raises(FederationError, match=r"reaches 'net\.0\.weight' past the layers.*weight_decay"):
-        run(Penalised(), ExamplePrivacy())
+class WithKL(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.net[0].kl_loss() / 30
 
 
-def test_a_user_module_with_a_kl_of_its_own_is_found():
-    class Own(Plain):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) + self.net[0].kl_loss() / 30
-
-    with pytest.raises(FederationError, match="BayesianModule"):
-        run(Own(nn.Sequential(LinearFlipout(6, 3))), ExamplePrivacy())
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Penalised(), r"reaches 'net\.0\.weight' past the layers.*weight_decay"),
+        (WithKL(nn.Sequential(LinearFlipout(6, 3))), "BayesianModule"),
+    ],
+)
+def test_a_penalty_or_a_divergence_in_the_loss_is_found_in_the_first_step(module, named):
+    with pytest.raises(FederationError, match=named):
+        run(module, ExamplePrivacy())
 
 
 def test_a_parameter_without_use_is_found():
@@ -266,40 +250,29 @@ def test_a_parameter_without_use_is_found():
     run(module, ExamplePrivacy(), rounds=1)
 
 
+COX = fb.CoxRegressor(nn.Linear(6, 1), 1), loader(TensorDataset(torch.randn(30, 6), torch.ones(30, 2)))
+
+
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("module", "data", "settings", "options", "named"),
     [
-        (
-            lambda: federate(
-                Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1, callbacks=[ExamplePrivacy()]
-            ),
-            "engine='vectorized'",
-        ),
-        (
-            lambda: federate(
-                Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[ExamplePrivacy()], precision="bf16-mixed"
-            ),
-            "precision='bf16-mixed'",
-        ),
-        (lambda: trainer(1, [ExamplePrivacy()]).fit(Plain(), loader()), "needs a FederatedBayes"),
-        (
-            lambda: federate(
-                fb.CoxRegressor(nn.Linear(6, 1), 1),
-                fb.FederatedBayes(fb.IIDPartition(3)),
-                1,
-                loader(TensorDataset(torch.randn(30, 6), torch.ones(30, 2))),
-                callbacks=[ExamplePrivacy()],
-            ),
-            "likelihood 'cox': what an example says depends on the others",
-        ),
-        (lambda: ExamplePrivacy(clip=0.0), "clip=0.0"),
-        (lambda: ExamplePrivacy(noise_multiplier=-1.0), "noise_multiplier=-1.0"),
-        (lambda: ExamplePrivacy(delta=2.0), "delta=2.0"),
+        (Plain(), None, {"engine": "vectorized"}, {}, "engine='vectorized'"),
+        (Plain(), None, {}, {"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
+        (*COX, {}, {}, "likelihood 'cox': what an example says depends on the others"),
     ],
 )
-def test_unprotected_settings_are_refused(make, named):
+def test_unprotected_settings_are_refused(module, data, settings, options, named):
+    federation = fb.FederatedBayes(fb.IIDPartition(3), **settings)
     with pytest.raises(FederationError, match=named):
-        make()
+        federate(module, federation, 1, data, callbacks=[ExamplePrivacy()], **options)
+
+
+@pytest.mark.parametrize("argument", [{"clip": 0.0}, {"noise_multiplier": -1.0}, {"delta": 2.0}], ids=str)
+def test_arguments_are_checked_and_a_federation_is_needed(argument):
+    with pytest.raises(FederationError, match=f"{next(iter(argument))}="):
+        ExamplePrivacy(**argument)
+    with pytest.raises(FederationError, match="needs a FederatedBayes"):
+        trainer(1, [ExamplePrivacy()]).fit(Plain(), loader())
 
 
 def test_buffers_that_clients_would_send_are_refused():

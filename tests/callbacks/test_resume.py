@@ -1,7 +1,6 @@
 """Crash, resume, compare: a federation that was interrupted ends as one that was not, bit by bit."""
 
-from __future__ import annotations
-
+import copy
 import os
 import signal
 import subprocess
@@ -9,23 +8,24 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import GaussianVector, RandomUpdate
+from benchmarks.untrusted.adversaries import GaussianVector, NotANumber, RandomUpdate
 from lightning_fedbayes.clients.vectorized import engine
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.store import FILE, Store
 from lightning_fedbayes.fusion import Reliability
 from lightning_fedbayes.methods import Averaging
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network
+from tests import federations
+from tests.federations import CLASSES, Crash, Interrupt, Plain, assert_equal, federate, loader, network, saving
 
-ROUNDS = 4
+ROUNDS, SIZES = 4, (30, 25, 15, 12, 8)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+pytestmark = federations.quiet_checkpoints
 
 
 class Everything(fb.HybridBayesianClassifier):
@@ -33,15 +33,8 @@ class Everything(fb.HybridBayesianClassifier):
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        net = nn.Sequential(
-            nn.Linear(FEATURES, 8),
-            nn.BatchNorm1d(8),
-            nn.Dropout(0.2),
-            nn.ReLU(),
-            nn.Linear(8, 5),
-            nn.ReLU(),
-            nn.Linear(5, CLASSES),
-        )
+        first = nn.Linear(federations.FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU()
+        net = nn.Sequential(*first, nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, CLASSES))
         super().__init__(net, bayesian_last=2, estimator="flipout", samples=2)
 
     def configure_optimizers(self):
@@ -56,14 +49,10 @@ class OnPlateau(Everything):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/nll"}}
 
 
+PERSONAL = {"buffers": "local", "local_parameters": ["network.6.*"]}
 SETTINGS = {
     "plain": {},
-    "everything kept": {
-        "keep": ["optimizer"],
-        "buffers": "local",
-        "local_parameters": ["network.6.*"],
-        "local_epochs": 2,
-    },
+    "everything kept": {**PERSONAL, "keep": ["optimizer"], "local_epochs": 2},
     "global prior": {"fusion": Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {"fusion": Reliability("ivar_vb", then="rklb"), "adversaries": GaussianVector(clients=[1])},
     "state of covariance": {"fusion": "icov_vb", "adversaries": RandomUpdate(clients=[0])},
@@ -80,8 +69,6 @@ MODULES = {
     "swag": lambda: Plain(network(batch_norm=True)),
 }
 """Networks without Bayesian layers, whose posterior has another source; all others are :class:`Everything`."""
-
-
 ENGINES = ["sequential", "vectorized"]
 
 
@@ -92,29 +79,7 @@ def _one_step_per_batch(monkeypatch):
 
 
 def federation(setting: str, engine: str = "vectorized") -> fb.FederatedBayes:
-    sizes = fb.SizesPartition((30, 25, 15, 12, 8))
-    return fb.FederatedBayes(sizes, fraction=0.6, seed=3, engine=engine, **SETTINGS[setting])
-
-
-class Interrupt(L.Callback):
-    """Ends a run inside a round."""
-
-    sees_stacks = True
-
-    def __init__(self, round: int, batch: int, how) -> None:
-        self.round, self.batch, self.how = round, batch, how
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if (trainer.current_epoch, batch_idx) == (self.round, self.batch):
-            self.how()
-
-
-class Crash(Exception):
-    pass
-
-
-def crash() -> None:
-    raise Crash
+    return fb.FederatedBayes(fb.SizesPartition(SIZES), fraction=0.6, seed=3, engine=engine, **SETTINGS[setting])
 
 
 def kill() -> None:
@@ -136,19 +101,12 @@ for name, call in CALLS.items():
 
 
 def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
-    """Make calls with the names of a module, and a ``folder`` for each below this one; each ends in a kill.
-
-    They are made by forks of one new process, which imports everything once.
-    """
+    """Make calls, each ended by a kill, in forks of one process that knows the names of a module and a ``folder``."""
     root = Path(__file__).parents[2]
     program = f"from pathlib import Path\nfrom {module} import *\nCALLS = {calls!r}\n{EACH_IN_A_FORK}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return folder
 
@@ -156,22 +114,12 @@ def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
 def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint):
     """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
     module, fed = (make or MODULES.get(setting, Everything))(), federation(setting, engine)
-    saver = ModelCheckpoint(dirpath=folder, **checkpoint)
-    made = federate(
-        module,
-        fed,
-        ROUNDS,
-        loader(),
-        loader(shuffle=False),
-        ckpt_path,
-        enable_checkpointing=True,
-        callbacks=[saver, *callbacks],
-    )
+    options = saving(folder, *callbacks, **checkpoint)
+    made = federate(module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, **options)
     return module, fed, made
 
 
 def state(module, fed, made) -> dict[str, torch.Tensor]:
-    """All that a federation leaves behind."""
     last = {f"federation/{name}" for name in fed.history[-1]}  # others are of earlier rounds
     figures = {
         k: v
@@ -187,7 +135,7 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     whole = state(*run(tmp_path / "whole", setting, engine=engine))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2, crash)], engine=engine)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2)], engine=engine)
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", engine=engine))
     assert_equal(whole, resumed)
 
@@ -209,8 +157,7 @@ def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
     _, made = fit(engine, 3)
     made.save_checkpoint(tmp_path / "three.ckpt")
     resumed, _ = fit(other, 5, tmp_path / "three.ckpt")
-    for (name, value), second in zip(whole.state_dict().items(), resumed.state_dict().values()):
-        torch.testing.assert_close(second, value, rtol=1e-5, atol=1e-5, msg=name)
+    torch.testing.assert_close(dict(resumed.state_dict()), dict(whole.state_dict()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -218,44 +165,38 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
     with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(2, 2, crash)])
+        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(2, 2)])
     resumed = run(tmp_path / "parts", "plain", ckpt_path="last", make=OnPlateau)
     assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
     assert_equal(state(*whole), state(*resumed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setting", "every"), [("plain", 4), ("everything kept", 1)])
-def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, every):
-    whole = state(*run(tmp_path / "whole", setting))
+@pytest.mark.parametrize(
+    ("setting", "round", "checkpoint"),
+    [
+        ("plain", 2, {"every_n_train_steps": 4}),
+        ("everything kept", 2, {"every_n_train_steps": 1}),
+        ("everything kept", 3, {"save_on_exception": True}),
+    ],
+)
+def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, round, checkpoint):
+    whole = state(*run(tmp_path / "whole", setting, **checkpoint))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2, crash)], every_n_train_steps=every)
-    resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", every_n_train_steps=every))
-    assert_equal(whole, resumed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["everything kept"])
-def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(tmp_path, setting):
-    whole = state(*run(tmp_path / "whole", setting, save_on_exception=True))
-    with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 2, crash)], save_on_exception=True)
-    (written,) = (tmp_path / "parts").glob("epoch=3*.ckpt")
-    assert torch.load(written, weights_only=False)["epoch"] == 3
-    resumed = state(*run(tmp_path / "parts", setting, ckpt_path=written, save_on_exception=True))
-    assert_equal(whole, resumed)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(round, 2)], **checkpoint)
+    last = "last"
+    if "save_on_exception" in checkpoint:
+        (last,) = (tmp_path / "parts").glob("epoch=3*.ckpt")
+        assert torch.load(last, weights_only=False)["epoch"] == 3
+    assert_equal(whole, state(*run(tmp_path / "parts", setting, ckpt_path=last, **checkpoint)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_weights_only": False}])
 def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
     starts = []
-
-    class Spy(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            starts.append({name: value.clone() for name, value in pl_module.state_dict().items()})
-
-    run(tmp_path, "plain", callbacks=[Spy()], every_n_train_steps=1, save_top_k=-1, filename="{step}", **options)
+    spy = LambdaCallback(on_train_epoch_start=lambda _, module: starts.append(copy.deepcopy(dict(module.state_dict()))))
+    run(tmp_path, "plain", callbacks=[spy], every_n_train_steps=1, save_top_k=-1, filename="{step}", **options)
     checkpoints = [torch.load(path, weights_only=False) for path in tmp_path.glob("step*.ckpt")]
     assert len(checkpoints) > 2 * ROUNDS
     for checkpoint in checkpoints:
@@ -277,7 +218,7 @@ def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
 def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     def module():
         torch.manual_seed(0)
-        return fb.HybridBayesianClassifier(nn.Linear(FEATURES, CLASSES), bayesian_last=1, samples=2)
+        return fb.HybridBayesianClassifier(nn.Linear(federations.FEATURES, CLASSES), bayesian_last=1, samples=2)
 
     whole, parts = module(), module()
     federate(whole, federation("held posteriors"), 4)
@@ -307,23 +248,19 @@ def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
     assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"seed": 4}, r"seed=4 \(was 3\)"), ({}, "client_sizes")])
-def test_a_checkpoint_of_another_federation_is_refused(tmp_path, options, message):
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        (SIZES, {"seed": 4}, r"seed=4 \(was 3\)"),
+        ((50, 10, 10, 10, 10), {}, "client_sizes"),
+        (SIZES, {"local_parameters": ["network.6.*"]}, r"local_parameters=\['network.6.\*'\] \(was \[\]\)"),
+    ],
+)
+def test_a_checkpoint_of_another_federation_is_refused(tmp_path, sizes, options, message):
     module, _, made = run(tmp_path, "plain")
     made.save_checkpoint(tmp_path / "one.ckpt")
-    sizes = (30, 25, 15, 12, 8) if options else (50, 10, 10, 10, 10)
     other = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.6, **{"seed": 3, **options})
     with pytest.raises(FederationError, match=f"another federation: .*{message}.*load_from_checkpoint"):
-        federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
-
-
-def test_local_parameters_cannot_change_between_runs(tmp_path):
-    module, _, made = run(tmp_path, "plain")
-    made.save_checkpoint(tmp_path / "one.ckpt")
-    other = fb.FederatedBayes(
-        fb.SizesPartition((30, 25, 15, 12, 8)), fraction=0.6, seed=3, local_parameters=["network.6.*"]
-    )
-    with pytest.raises(FederationError, match=r"local_parameters=\['network.6.\*'\] \(was \[\]\)"):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
 
 
@@ -333,20 +270,141 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
     [
         ({}, None),
         ({"fusion": "conflation"}, f"fusion=conflation (was {fb.Sites().described}), weighting=none (was train_size)"),
-        ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
-        (
-            {"local_epochs": 2, "keep": ["optimizer"], "buffers": "frozen"},
-            "local_epochs=2 (was 1), keep=['optimizer'] (was []), buffers=frozen (was average)",
-        ),
+        ({"local_epochs": 2, "keep": ["optimizer"]}, "local_epochs=2 (was 1), keep=['optimizer'] (was [])"),
     ],
 )
 def test_other_settings_of_a_resumed_run_are_told_in_one_line(tmp_path, caplog, changed, told):
     module, _, made = run(tmp_path, "plain")
     made.save_checkpoint(tmp_path / "one.ckpt")
     options = {"fraction": 0.6, "seed": 3, "engine": "vectorized"} | changed
-    other = fb.FederatedBayes(fb.SizesPartition((30, 25, 15, 12, 8)), **options)
+    other = fb.FederatedBayes(fb.SizesPartition(SIZES), **options)
     with caplog.at_level("INFO"):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
     lines = [line for line in caplog.messages if "other settings" in line]
     assert lines == ([] if told is None else [f"Resuming with other settings than those of the checkpoint: {told}"])
     assert len(other.history) == ROUNDS + 1
+
+
+ON_DISK = {
+    "sites": {"fusion": "sites", "local_epochs": 2},
+    "everything": {**PERSONAL, "fusion": "fedavg"},
+    "ditto": {"fusion": "ditto"},
+    "refused": {"fusion": "fedavg", "adversaries": NotANumber(clients=[0, 1])},
+    "ivon": {"fusion": "sites"},
+    "late": {
+        "fusion": "sites",
+        "fraction": 1.0,
+        "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}), max_staleness=4),
+    },
+}
+WHAT = ["optimizer", "posterior"]
+
+
+def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None):
+    """Fit with checkpoints in ``folder``, and the clients' states beside them or in them."""
+    module = Plain(optimizer=fb.IVON) if setting == "ivon" else Everything()
+    keep = fb.Kept(WHAT, folder / "clients") if disk else WHAT
+    options = {"fraction": 0.6, "keep": keep, **ON_DISK[setting]}
+    federation = fb.FederatedBayes(fb.SizesPartition((30, 24, 16, 12, 8)), seed=3, engine=engine, **options)
+    made = federate(module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, **saving(folder))
+    return module, federation, made
+
+
+def everything(module, federation, made):
+    """All that a federation leaves behind, at every client, too."""
+    found = state(module, federation, made)
+    for client in range(5):
+        kept = vars(federation.federation.engine.states.of(client))
+        found |= {f"{client}/{name}": value for name, value in [*kept["kept"].items(), *kept["local"].items()]}
+        own = federation.posterior_of(client)
+        found |= {f"{client}/own/{name}": value for name, value in own.mean.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine"),
+    [("sites", "vectorized"), ("everything", "sequential"), ("ditto", "vectorized"), ("refused", "sequential")],
+)
+def test_clients_on_disk_are_clients_in_memory(tmp_path, setting, engine):
+    memory = fit(tmp_path / "memory", setting, engine, disk=False)
+    fit(tmp_path / "disk", setting, engine, rounds=2)
+    disk = fit(tmp_path / "disk", setting, engine, ckpt_path="last")
+    assert_equal(everything(*memory), everything(*disk))
+    assert not disk[1].federation.engine.states.memory
+    large, small = (torch.load(tmp_path / each / "last.ckpt", weights_only=False) for each in ("memory", "disk"))
+    key = next(name for name in large["callbacks"] if "FederatedBayes" in name)
+    assert len(large["callbacks"][key]["clients"]) >= 2
+    assert small["callbacks"][key]["clients"].keys() == {"folder", "run", "rounds"}
+
+
+@pytest.mark.slow
+def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_path):
+    whole = fit(tmp_path / "whole", "sites", "sequential", disk=False)
+    fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=2)
+    parts = fit(tmp_path / "parts", "sites", "sequential", ckpt_path="last")
+    assert_equal(everything(*whole), everything(*parts))
+    with pytest.raises(FederationError, match=r"states lie in .*clients: resume with keep=fb\.Kept\(folder="):
+        fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=ROUNDS + 1, ckpt_path="last")
+    with pytest.raises(FederationError, match="holds the clients of another run, of 3 rounds"):
+        fit(tmp_path / "parts", "sites", "sequential")
+
+
+def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
+    _, memory, _ = fit(tmp_path / "memory", "sites", "sequential", disk=False)
+    _, disk, _ = fit(tmp_path / "disk", "sites", "sequential")
+    wanted = fb.remove_client(memory, 1)
+    saved = torch.load(tmp_path / "disk" / "last.ckpt", weights_only=False)
+    for found in (fb.remove_client(disk, 1), fb.remove_client(saved, 1)):
+        assert_equal(dict(found.mean), dict(wanted.mean))
+        assert_equal(dict(found.variance), dict(wanted.variance))
+
+
+def kill_at(calls: int, name: str):
+    """Let the process be killed at a call of a method of :class:`Store`."""
+    method, left = getattr(Store, name), [calls]
+
+    def counted(self, *arguments, **options):
+        left[0] -= 1
+        if not left[0]:
+            kill()
+        return method(self, *arguments, **options)
+
+    setattr(Store, name, counted)
+
+
+KILLED_ON_DISK = {
+    "everything": ("sequential", 8, "put"),
+    "sites": ("vectorized", 3, "mark"),
+    "ivon": ("vectorized", 3, "finish"),
+    "late": ("sequential", 8, "put"),
+}
+"""Setting → engine, and the call at which the process is killed."""
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """What killed processes have left, by the name of the setting."""
+    calls = {
+        setting: f"kill_at({number}, {name!r}); fit(folder, {setting!r}, {engine!r})"
+        for setting, (engine, number, name) in KILLED_ON_DISK.items()
+    }
+    return killed("tests.callbacks.test_resume", calls, tmp_path_factory.mktemp("left"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", KILLED_ON_DISK)
+def test_a_killed_process_with_clients_on_disk_resumes_bit_by_bit(tmp_path, left, setting):
+    engine = KILLED_ON_DISK[setting][0]
+    assert (left / setting / "clients" / FILE).exists()
+    resumed = fit(left / setting, setting, engine, ckpt_path="last")
+    whole = fit(tmp_path / "whole", setting, engine, disk=False)
+    assert_equal(everything(*whole), everything(*resumed))
+
+
+def test_the_bytes_of_a_stacked_optimizer_do_not_depend_on_hashes():
+    module = Plain(optimizer=torch.optim.Adam)
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", engine="vectorized", keep=["optimizer"])
+    federate(module, made, 2, loader())
+    for client in range(3):
+        (state,) = made.federation.engine.states.of(client).optimizers
+        assert all(list(entries) == sorted(entries) and len(entries) == 3 for entries in state.values())

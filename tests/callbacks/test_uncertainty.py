@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -14,7 +15,8 @@ from lightning_fedbayes.metrics.functional import (
     mutual_information,
     predictive_entropy,
 )
-from tests.federations import Plain, bayesian, blobs, federate, loader
+from lightning_fedbayes.modules import mlp
+from tests.federations import Plain, bayesian, blobs, federate, loader, trainer
 
 CLASSES, EXAMPLES = 3, 120
 AREAS = {
@@ -26,31 +28,17 @@ AREAS = {
 
 
 class Own(L.LightningModule):
-    """A user's classifier that knows its probabilities by heart: an example's input is its number.
+    """A user's classifier that knows its probabilities, (samples,) × examples × classes: an input is its number."""
 
-    Args:
-        probs: shape (examples, classes), or (samples, examples, classes).
-        returns: whether its steps return what the report reads.
-    """
-
-    def __init__(self, probs, returns=True):
+    def __init__(self, probs):
         super().__init__()
-        self.probs, self.returns = probs, returns
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0].float().unsqueeze(1)).square().mean()
+        self.probs = probs
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         numbers, target = batch
-        if self.returns:
-            return {"probs": self.probs[..., numbers, :], "target": target}
-        self.log("val/own", target.float().mean())
+        return {"probs": self.probs[..., numbers, :], "target": target}
 
     test_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def table(samples=0, seed=0):
@@ -68,16 +56,6 @@ def loaders(target, *parts):
     return [DataLoader(torch.utils.data.Subset(data, part), 17) for part in (parts or [range(EXAMPLES)])]
 
 
-def trainer(report, **options):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(accelerator="cpu", callbacks=[report], **{**quiet, **options})
-
-
 def logged(run):
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
@@ -86,14 +64,11 @@ def correct_of(probs, target):
     return (probs.view(-1, EXAMPLES, CLASSES).mean(0).argmax(1) == target).double()
 
 
-# -- areas -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", ["val", "test"])
 @pytest.mark.parametrize("samples", [0, 5])
 def test_areas_are_those_of_all_predictions(samples, stage):
     probs, target = table(samples)
-    run = trainer(fb.UncertaintyReport())
+    run = trainer(1, [fb.UncertaintyReport()])
     evaluate = run.validate if stage == "val" else run.test
     evaluate(Own(probs), loaders(target), verbose=False)
     by_sample = probs.view(-1, EXAMPLES, CLASSES)
@@ -107,8 +82,6 @@ def test_areas_are_those_of_all_predictions(samples, stage):
     if not samples:  # nothing epistemic: the area is the plain accuracy
         assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(float(correct_of(probs, target).mean()))
 
-
-# -- accuracy per client -----------------------------------------------------------------------------------------------
 
 SIZES = (30, 10, 60)
 COUNTS = torch.tensor([[20, 10, 0], [0, 0, 10], [10, 30, 20]])
@@ -132,7 +105,7 @@ def test_accuracies_by_label_mix_are_importance_weighted():
     """Each example weighs (share of its class at the client) / (share of its class in the validation data)."""
     probs, target = table()
     report = report_of()
-    run = trainer(report)
+    run = trainer(1, [report])
     run.validate(Own(probs), loaders(target), verbose=False)
     shares = target.bincount().double() / EXAMPLES
     accuracies = []
@@ -149,7 +122,7 @@ def test_with_as_many_loaders_as_clients_each_has_its_own_accuracy(counts):
     probs, target = table()
     parts = (range(20), range(20, 70), range(70, EXAMPLES))
     report = report_of(counts)
-    run = trainer(report)
+    run = trainer(1, [report])
     run.validate(Own(probs), loaders(target, *parts), verbose=False)
     accuracies = [float(correct_of(probs, target)[list(part)].mean()) for part in parts]
     assert report.client_accuracy.tolist() == pytest.approx(accuracies)
@@ -160,7 +133,7 @@ def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
     probs, target = table()
     known = [number for number in range(EXAMPLES) if target[number] != 2]
     report = report_of()
-    run = trainer(report)
+    run = trainer(1, [report])
     run.validate(Own(probs), loaders(target, known), verbose=False)
     assert torch.isnan(report.client_accuracy).tolist() == [False, True, False]
     hits = correct_of(probs, target)
@@ -169,13 +142,6 @@ def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
     assert report.client_accuracy[[0, 2]].tolist() == pytest.approx([first, last])
     assert logged(run)["val/client_accuracy"] == pytest.approx((30 * first + 60 * last) / 90)
     assert logged(run)["val/worst_client_accuracy"] == pytest.approx(min(first, last))
-
-
-# -- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def drawn(folder):
-    return {path.stem for path in folder.rglob("*.png")}
 
 
 def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
@@ -191,20 +157,19 @@ def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", "reverse_kl_barycenter"])
 def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
-    class Watch(L.Callback):
-        """Notes what the report has summed up in the last validation."""
+    sums = []
 
-        def on_validation_end(self, trainer, pl_module):
-            (report,) = (each for each in trainer.callbacks if isinstance(each, fb.UncertaintyReport))
-            self.last = report.log_likelihood
+    def note(trainer, module):
+        (report,) = (each for each in trainer.callbacks if isinstance(each, fb.UncertaintyReport))
+        sums.append(report.log_likelihood)
 
-    watch, federation = Watch(), fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion)
+    watch, federation = LambdaCallback(on_validation_end=note), fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion)
     with caplog.at_level("INFO"):
         made = federate(bayesian(), federation, val=loader(blobs(30, seed=1), shuffle=False), callbacks=[watch])
     if fusion != "sites":
         assert not any("sites/elbo" in row for row in federation.history)
         return
-    total, count = watch.last
+    total, count = sums[-1]
     q = federation.posterior
     prior = torch.distributions.Normal(0.0, 1.0)
     divergence = sum(
@@ -221,20 +186,20 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
 
 @pytest.mark.slow
 def test_rounds_of_laplace_are_scored_by_the_linearised_network():
-    class Watch(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            self.last, self.made = report.log_likelihood, evaluator_of(trainer)._predictive
-
-    report, watch = fb.UncertaintyReport(samples=5), Watch()
+    report, seen = fb.UncertaintyReport(samples=5), []
+    watch = LambdaCallback(
+        on_validation_end=lambda made, _: seen.append((report.log_likelihood, evaluator_of(made)._predictive))
+    )
     federation, module, val = fb.FederatedBayes(fb.IIDPartition(3), posterior=fb.Laplace()), Plain(), blobs(60, seed=1)
     federate(module, federation, 3, val=loader(val, shuffle=False), callbacks=[report, watch])
     made = fb.PosteriorPredictive(module, federation.posterior)
-    assert watch.made.is_linearised
-    assert watch.made.posterior is federation.posterior
+    (found, count), predictive = seen[-1]
+    assert predictive.is_linearised
+    assert predictive.posterior is federation.posterior
     x, y = val.tensors
     total = made.sample(x, 2000).log_softmax(-1)[:, torch.arange(60), y].mean(0).sum()
-    assert watch.last[1] == 60
-    assert watch.last[0] == pytest.approx(float(total), rel=0.03)
+    assert count == 60
+    assert found == pytest.approx(float(total), rel=0.03)
 
 
 @pytest.mark.parametrize(("variance", "says"), [(1e4, 1), (1e-4, 0)])
@@ -253,3 +218,25 @@ def test_a_report_says_by_the_targets_once_if_draws_are_much_worse_than_the_mean
     assert caplog.text.count("too wide") == says
     line = f"Of 300 targets of the validation the posterior's mean gets {right:.1%} right"
     assert caplog.text.count(line) == says
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter", "wasserstein_barycenter"])
+def test_accuracy_rises_as_the_most_uncertain_are_discarded(rule):
+    torch.manual_seed(0)
+    data = fb.DigitsDataModule(batch_size=16)
+    options = {"bayesian_last": 2, "learning_rate": 0.01, "kl_weight": 0.05, "samples": 30}
+    model = fb.HybridBayesianClassifier(mlp(64, 10, (32,)), **options)
+    federation = fb.FederatedBayes(fb.DirichletPartition(clients=5, alpha=0.5), fusion=rule, local_epochs=2)
+    trainer(8, [federation], num_sanity_val_steps=0, limit_val_batches=0).fit(model, datamodule=data)
+    inputs, targets = data.validation.tensors
+    torch.manual_seed(1)
+    with torch.no_grad():
+        prediction = model.eval().predict_step(inputs)
+    right = (prediction.label == targets).double()
+    for measure in (prediction.entropy, prediction.epistemic, prediction.kwon_epistemic):
+        order = measure.argsort()
+        kept = [float(right[order[: int(share * len(order))]].mean()) for share in (1.0, 0.9, 0.7, 0.5)]
+        assert kept == sorted(kept), kept
+        assert kept[-1] > kept[0] + 0.04, kept
+        assert kept[-1] > 0.97, kept

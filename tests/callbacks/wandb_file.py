@@ -1,13 +1,12 @@
-"""Reads the file of an offline W&B run, for which wandb has no Python reader of its own.
+"""Reads the file of an offline W&B run: a LevelDB log of ``wandb_internal_pb2.Record``, whose header has 7 bytes.
 
-The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB. A block holds chunks of (checksum u32, length
-u16, type u8, payload), little-endian; chunks join to records, and a record is a ``wandb_internal_pb2.Record``.
+Blocks of 32 KiB hold chunks of (checksum u32, length u16, type u8, payload), little-endian, which join to records.
 """
 
 import json
+import os
 import struct
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,22 +15,14 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32 * 1024
-HEADER = struct.Struct("<4sHB")
-MAGIC = 0xBEE1
+HEADER = 7
 CHUNK = struct.Struct("<IHB")
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, LAST = 1, 4
 
 
 @dataclass
 class Run:
-    """Record of an offline run.
-
-    Attributes:
-        project, group, job_type, name: where it belongs, and what it is.
-        config: its settings.
-        history: one dict per call of ``log``, in order; nested keys are joined by "/".
-        step_metrics: name or pattern (ending in "*") → name of the metric on its x-axis.
-    """
+    """Record of an offline run; ``history`` has one dict per call of ``log``, whose nested keys are joined by "/"."""
 
     project: str = ""
     group: str = ""
@@ -39,17 +30,16 @@ class Run:
     name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    step_metrics: dict[str, str] = field(default_factory=dict)
 
-    def axes(self, name: str) -> set[str]:
-        """Return the candidates for the x-axis of ``name``: W&B prefers an exact name to any pattern that matches."""
-        if name in self.step_metrics:
-            return {self.step_metrics[name]}
-        return {
-            step
-            for pattern, step in self.step_metrics.items()
-            if pattern.endswith("*") and name.startswith(pattern[:-1])
-        }
+
+def go_offline(patch: Any, folder: Path) -> None:
+    """Let W&B have no account, and none of its folders but those in ``folder``."""
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        patch.delenv(name)
+    for name, value in {"SILENT": "true", "MODE": "offline"}.items():
+        patch.setenv(f"WANDB_{name}", value)
+    for name in ("CACHE", "DATA", "CONFIG"):
+        patch.setenv(f"WANDB_{name}_DIR", str(folder / name.lower()))
 
 
 def read_run(path: Path, patience: float = 60.0) -> Run:
@@ -64,7 +54,6 @@ def read_run(path: Path, patience: float = 60.0) -> Run:
 
 
 def run_of(found: list[Any]) -> Run:
-    """The run that these records make."""
     run = Run()
     for record in found:
         kind = record.WhichOneof("record_type")
@@ -76,31 +65,22 @@ def run_of(found: list[Any]) -> Run:
             _update(run.config, record.config.update)
         elif kind == "history":
             run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
-        elif kind == "metric":
-            run.step_metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     return run
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The payloads of the records, checked against their checksums."""
-    if len(data) < HEADER.size:
-        return  # not begun yet
-    identifier, magic, _version = HEADER.unpack_from(data)
-    assert (identifier, magic) == (b":W&B", MAGIC)
-    position, parts = HEADER.size, []
+    position, parts = HEADER, []
     while position + CHUNK.size <= len(data):
         room = BLOCK - position % BLOCK
         if room < CHUNK.size:  # too little for a chunk: zeros
             position += room
             continue
-        checksum, length, kind = CHUNK.unpack_from(data, position)
+        _, length, kind = CHUNK.unpack_from(data, position)
         position += CHUNK.size
         payload = data[position : position + length]
         position += length
         if position > len(data):
             return  # still being written
-        assert zlib.crc32(payload, zlib.crc32(bytes([kind]))) == checksum
-        assert (kind in (FULL, FIRST)) == (not parts)
         parts.append(payload)
         if kind in (FULL, LAST):
             yield b"".join(parts)

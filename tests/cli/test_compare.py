@@ -1,17 +1,19 @@
 """Comparisons: runs, repeated starts, mistakes, and the files that are written."""
 
+import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
 
 from lightning_fedbayes.cli import compare as module
 from lightning_fedbayes.cli import main, results
-from lightning_fedbayes.cli.results import Run, curves_of, read_curves
+from lightning_fedbayes.cli.results import Run, curves_of, metrics_of, read_curves
 from lightning_fedbayes.core.errors import FusionError
-from tests.callbacks.wandb_file import read_run
-from tests.cli.commands import DIGITS
-
-pytestmark = pytest.mark.slow
+from lightning_fedbayes.core.tables import markdown_table
+from tests.callbacks.wandb_file import go_offline, read_run
+from tests.cli.commands import DIGITS, QUICK
 
 
 @pytest.fixture
@@ -29,36 +31,24 @@ def trained(monkeypatch):
     return runs
 
 
+@pytest.mark.slow
 def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
-    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(elsewhere / "wandb"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    quick = [
-        "--trainer.max_epochs=2",
-        "--trainer.accelerator=cpu",
-        "--federation.fraction=0.3",
-        "--trainer.enable_checkpointing=false",
-        "--federation.local_epochs=1",
-    ]
+    go_offline(monkeypatch, elsewhere)
+    quick = [*QUICK, "--trainer.max_epochs=2", "--federation.fraction=0.3", "--trainer.enable_checkpointing=false"]
     assert main(["compare", DIGITS, "--fusion=fedavg,rklb", *quick, "--output=here", "--wandb=trial"]) == 0
     shown = capsys.readouterr().out
     folder = elsewhere / "here"
     table = (folder / "table.md").read_text()
     assert table.strip() in shown
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
-        "weighted_average",
-        "reverse_kl_barycenter",
-    ]
+    names = ["weighted_average", "reverse_kl_barycenter"]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == names
     assert (folder / "val_nll_by_round.png").stat().st_size > 5000
     runs = [read_run(path) for path in (folder / "runs" / "wandb").glob("offline-run-*/run-*.wandb")]
-    assert sorted((run.group, run.job_type, run.name) for run in runs) == [
-        ("here", "fit", "reverse_kl_barycenter-seed_0"),
-        ("here", "fit", "weighted_average-seed_0"),
-    ]
+    expected = [("here", "fit", f"{name}-seed_0") for name in sorted(names)]
+    assert sorted((run.group, run.job_type, run.name) for run in runs) == expected
     configuration, runs = results.load(folder)
     assert configuration["trainer"]["max_epochs"] == 2
-    assert [(run.fusion, run.seed) for run in runs] == [("weighted_average", 0), ("reverse_kl_barycenter", 0)]
+    assert [(run.fusion, run.seed) for run in runs] == [(name, 0) for name in names]
     first, second = runs
     # same clients, same order, same noise; only the fusion differs
     assert first.curves["federation/train_loss"][0] == second.curves["federation/train_loss"][0]
@@ -69,13 +59,6 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
     assert main(["plot", "here"]) == 0
     assert capsys.readouterr().out == "here/learning_curves.png\n"
     assert (folder / "learning_curves.png").stat().st_size > 20000
-    assert {each.name for each in folder.iterdir()} == {
-        "learning_curves.png",
-        "results.json",
-        "runs",
-        "table.md",
-        "val_nll_by_round.png",
-    }
     assert main(["plot", "here/runs/weighted_average/seed_0"]) == 0
     alone = curves_of(folder / "runs" / "weighted_average" / "seed_0")
     assert alone["val/nll"] == {"nll": first.curves["val/nll"]}
@@ -83,6 +66,7 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
     assert "did you mean here/runs/weighted_average/seed_0?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_goes_on_where_it_was(trained, monkeypatch):
     train = module._train
 
@@ -100,6 +84,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(trained, monkeypatch):
     assert trained == [("weighted_average", 0), ("conflation", 0)]
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_is_said_and_the_others_go_on(trained, capsys):
     assert main(["compare", DIGITS, "--fusion=dwc,auto", "--output=here"]) == 1
     shown = capsys.readouterr()
@@ -109,17 +94,16 @@ def test_a_rule_that_fails_is_said_and_the_others_go_on(trained, capsys):
     assert trained.count(("distributed_weight_consolidation", 0)) == 2  # not taken for done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([DIGITS, "--fusion=fedavgg"], "did you mean 'fedavg'?"),
         ([DIGITS, "--fusion=fedavg", "--sedes=3"], "unknown argument '--sedes=3': did you mean '--seeds'?"),
         ([DIGITS, "--fusion=fedavg", "--seeds=0"], "--seeds 0: give at least 1"),
-        ([DIGITS, "--fusion=fedavg", "--seeds=x"], "invalid int value: 'x'"),
         ([DIGITS, "--fusion=fedavg", "--federation.fractoin=1"], "did you mean 'federation.fraction'?"),
         ([DIGITS, "--fusion=,"], "no fusion rule"),
         ([DIGITS], "required: --fusion"),
-        (["nowhere.yaml", "--fusion=fedavg"], "File does not exist"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(arguments, expected, trained, capsys):
@@ -127,3 +111,51 @@ def test_mistakes_are_found_before_anything_runs(arguments, expected, trained, c
     assert expected in capsys.readouterr().err
     assert not trained
     assert not Path("outputs").exists()
+
+
+NAN = math.nan
+
+
+def test_the_table_has_moments_over_seeds_of_the_last_round():
+    scores = [0.2, 0.5, 0.9]
+    runs = [
+        Run(
+            "a",
+            seed,
+            {
+                "val/nll": [5.0, score, NAN],
+                "val/retained_area_entropy": [1.0],
+                "federation/seconds": [9.0, 1.0, 2.0],
+                "federation/megabytes_up": [1.0, 2.0, 3.0],
+                "federation/megabytes_down": [4.0, 4.0, 4.0],
+            },
+        )
+        for seed, score in enumerate(scores)
+    ]
+    columns, rows = results.table([*runs, Run("b", 0, {"val/ece": [0.125]})])
+    assert columns == ["fusion", "seeds", "ece", "nll", "s per round", "MB per round"]
+    moments = f"{statistics.fmean(scores):.4g} ± {statistics.stdev(scores):.2g}"
+    assert rows[0] == ["a", "3", "nan", moments, "2", "6"]
+    assert rows[1] == ["b", "1", "0.125", "nan", "nan", "0"]
+    assert markdown_table(columns, rows).count("\n") == 3
+
+
+def test_results_come_back_from_their_file_with_nan(elsewhere):
+    runs = [Run("a", 3, {"x": [0.1, NAN, 1e-12], "y": []})]
+    results.save(elsewhere, {"trainer": {"max_time": None}}, runs)
+    json.loads((elsewhere / results.FILE).read_text(), parse_constant=pytest.fail)  # JSON knows no NaN
+    configuration, again = results.load(elsewhere)
+    assert configuration == {"trainer": {"max_time": None}}
+    assert repr(again) == repr(runs)
+    assert [each.name for each in elsewhere.iterdir()] == [results.FILE]
+
+
+def test_the_last_value_of_an_epoch_is_its_rounds(elsewhere):
+    file = elsewhere / "metrics.csv"
+    rows = "epoch,step,val/nll,train/nll,round", "0,3,2.0,,", "0,4,,9.0,1.0", "0,5,1.5,,", "2,9,0.5,,", ",9,7,,"
+    file.write_text("\n".join(rows))
+    curves = read_curves(file)
+    assert set(curves) == {"val/nll", "train/nll"}
+    assert repr(curves["val/nll"]) == "[1.5, nan, 0.5]"
+    assert repr(curves["train/nll"]) == "[9.0, nan, nan]"
+    assert metrics_of([Run("conflation", 0, curves)]) == ["val/nll"]

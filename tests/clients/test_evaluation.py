@@ -1,7 +1,5 @@
 """Scores of every client, what is held out, and the choice of a personal posterior."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -15,17 +13,11 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from tests.federations import FEATURES, Plain, bayesian, blobs, network
+from tests.federations import FEATURES, Plain, bayesian, blobs, clients, network
 
 
 def point(module: nn.Module) -> GaussianPosterior:
     return GaussianPosterior.point_mass({name: p.detach() for name, p in module.named_parameters()})
-
-
-def clients(*sizes: int) -> fb.ClientDatasets:
-    x, y = blobs(sum(sizes)).tensors
-    parts = zip(x.split(sizes), y.split(sizes))
-    return fb.ClientDatasets({f"c{k}": TensorDataset(*part) for k, part in enumerate(parts)})
 
 
 def test_every_client_is_scored_on_its_own_data_whatever_the_batches():
@@ -118,14 +110,13 @@ NAN = TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4, 1))
 def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     """NaN is not smaller than anything, and was the first."""
     posteriors = {0.0: torch.nan, 0.5: 2.0, 1.0: 1.0}
-    x = torch.ones(4, 1)
-    weight, scores = fb.choose_personal_weight(
-        lambda weight: GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])}),
-        nn.Linear(1, 1, bias=False),
-        TensorDataset(x, x),
-        (0.0, 0.5, 1.0),
-        likelihood=fb.Gaussian(1.0),
-    )
+    x, net = torch.ones(4, 1), nn.Linear(1, 1, bias=False)
+
+    def posterior_of(weight: float) -> GaussianPosterior:
+        return GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])})
+
+    options = {"weights": (0.0, 0.5, 1.0), "likelihood": fb.Gaussian(1.0)}
+    weight, scores = fb.choose_personal_weight(posterior_of, net, TensorDataset(x, x), **options)
     assert weight == 1.0
     assert math.isnan(scores[0.0])
 
@@ -137,7 +128,6 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
         (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
         (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
         (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
-        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
         (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
         (
             lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
@@ -145,7 +135,6 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
         ),
         (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
         (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
-        (lambda: ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
         (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
         (

@@ -1,15 +1,13 @@
 """IVON in a federation: its posterior is fused, kept, resumed and limited as that of Bayesian layers is."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import FalseVariance, SignFlip
 from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.methods import Averaging
@@ -23,8 +21,6 @@ ENGINES = ("sequential", "vectorized")
 
 
 class Own(Plain):
-    """A user's module with IVON."""
-
     def __init__(self, net=None, **options):
         super().__init__(net)
         self.options = {"lr": 0.01, **options}
@@ -35,7 +31,6 @@ class Own(Plain):
 
 @pytest.fixture
 def no_noise(monkeypatch):
-    """All draws at the mean."""
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
 
 
@@ -58,11 +53,9 @@ def test_both_engines_give_the_same_posterior_without_noise(no_noise, settings):
     stack = options.pop("stack", "vectorized")
     one, _ = run("sequential", options={"gradient_clip_val": 0.5}, **options)
     other, _ = run(stack, options={"gradient_clip_val": 0.5}, **options)
-    assert one.posterior.names == other.posterior.names
-    for name in one.posterior.names:
-        assert torch.allclose(one.posterior.mean[name], other.posterior.mean[name], atol=2e-6)
-        assert torch.allclose(one.posterior.variance[name], other.posterior.variance[name], rtol=1e-4)
-        assert one.posterior.variance[name].all()
+    torch.testing.assert_close(dict(one.posterior.mean), dict(other.posterior.mean), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(dict(one.posterior.variance), dict(other.posterior.variance), rtol=1e-4, atol=1e-8)
+    assert all(bool(value.all()) for value in one.posterior.variance.values())
 
 
 @pytest.mark.slow
@@ -187,19 +180,6 @@ def test_what_never_leaves_a_client_keeps_its_variance():
     assert all((value > 0).all() and value.std() > 0 for value in variances)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
-def test_resumes_bit_by_bit(tmp_path, engine, fusion):
-    whole, _ = run(engine, 4, fusion=fusion)
-    _, half = run(engine, 2, fusion=fusion)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion)
-    federate(Own(), rest, 4, loader(), ckpt_path=tmp_path / "half.ckpt")
-    for name in whole.posterior.names:
-        assert torch.equal(whole.posterior.mean[name], rest.posterior.mean[name])
-        assert torch.equal(whole.posterior.variance[name], rest.posterior.variance[name])
-
-
 @pytest.mark.slow
 def test_a_head_of_bayesian_layers_above_ivon():
     class Head(Plain):
@@ -236,20 +216,15 @@ def test_a_frozen_parameter_is_a_point_mass(engine):
     assert federation.posterior.variance["net.2.weight"].all()
 
 
-class Thaw(L.Callback):
-    def on_train_epoch_start(self, trainer, pl_module):
-        pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
+def manual():
+    module = Own()
+    module.automatic_optimization = False
+    return module
 
 
-class Manual(Own):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Layers(Own):
-    def __init__(self):
-        super().__init__(fb.bayesianize(network(), last=1))
+THAW = LambdaCallback(
+    on_train_epoch_start=lambda made, module: module.net[0].weight.requires_grad_(made.current_epoch > 0)
+)
 
 
 @pytest.mark.parametrize(
@@ -259,20 +234,14 @@ class Layers(Own):
         (lambda: Own(curvature="ivon"), {"fusion": "sites"}, {}, "leave curvature= at 'squares'"),
         (Own, {"fusion": fb.Sites(prior_std=2.0)}, {}, "fb.Sites"),
         (lambda: Own(prior_std=float("inf")), {"fusion": "sites"}, {}, "no prior"),
-        (Layers, {}, {}, "is a parameter of a Bayesian layer.*posterior=False"),
-        (Manual, {}, {}, "automatic_optimization is False"),
-        (Frozen, {"engine": "sequential", "fusion": "rklb"}, {"callbacks": [Thaw()]}, "was frozen when the fit began"),
+        (lambda: Own(fb.bayesianize(network(), last=1)), {}, {}, "is a parameter of a Bayesian layer.*posterior=False"),
+        (manual, {}, {}, "automatic_optimization is False"),
+        (Frozen, {"engine": "sequential", "fusion": "rklb"}, {"callbacks": [THAW]}, "was frozen when the fit began"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(module, settings, options, message):
     with pytest.raises(fb.FedBayesError, match=message):
         run(settings.pop("engine", "auto"), module=module(), options=options, **settings)
-
-
-@pytest.mark.parametrize("attack", [SignFlip(clients=[0]), FalseVariance(clients=[0])])
-def test_attacks_and_clipping_see_the_learned_variance(attack):
-    federation, _ = run("vectorized", adversaries=attack)
-    assert all(bool(v.isfinite().all() and v.all()) for v in federation.posterior.variance.values())
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

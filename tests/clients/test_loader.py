@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -31,8 +30,6 @@ from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_rou
 
 
 class Tensors(Dataset):
-    """The examples of a TensorDataset, one at a time."""
-
     def __init__(self, *tensors):
         self.data = TensorDataset(*tensors)
 
@@ -44,15 +41,11 @@ class Tensors(Dataset):
 
 
 class Noisy(Tensors):
-    """Random transforms from all three generators."""
-
     def __getitem__(self, index):
         return *super().__getitem__(index), torch.rand(2), np.random.rand(), random.random()
 
 
 class Broken(Tensors):
-    """An example that cannot be read."""
-
     def __getitem__(self, index):
         if index == 3:
             raise OSError(f"example {index} is lost")
@@ -80,7 +73,6 @@ class BrokenLocally(Tensors):
 
 
 def data(size, start=0):
-    """Examples that are their own numbers."""
     numbers = torch.arange(start, start + size)
     return numbers.float().view(-1, 1).repeat(1, 2), numbers
 
@@ -148,28 +140,12 @@ class TestOrder:
                     assert torch.equal(inputs[:, 0], numbers.float())
         assert next(rest, None) is None
 
-    def test_only_the_cohort_trains(self):
-        clients, batching = clients_of_sizes([6] * 6), Batching(4, fraction=0.5)
-        loader, plan = federated(clients, batching)
-        numbers = Counter(number // 6 for _, batch in loader for number in batch.tolist())
-        assert numbers == dict.fromkeys(plan.cohort, 6)
-        assert len(plan.cohort) == 3
-
-    def test_next_round_has_another_order(self):
-        clients, batching = clients_of_sizes([30]), Batching(30)
-        [[_, first]], [[_, second]] = (batches_of(clients, batching, round=round) for round in (0, 1))
-        assert not torch.equal(first, second)
-
     @pytest.mark.parametrize("kind", [TensorDataset, Tensors])
     def test_loader_follows_the_current_plan(self, kind):
         """One loader for the whole fit; the plan changes under it."""
         clients, batching, now = clients_of_sizes([5, 7, 9], kind), Batching(4, fraction=0.4), [0]
-        loader = FederatedLoader(
-            DataLoader(clients.datasets[0], batch_size=4),
-            clients,
-            batching,
-            lambda _: plan_round(now[0], clients.sizes, batching),
-        )
+        user = DataLoader(clients.datasets[0], batch_size=4)
+        loader = FederatedLoader(user, clients, batching, lambda _: plan_round(now[0], clients.sizes, batching))
         for round in (0, 1, 2, 1):
             now[0] = round
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))
@@ -195,12 +171,10 @@ class TestWaysOfLoading:
         draws = torch.cat([batch[2].flatten() for batch in alone])
         assert len(draws.unique()) == len(draws), "local epochs and clients must draw afresh"
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_random_collate_does_not_depend_on_the_workers(self, workers):
-        """Mixup and random padding live in collate functions."""
-        clients, batching = clients_of_sizes([7, 5], Tensors), Batching(4, local_epochs=2)
-        batches = batches_of(clients, batching, num_workers=workers, collate_fn=collate_with_noise)
-        assert_same_batches(batches, batches_of(clients, batching, collate_fn=collate_with_noise))
+    def test_random_collate_does_not_depend_on_the_workers(self):
+        clients, options = clients_of_sizes([7, 5], Tensors), {"collate_fn": collate_with_noise}
+        alone, many = (batches_of(clients, Batching(4), num_workers=workers, **options) for workers in (0, 2))
+        assert_same_batches(alone, many)
 
     @pytest.mark.parametrize(
         "options",
@@ -215,14 +189,6 @@ class TestWaysOfLoading:
         assert np.array_equal(np.random.get_state()[1], before[1])
         assert random.getstate() == before[2]
 
-    def test_users_collate_function_is_used(self):
-        def collate(examples):
-            return {"numbers": torch.stack([number for _, number in examples])}
-
-        for kind in (TensorDataset, Tensors):
-            batches = batches_of(clients_of_sizes([5], kind), Batching(5, shuffle=False), collate_fn=collate)
-            assert batches[0]["numbers"].tolist() == list(range(5))
-
     @pytest.mark.parametrize("arranged", [False, True])
     def test_workers_of_any_engine_stay_over_rounds(self, arranged):
         clients, batching, now = Clients(("a", "b"), (Workers(), Workers())), Batching(4), [0]
@@ -232,16 +198,9 @@ class TestWaysOfLoading:
             loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
         found = set()
         for now[0] in (0, 1, 2):
-            found |= {
-                int(each)
-                for leaf in tree_leaves(
-                    [
-                        [data for stacked in batch for _, data in stacked.parts] if arranged else batch
-                        for batch in loader
-                    ]
-                )
-                for each in leaf.flatten()
-            }
+            for batch in loader:
+                parts = [data for stacked in batch for _, data in stacked.parts] if arranged else batch
+                found |= {int(each) for leaf in tree_leaves(parts) for each in leaf.flatten()}
         assert len(found) == 2
         assert os.getpid() not in found
 
@@ -261,6 +220,10 @@ def collate_with_noise(examples):
     return [torch.stack(inputs) + torch.rand(()), torch.tensor([np.random.rand(), random.random()])]
 
 
+def broken_collate(examples):
+    raise RuntimeError("no batch")
+
+
 class TestFailures:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_example_that_raises_fails_its_batch_only(self, workers):
@@ -271,18 +234,18 @@ class TestFailures:
         assert isinstance(batches[1].error, OSError)
         assert "example 3 is lost" in str(batches[1].error)
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_collate_that_raises_fails_the_batch(self, workers):
-        clients = clients_of_sizes([4], Tensors)
-        batches = batches_of(clients, Batching(2), num_workers=workers, collate_fn=broken_collate)
-        assert all(isinstance(batch, FailedBatch) for batch in batches)
-        assert "no batch" in str(batches[0].error)
-
-    @pytest.mark.parametrize(("kind", "words"), [(BrokenBadly, "data.bin: 5"), (BrokenLocally, "other processes")])
+    @pytest.mark.parametrize(
+        ("kind", "options", "words"),
+        [
+            (Tensors, {"collate_fn": broken_collate}, "no batch"),
+            (BrokenBadly, {}, "data.bin: 5"),  # which cannot be pickled, and so the next
+            (BrokenLocally, {}, "other processes"),
+        ],
+    )
     @pytest.mark.parametrize("workers", [0, 1])
-    def test_errors_that_cannot_be_pickled_reach_the_round(self, kind, words, workers):
+    def test_errors_of_any_kind_reach_the_round(self, kind, options, words, workers):
         clients = clients_of_sizes([4], kind)
-        batches = batches_of(clients, Batching(2), num_workers=workers, timeout=5 * workers)
+        batches = batches_of(clients, Batching(2), num_workers=workers, timeout=5 * workers, **options)
         assert all(isinstance(batch, FailedBatch) for batch in batches)
         assert all(words in str(batch.error) for batch in batches)
 
@@ -290,10 +253,6 @@ class TestFailures:
         before = torch.get_rng_state()
         batches_of(clients_of_sizes([6], Broken), Batching(2))
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def broken_collate(examples):
-    raise RuntimeError("no batch")
 
 
 class Stream(IterableDataset):

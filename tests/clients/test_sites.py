@@ -1,6 +1,6 @@
 """Sites in training: fixed points of real networks, the engines, and what is refused."""
 
-from __future__ import annotations
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
-from lightning_fedbayes.methods import Averaging
+from lightning_fedbayes.methods import Averaging, FedProx
 from lightning_fedbayes.methods.method import split
-from tests.federations import Plain, federate
+from tests import federations
+from tests.federations import Plain, assert_close, bayesian, federate, loader, network, parameters, saving
 
 NOISE, EXAMPLES, FEATURES = 0.5, 60, 3
 
@@ -52,14 +53,8 @@ class Exact(L.LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.05)
-        return torch.optim.LBFGS(
-            self.parameters(),
-            max_iter=300,
-            tolerance_grad=1e-11,
-            tolerance_change=1e-14,
-            history_size=20,
-            line_search_fn="strong_wolfe",
-        )
+        ends = {"tolerance_grad": 1e-11, "tolerance_change": 1e-14, "history_size": 20}
+        return torch.optim.LBFGS(self.parameters(), max_iter=300, line_search_fn="strong_wolfe", **ends)
 
 
 class Logistic(Exact):
@@ -86,8 +81,6 @@ class Mixed(Exact):
 
 
 class Squares(Exact):
-    """Least squares without any Gaussian parameter."""
-
     def __init__(self, optimizer: str = "adam") -> None:
         super().__init__(optimizer)
         self.layer = nn.Linear(FEATURES, 1, bias=False).double()
@@ -98,11 +91,11 @@ class Squares(Exact):
         return ((y - self.layer(x)[:, 0]) ** 2).mean() / 2
 
 
-def unlike(sizes: tuple[int, ...]) -> tuple[fb.ClientDatasets, TensorDataset]:
-    """Clients that differ: each has the next examples in the order of the first column. And all data in this order."""
+def unlike(sizes: tuple[int, ...]) -> fb.ClientDatasets:
+    """Clients that differ: each has the next examples in the order of the first column."""
     x, y = data()[data().tensors[0][:, 0].argsort()]
     parts = zip(x.split(sizes), y.split(sizes))
-    return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)}), TensorDataset(x, y)
+    return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)})
 
 
 def whole(examples: TensorDataset) -> DataLoader:
@@ -137,8 +130,7 @@ def test_both_engines_give_one_posterior(kind, options):
         federation = fit(module, 3, fusion="sites", engine=engine, **options)
         posteriors.append((fb.read_posterior(module), federation.history[-1]["sites/change"]))
     (first, change), (second, other) = posteriors
-    torch.testing.assert_close(first.mean, second.mean, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(first.variance, second.variance, rtol=1e-6, atol=1e-9)
+    assert_close(first, second, 1e-6, 1e-9)
     assert change == pytest.approx(other, rel=1e-6)
 
 
@@ -148,26 +140,9 @@ class Peer(Plain):
         self.peer = PeerLinear(6, 3)
 
 
-REFUSALS = {
-    "layers of another package": (Peer, {}, "takes proper priors alone"),
-    "another prior": (Exact, {"fusion": fb.Sites(prior_std=0.5)}, "'layer.weight' has the prior NormalPrior"),
-    "scaled gradients": (Exact, {"precision": "16-mixed"}, "bf16-mixed"),
-}
-
-
-@pytest.mark.parametrize(("kind", "options", "says"), REFUSALS.values(), ids=REFUSALS)
-def test_networks_without_sites_are_refused_before_training(kind, options, says):
-    if "precision" in options and not torch.cuda.is_available():
-        pytest.skip("Lightning takes it on a GPU alone")
-    with pytest.raises(FederationError, match=says):
-        fit(kind(), 1, engine="sequential", **{"fusion": "sites", **options})
-
-
-def test_the_layers_have_their_own_priors_between_rounds():
-    module = Exact()
-    fit(module, 2, fusion="sites", engine="sequential")
-    (parameter,) = module.layer.gaussian_parameters()
-    assert parameter.prior is module.layer.priors["weight"]
+def test_a_network_without_sites_is_refused_before_training():
+    with pytest.raises(FederationError, match="takes proper priors alone"):
+        fit(Peer(), 1, engine="sequential", fusion="sites")
 
 
 def test_a_failed_client_keeps_the_site_it_had():
@@ -186,13 +161,11 @@ def test_a_failed_client_keeps_the_site_it_had():
     after = fit(Fails(), 2, fusion="sites", engine="sequential")
     once = fit(Fails(), 1, fusion="sites", engine="sequential").state_dict()
     sites = after.state_dict()["clients"]
-    for name, kept in sites[1]["kept"].items():
-        assert torch.equal(kept, once["clients"][1]["kept"][name])
-    for name, total in split(after.federation.server.buffers)[1].items():
-        if name in fb.Sites.sent:
-            torch.testing.assert_close(
-                sum(sites[client]["kept"][name] for client in range(3)), total, rtol=1e-12, atol=1e-12
-            )
+    torch.testing.assert_close(sites[1]["kept"], once["clients"][1]["kept"], rtol=0, atol=0)
+    totals = split(after.federation.server.buffers)[1]
+    for name in fb.Sites.sent:
+        found = sum(sites[client]["kept"][name] for client in range(3))
+        torch.testing.assert_close(found, totals[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -247,3 +220,177 @@ def test_a_client_is_removed_from_a_callback_and_from_a_checkpoint():
     for wrong, client in ((federation, 7), ({}, 0), (None, 0), (fb.FederatedBayes(), 0)):
         with pytest.raises(FederationError, match=r"has no part|has trained"):
             fb.remove_client(wrong, client)
+
+
+@pytest.mark.parametrize("strength", [0.1, 3.0])
+def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
+    r"""Least squares: :math:`(X^\top X / n + \mu I)^{-1} (X^\top y / n + \mu \theta_g)`, and the server averages."""
+    module, clients = Squares("lbfgs"), unlike((30, 20, 10))
+    expected = torch.zeros(FEATURES, dtype=torch.float64)
+    for part in clients.datasets:
+        x, y = part.tensors
+        hessian = x.T @ x / len(x) + strength * torch.eye(FEATURES).double()
+        expected += len(x) / EXAMPLES * torch.linalg.solve(hessian, x.T @ y / len(x) + strength)
+    fit(module, 1, clients, partition=None, fusion=FedProx(strength, "weighted_average"), engine="sequential")
+    torch.testing.assert_close(module.layer.weight[0].detach(), expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=str
+)
+def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
+    class Own(Squares):
+        def on_client_start(self, client) -> None:
+            super().on_client_start(client)
+            self.start = self.layer.weight.detach().clone()
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0.7 / 2 * (self.layer.weight - self.start).square().sum()
+
+    ours, theirs, batches = Squares(), Own(), DataLoader(data(), batch_size=15)
+    for module, strength in ((ours, 0.7), (theirs, 0.0)):
+        partition = fb.SizesPartition((30, 30))
+        method = FedProx(strength) if strength else "rklb"
+        federation = fb.FederatedBayes(partition, fusion=method, local_epochs=3, engine="sequential")
+        federate(module, federation, 2, batches, **options)
+    torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Plain, bayesian])
+def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
+    moves = {}
+    for strength in (0.0, 1e4):
+        method = FedProx(strength) if strength else "rklb"
+        module = kind(optimizer=partial(torch.optim.Adam, lr=0.05))
+        before = parameters(module)
+        name = next(iter(before))
+        options = {"local_epochs": 20, "local_parameters": [name], "engine": "vectorized"}
+        federation = fb.FederatedBayes(fb.IIDPartition(3), fusion=method, **options)
+        federate(module, federation, 1, loader())
+        kept = federation.state_dict()["clients"][0]["local"][name]
+        after = parameters(module)
+        moves[strength] = max(float((after[each] - before[each]).abs().max()) for each in before if each != name)
+        assert float((kept - before[name]).abs().max()) > 0.02
+    assert moves[1e4] < moves[0.0] / 3
+
+
+@pytest.mark.parametrize("strength", [-0.1, 0.0, float("nan")])
+def test_a_term_that_cannot_be_is_refused_at_once(strength):
+    with pytest.raises(FusionError, match=f"strength={strength}: give a finite number above 0"):
+        FedProx(strength)
+
+
+SCHOOLS = (20, 12, 30, 8)
+POPULATION = {"fusion": "population", "safeguards": fb.Safeguards(max_influence=None)}
+
+
+def schools():
+    """Clients whose coefficients are draws from a population."""
+    random = torch.Generator().manual_seed(2)
+    parts = {}
+    for number, size in enumerate(SCHOOLS):
+        x = torch.randn(size, FEATURES, generator=random, dtype=torch.float64)
+        own = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+        own = own + torch.tensor([0.1, 1.0, 0.5], dtype=torch.float64) * torch.randn(
+            FEATURES, generator=random, dtype=torch.float64
+        )
+        noise = NOISE * torch.randn(size, generator=random, dtype=torch.float64)
+        parts[f"c{number}"] = TensorDataset(x, x @ own + noise)
+    return fb.ClientDatasets(parts)
+
+
+def population(rounds, optimizer="lbfgs", **options):
+    made = fb.FederatedBayes(**POPULATION, seed=1, **options)
+    federate(Exact(optimizer), made, rounds, DataLoader(schools(), batch_size=EXAMPLES))
+    return made
+
+
+def em(rounds, prior_std=1.0):
+    """The same by hand: the best factorised posteriors of each client, then the moments of all of them."""
+    population_mean = torch.zeros(FEATURES, dtype=torch.float64)
+    population_variance = torch.full((FEATURES,), prior_std**2, dtype=torch.float64)
+    for _ in range(rounds):
+        means, variances = [], []
+        for part in schools().datasets:
+            x, y = part.tensors
+            gram = x.T @ x / NOISE**2
+            means.append(
+                torch.linalg.solve(
+                    gram + torch.diag(1 / population_variance),
+                    x.T @ y / NOISE**2 + population_mean / population_variance,
+                )
+            )
+            variances.append(1 / (1 / population_variance + gram.diagonal()))
+        mean, variance = torch.stack(means), torch.stack(variances)
+        population_mean = mean.mean(0)
+        population_variance = (variance + (mean - population_mean).square()).mean(0)
+    return population_mean, population_variance, mean, variance
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("rounds", [1, 2, 15])
+def test_rounds_are_the_steps_of_em(rounds):
+    made = population(rounds)
+    mean, variance, means, variances = em(rounds)
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    found = [made.posterior, *(made.posterior_of(number) for number in range(len(SCHOOLS)))]
+    for own, at, spread in zip(found, [mean, *means], [variance, *variances], strict=True):
+        torch.testing.assert_close(own.mean["layer.weight"][0], at, **close)
+        torch.testing.assert_close(own.variance["layer.weight"][0], spread, **close)
+
+
+def test_engines_agree():
+    one, stack = (population(4, "adam", engine=engine, local_epochs=5) for engine in ("sequential", "vectorized"))
+    for number in range(len(SCHOOLS)):
+        assert_close(one.posterior_of(number), stack.posterior_of(number), 1e-9, 1e-12)
+
+
+class StopsMoving(Plain):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: float(epoch == 0))]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [(lambda: fb.bayesianize(network(), last=2), torch.optim.SGD), (network, fb.IVON)],
+    ids=["layers", "IVON"],
+)
+def test_a_client_goes_on_where_it_was(engine, make, optimizer):
+    def own(rounds):
+        made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **POPULATION, engine=engine)
+        federate(StopsMoving(make(), optimizer=optimizer), made, rounds, loader())
+        return made, [made.posterior_of(number) for number in range(3)]
+
+    (_, before), (made, after) = own(1), own(2)
+    for first, second in zip(before, after, strict=True):
+        federations.assert_equal(dict(first.mean), dict(second.mean))
+        assert not any(torch.equal(first.mean[name], made.posterior.mean[name]) for name in first.names)
+
+
+@pytest.mark.slow
+@federations.quiet_checkpoints
+@pytest.mark.parametrize(("before", "after"), [("population", "linear_pool"), ("linear_pool", "population")])
+def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, after, tmp_path):
+    def run(method, rounds, engine, **options):
+        given = {"fusion": method, "weighting": "equal", "safeguards": fb.Safeguards(max_influence=None)}
+        made = fb.FederatedBayes(**given, seed=1, engine=engine, local_epochs=3)
+        federate(Exact("adam"), made, rounds, DataLoader(schools(), batch_size=EXAMPLES), **options)
+        return made
+
+    for engine in ("sequential", "vectorized"):
+        run(before, 2, engine, **saving(tmp_path / engine, save_last=True))
+    ours, theirs = (
+        run(after, 3, engine, ckpt_path=tmp_path / engine / "last.ckpt").posterior
+        for engine in ("sequential", "vectorized")
+    )
+    assert_close(ours, theirs, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"weighting": "distance"}, "count alike"), ({"posterior": fb.SWAG()}, "a SWAG has no prior")]
+)
+def test_other_rounds_than_those_of_em_are_refused(options, text):
+    with pytest.raises(FederationError, match=text):
+        fb.FederatedBayes(fusion="population", **options)

@@ -42,11 +42,7 @@ def assert_equal(first, second):
 
 
 def bytes_of(tensor):
-    """Memory that a tensor keeps alive."""
     return tensor.untyped_storage().nbytes()
-
-
-# --- divergence ---
 
 
 @given(shapes=SHAPES, seed=SEEDS)
@@ -103,9 +99,6 @@ def test_kl_of_different_networks_is_refused():
         q.kl(draw_posterior([(3,), (3,)], 0))
 
 
-# --- construction ---
-
-
 def test_variances_must_be_variances():
     with pytest.raises(PosteriorError, match=r"'w' is negative at 1 of 2 entries \(minimum -0\.5\)"):
         GaussianPosterior({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, -0.5])})
@@ -123,9 +116,6 @@ def test_point_mass_takes_no_memory_for_its_variance(shape):
     assert is_zero(q.variance["w"])
     for copy in (q.clone(), q.to("cpu"), deepcopy(q), GaussianPosterior.from_state_dict(q.state_dict())):
         assert bytes_of(copy.variance["w"]) <= q.mean["w"].element_size()
-
-
-# --- copies ---
 
 
 @given(
@@ -165,9 +155,6 @@ def test_state_dict_survives_a_file_of_weights_only():
     file.seek(0)
     assert_equal(GaussianPosterior.from_state_dict(torch.load(file, weights_only=True)), q)
     assert_equal(pickle.loads(pickle.dumps(q)), q)
-
-
-# --- draws ---
 
 
 def test_draws_have_the_moments_of_the_posterior():
@@ -218,6 +205,3 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, together, certa
         assert row.num_bytes == alone.num_bytes
         assert row.is_point_mass == alone.is_point_mass == certain
         assert row.clone().mean["matrix"].data_ptr() != row.mean["matrix"].data_ptr()
-
-
-# --- in a notebook ---

@@ -15,7 +15,6 @@ STREAMS = get_args(Stream)
 
 @pytest.fixture(autouse=True)
 def _restore():
-    """The global generators stay as they were."""
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(state[0])

@@ -1,15 +1,17 @@
 """States of clients on disk: whole rounds, whatever happens to the process; one run in a folder."""
 
-import subprocess
-import sys
+import json
+import math
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from lightning_fedbayes.core.run_file import FILE, append, read
 from lightning_fedbayes.core.store import Store
 
 TENSORS = [
@@ -35,7 +37,6 @@ def store(tmp_path):
 
 
 def numbers(store):
-    """Client → its number."""
     return {client: store.get(client)["number"] for client in store.clients()}
 
 
@@ -147,21 +148,6 @@ def test_two_runs_do_not_share_a_folder(store, tmp_path):
     other.close()
 
 
-@pytest.mark.slow
-def test_the_folder_is_free_when_a_process_is_killed(tmp_path):
-    program = (
-        "import os, signal, sys; from lightning_fedbayes.core.store import Store; s = Store(sys.argv[1]); s.begin(); "
-        "s.put(0, {'number': 1}); s.finish(success=True); s.mark(); s.put(0, {'number': 2}); "
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, check=False)
-    assert done.returncode < 0, done.stderr
-    store = Store(tmp_path / "run")
-    store.resume(store.run, 1)
-    assert numbers(store) == {0: 1}
-    store.close()
-
-
 def test_a_full_disk_is_named_and_loses_nothing(store):
     finish(store, c0=1)
     pages = store._open.execute("PRAGMA page_count").fetchone()[0]
@@ -201,3 +187,50 @@ def test_another_process_reads_what_one_has_written(store, tmp_path):
     assert Store.state_in(store.reference, 0) == {"number": 1}
     assert Store.state_in({0: {"number": 5}}, 0) == {"number": 5}
     reader.close()
+
+
+ROUND = {"round": 1, "figures": {"val/nll": 0.5, "val/ece": math.nan}}
+
+
+def test_what_is_written_comes_back(tmp_path):
+    curve = {"curve": "val/retained_curve", "columns": ["x", "y"], "rows": [[0.5, 1.0]]}
+    table = {"table": "federation/clients", "columns": ["client"], "rows": [["Zürich <1>"]]}
+    for entry in (
+        {"round": 0, "settings": {"fusion": "sites", "path": Path("a/b")}},
+        ROUND,
+        {"round": 2, **curve},
+        {"round": 1, **table, "rows": []},
+        {"round": 2, **table},
+        {"round": 2, "figures": {"val/nll": 0.25}},
+    ):
+        append(tmp_path / "run", entry)
+    record = read(tmp_path / "run" / FILE)
+    assert record.settings == {"fusion": "sites", "path": "a/b"}
+    assert record.figures["val/nll"] == {1: 0.5, 2: 0.25}
+    assert math.isnan(record.figures["val/ece"][1])
+    assert record.curves["val/retained_curve"][2]["rows"] == [[0.5, 1.0]]
+    assert record.tables["federation/clients"]["rows"] == [["Zürich <1>"]]
+    assert not record.torn
+
+
+def test_a_run_that_goes_on_replaces_its_rounds_and_a_new_one_everything(tmp_path):
+    for entry in (
+        {"round": 0, "settings": {"seed": 1}},
+        ROUND,
+        {"round": 2, "figures": {"val/nll": 9.0}},
+        {"round": 1, "settings": {"seed": 1}},
+        {"round": 2, "figures": {"val/nll": 0.1}},
+    ):
+        append(tmp_path, entry)
+    assert read(tmp_path / FILE).figures["val/nll"] == {1: 0.5, 2: 0.1}
+    append(tmp_path, {"round": 0, "settings": {"seed": 2}})
+    append(tmp_path, {"round": 1, "figures": {"val/nll": 7.0}})
+    record = read(tmp_path / FILE)
+    assert (record.settings, record.figures) == ({"seed": 2}, {"val/nll": {1: 7.0}})
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", "3", "{}", '{"round": 1, "figures": {"a": "b"}}', "\x00"])
+def test_a_damaged_line_is_named(tmp_path, damaged):
+    (tmp_path / FILE).write_text(f"{json.dumps(ROUND)}\n{damaged}\n{json.dumps(ROUND)}\n")
+    with pytest.raises(FedBayesError, match=r"federation.jsonl: line 2 of 3 is damaged .*remove it"):
+        read(tmp_path / FILE)

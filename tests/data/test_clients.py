@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes import (
-    ClassPartition,
-    ClientDatasets,
-    DirichletPartition,
-    IIDPartition,
-)
+from lightning_fedbayes import ClassPartition, ClientDatasets, DirichletPartition, IIDPartition
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import clients_of, labels_of
 
@@ -21,8 +16,6 @@ FOUR_LABELS = [3, 1, 2, 1]
 
 
 class Untouchable(Dataset):
-    """A data set that fails when an example is loaded."""
-
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
 
@@ -153,9 +146,6 @@ def test_no_example_is_loaded():
     assert clients_of(ConcatDataset([data] * 2), None, seed=0).counts.sum() == 8
 
 
-# --- labels that the data set does not show ---
-
-
 class Examples(list):
     """A map-style data set of any examples."""
 
@@ -179,12 +169,7 @@ CLASSES = torch.arange(60) % 3
     ids=["column of dicts", "attribute of graphs", "tensor", "array", "list", "function"],
 )
 @pytest.mark.parametrize(
-    "partition",
-    [
-        partial(DirichletPartition, 3, 0.5),
-        partial(ClassPartition, 3, 2),
-    ],
-    ids=["Dirichlet", "classes"],
+    "partition", [partial(DirichletPartition, 3, 0.5), partial(ClassPartition, 3, 2)], ids=["Dirichlet", "classes"]
 )
 def test_partitions_take_labels_from_where_they_are(dataset, labels, partition):
     made = clients_of(dataset, partition(labels=labels), seed=0)

@@ -1,7 +1,5 @@
 """Clients whose likelihoods are Gaussian with diagonal curvature, so that their pooled posterior is in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 import torch
@@ -14,38 +12,19 @@ GAUSSIAN, POINT = "w", "b"
 
 
 class Conjugate:
-    r"""Clients whose data have the energy :math:`\tfrac12 H_k (\theta - a_k)^2`, in nats.
+    r"""Clients whose data have the energy :math:`	frac12 H_k (	heta - a_k)^2`, in nats.
 
-    Training goes straight to the minimum of the local problem, or a part of the way; what is measured is exact: the
-    mean gradient on the way, and the curvature.
-
-    Args:
-        curvatures, optima: H and a, shape (clients, P).
-        examples: of the clients.
-        point: the last so many of the parameters are deterministic, a tensor of their own.
-        effort: part of the way that training goes.
-
-    Attributes:
-        kept: client → what it keeps.
+    Training goes a part (``effort``) of the way to the minimum of the local problem. What is measured is exact. H and a
+    have the shape (clients, P), and the last ``point`` of the P parameters are deterministic; ``kept`` is the clients'.
     """
 
-    def __init__(
-        self, curvatures: Tensor, optima: Tensor, examples: Iterable[int], point: int = 0, effort: float = 1.0
-    ) -> None:
+    def __init__(self, curvatures, optima, examples: Iterable[int], point: int = 0, effort: float = 1.0) -> None:
         self.curvatures, self.optima, self.examples = curvatures.double(), optima.double(), [*examples]
         self.size, self.point, self.effort = curvatures.shape[1] - point, point, effort
         self.kept: dict[int, dict[str, Tensor]] = {}
 
     @classmethod
-    def drawn(
-        cls,
-        examples: Iterable[int],
-        size: int = 4,
-        point: int = 0,
-        unlike: float = 1.0,
-        seed: int = 0,
-        effort: float = 1.0,
-    ) -> Conjugate:
+    def drawn(cls, examples, size: int = 4, point: int = 0, unlike: float = 1.0, seed: int = 0, effort: float = 1.0):
         """Return clients about a common truth, whose curvature is roughly one for each example."""
         draws, examples = torch.Generator().manual_seed(seed), [*examples]
         shape = len(examples), size + point
@@ -63,9 +42,7 @@ class Conjugate:
         variances[GAUSSIAN] = (variances[GAUSSIAN] + variance).contiguous()
         return fb.GaussianPosterior(means, variances)
 
-    def pooled(
-        self, prior: tuple[float, float] = (0.0, 1.0), clients: Collection[int] | None = None
-    ) -> fb.GaussianPosterior:
+    def pooled(self, prior=(0.0, 1.0), clients: Collection[int] | None = None) -> fb.GaussianPosterior:
         """Return the posterior of some clients' data, or of all; that of deterministic parameters is their optimum."""
         rows = [*(range(len(self.examples)) if clients is None else clients)]
         strength = torch.tensor([prior[1] ** -2] * self.size + [0.0] * self.point, dtype=torch.float64)
@@ -74,7 +51,6 @@ class Conjugate:
         return self.posterior(shift / precision, 1 / precision[: self.size])
 
     def train(self, method: fb.Method, shared: Shared, client: int) -> Report:
-        """Return a client's report."""
         count, curvature, optimum = self.examples[client], self.curvatures[client], self.optima[client]
         participant = Participant(client, count, self.kept.get(client, {}), gaussian=frozenset({GAUSSIAN}))
         problem, start = method.problem(shared, participant), torch.cat([*shared.posterior.mean.values()])
@@ -93,13 +69,7 @@ class Conjugate:
         return method.report(shared, participant, trained)
 
     def round(self, server: fb.Server, cohort: Iterable[int] | None = None, lies=None) -> dict[str, float]:
-        """Train a cohort, by default all, from the server's model, and return the figures of the round.
-
-        Args:
-            server: of the federation.
-            cohort: clients in the order of their messages.
-            lies: client → what makes its report another one, of (report, shared).
-        """
+        """Train a cohort from the server's model; ``lies`` maps clients to what changes (report, shared)."""
         cohort = [*(range(len(self.examples)) if cohort is None else cohort)]
         shared = server.begin(fb.RoundPlan(server.rounds, tuple(cohort), clients=len(self.examples)))
         for client in cohort:

@@ -1,19 +1,16 @@
 """SCAFFOLD, FedNova and Ditto beside hand-written loops, on both engines, and resumed."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Ditto, FedNova, Participant, Scaffold, Trained
 from lightning_fedbayes.server.plan import STRIDE, Batching, choose_cohort, client_batches
-from tests.federations import Plain, blobs, federate, loader
+from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, quiet_checkpoints, saving
 
 SIZES, EPOCHS, RATE, ROUNDS, SEED, CLIENTS = (50, 26, 14), 2, 0.1, 3, 5, 3
 METHODS = {"scaffold": Scaffold(), "fednova": FedNova(), "ditto": Ditto(0.5)}
@@ -88,15 +85,9 @@ def by_hand(name: str, fraction: float):
 
 def ours(name: str, engine: str, fraction: float, **options):
     module = Plain(lr=RATE)
-    made = fb.FederatedBayes(
-        fb.SizesPartition(SIZES),
-        fusion=METHODS[name],
-        local_epochs=EPOCHS,
-        engine=engine,
-        seed=SEED,
-        fraction=fraction,
-        safeguards=fb.Safeguards(max_influence=None),
-    )
+    settings = {"local_epochs": EPOCHS, "seed": SEED, "safeguards": fb.Safeguards(max_influence=None)}
+    settings |= {"fusion": METHODS.get(name, name), "engine": engine, "fraction": fraction}
+    made = fb.FederatedBayes(fb.SizesPartition(SIZES), **settings)
     federate(module, made, options.pop("rounds", ROUNDS), loader(), **options)
     return module, made
 
@@ -107,45 +98,28 @@ def ours(name: str, engine: str, fraction: float, **options):
 def test_each_is_the_loop_of_its_paper(name, engine, fraction):
     expected, personal = by_hand(name, fraction)
     module, made = ours(name, engine, fraction)
-    for path, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[path], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parameters(module), expected, rtol=1e-6, atol=1e-6)
     for client, values in personal.items():
-        own = made.posterior_of(client).mean
-        for path, value in values.items():
-            torch.testing.assert_close(own[path], value, rtol=1e-6, atol=1e-6)
-            assert not torch.equal(value, expected[path])
+        torch.testing.assert_close(dict(made.posterior_of(client).mean), values, rtol=1e-6, atol=1e-6)
+        assert not any(torch.equal(value, expected[path]) for path, value in values.items())
     assert made.described()["fusion"].startswith(name)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_the_global_model_of_ditto_is_that_of_averaging(engine):
-    one, _ = ours("ditto", "sequential", 1.0)
-    other = Plain(lr=RATE)
-    made = fb.FederatedBayes(
-        fb.SizesPartition(SIZES),
-        fusion="weighted_average",
-        local_epochs=EPOCHS,
-        engine="sequential",
-        seed=SEED,
-        safeguards=fb.Safeguards(max_influence=None),
-    )
-    federate(other, made, ROUNDS, loader())
-    for first, second in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(first, second)
+def test_the_global_model_of_ditto_is_that_of_averaging():
+    (one, _), (other, _) = (ours(name, "sequential", 1.0) for name in ("ditto", "weighted_average"))
+    assert_equal(parameters(one), parameters(other))
 
 
-@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@quiet_checkpoints
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", METHODS)
 def test_each_resumes_bit_by_bit(name, engine, tmp_path):
     whole, made = ours(name, engine, 0.67)
-    ours(name, engine, 0.67, rounds=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
+    ours(name, engine, 0.67, rounds=2, **saving(tmp_path, save_last=True))
     again, resumed = ours(name, engine, 0.67, ckpt_path=tmp_path / "last.ckpt")
-    for first, second in zip(whole.parameters(), again.parameters(), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(parameters(whole), parameters(again))
     for client in range(CLIENTS) if name == "ditto" else ():
-        for path, value in made.posterior_of(client).mean.items():
-            assert torch.equal(value, resumed.posterior_of(client).mean[path])
+        assert_equal(dict(made.posterior_of(client).mean), dict(resumed.posterior_of(client).mean))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])

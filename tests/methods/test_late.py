@@ -75,17 +75,9 @@ def test_a_server_refuses_messages_about_rounds_that_nobody_waits_for():
     assert server.accepted == {0: 2}  # the round that it has trained in, from 1
 
 
-# -- sites: conjugate clients, whose posterior is prior times likelihoods ----------------------------------------------
-
-
-def run(schedule, turns, safeguards=None):
+def run(schedule, turns):
     made = Conjugate.drawn([10] * 6, unlike=0.2, effort=0.5)
-    server = fb.Server(
-        made.posterior(),
-        fusion="sites",
-        late=schedule.late,
-        safeguards=fb.Safeguards() if safeguards is None else safeguards,
-    )
+    server = fb.Server(made.posterior(), fusion="sites", late=schedule.late)
     timeline, under_way = Timeline(schedule, [10] * 6, 0), {}
     for round in range(turns):
         turn = timeline.turn(round)

@@ -1,26 +1,16 @@
 """The method that docs/methods.md writes, as it stands there: on both engines, resumed, with privacy, and its limit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.methods import (
-    Averaging,
-    Ditto,
-    FedProx,
-    Report,
-    Scaffold,
-    unregister_method,
-)
-from tests.federations import FEATURES, Plain, bayesian, federate, loader
+from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Report, Scaffold, unregister_method
+from tests.federations import FEATURES, Plain, assert_close, bayesian, federate, loader, quiet_checkpoints, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -39,37 +29,26 @@ def written():
 
 
 def trained(make, rounds=3, engine="sequential", fraction=1.0, **options):
-    module = make()
-    privacy = options.pop("privacy", None)
-    made = fb.FederatedBayes(
-        fb.DirichletPartition(4, alpha=0.5),
-        fusion="my_feddyn",
-        engine=engine,
-        local_epochs=2,
-        fraction=fraction,
-        seed=3,
-        privacy=privacy,
-    )
-    federate(module, made, rounds, loader(), **options)
+    settings = {"local_epochs": 2, "fraction": fraction, "seed": 3, "privacy": options.pop("privacy", None)}
+    made = fb.FederatedBayes(fb.DirichletPartition(4, alpha=0.5), fusion="my_feddyn", engine=engine, **settings)
+    federate(make(), made, rounds, loader(), **options)
     return made
 
 
 def same(first, second, tolerance=0.0):
-    for name, value in first.posterior.mean.items():
-        torch.testing.assert_close(second.posterior.mean[name], value, rtol=tolerance, atol=tolerance)
+    ours, theirs = (dict(each.posterior.mean) for each in (first, second))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("written")
-@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@quiet_checkpoints
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("make", [Plain, bayesian])
 def test_both_engines_and_a_killed_run_end_alike(make, fraction, tmp_path):
     whole = trained(make, fraction=fraction)
     if make is Plain:  # the other draws
         same(whole, trained(make, engine="vectorized", fraction=fraction), 1e-5)
-    trained(
-        make, 2, fraction=fraction, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True
-    )
+    trained(make, 2, fraction=fraction, **saving(tmp_path, save_last=True))
     again = trained(make, fraction=fraction, ckpt_path=tmp_path / "last.ckpt")
     same(whole, again)
 
@@ -110,7 +89,6 @@ def test_it_ends_where_pooled_training_ends(written):
 
 
 def wrong(**hooks):
-    """A method with these hooks."""
     return type("Wrong", (fb.Method,), hooks)("weighted_average")
 
 
@@ -152,3 +130,43 @@ def test_sites_are_no_rule_of_another_method(method):
         with pytest.raises(FusionError):
             method(rule=rule)
     assert isinstance(FederationSettings(fusion="sites").method, fb.Sites)
+
+
+EXTEND = Path(__file__).parents[2] / "docs" / "extend.md"
+
+
+def own_source():
+    blocks = re.findall(r"```python\n(.*?)```", EXTEND.read_text(), re.DOTALL)
+    (code,) = [block.split("\n\n\nnetwork = ")[0] for block in blocks if "PosteriorSource" in block]
+    space: dict = {"__name__": "page"}
+    exec(compile(code, str(EXTEND), "exec", dont_inherit=True), space)
+    return space["Travelled"]()
+
+
+def by_own_source(rounds=3, engine="sequential", **options):
+    module, fusion = Plain(), options.pop("fusion", "linear_pool")
+    settings = {"posterior": own_source(), "fusion": fusion, "engine": engine, "seed": 1}
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **settings)
+    federate(module, made, rounds, loader(), **options)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", ["linear_pool", "sites", "fednova"])
+def test_both_engines_give_the_same_posterior_of_an_own_source(fusion):
+    one, other = by_own_source(fusion=fusion), by_own_source(fusion=fusion, engine="vectorized")
+    assert_close(one.posterior, other.posterior, 1e-5, 1e-5)
+
+
+@pytest.mark.slow
+@quiet_checkpoints
+def test_an_own_source_is_resumed_bit_by_bit(tmp_path):
+    whole = by_own_source()
+    by_own_source(2, **saving(tmp_path, save_last=True))
+    assert_close(whole.posterior, by_own_source(ckpt_path=tmp_path / "last.ckpt").posterior)
+    assert all(bool(value.all()) for value in whole.posterior.variance.values())
+
+
+def test_what_is_no_source_is_refused():
+    with pytest.raises(FederationError, match=r"give .*PosteriorSource"):
+        fb.FederatedBayes(posterior="laplace")  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,5 @@
 """Bounds on sites: what a lie can do, that honest clients count in full, and that both ends keep the same."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path
@@ -16,7 +14,7 @@ from lightning_fedbayes.methods import Report, Shared
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.guard import FEW, FEWEST
 from lightning_fedbayes.server.site_guard import BEYOND, SiteGuard
-from tests.federations import bayesian, federate
+from tests.federations import assert_close, bayesian, federate
 from tests.methods.conjugate import GAUSSIAN, Conjugate, distance
 
 SIZE, COUNT = 40, 9
@@ -38,18 +36,13 @@ def served(clients: Conjugate, **options) -> fb.Server:
 
 
 def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
-    """Return what multiplies parts of a message."""
-
     def told(report: Report, shared: Shared) -> Report:
         mean = {
             name: shared.posterior.mean[name] + move * (value - shared.posterior.mean[name])
             for name, value in report.posterior.mean.items()
         }
-        sent = {
-            **report.sent,
-            "gradient": gradient * report.sent["gradient"],
-            "precision": precision * report.sent["precision"],
-        }
+        factors = {"gradient": gradient, "precision": precision}
+        sent = {**report.sent, **{name: factor * report.sent[name] for name, factor in factors.items()}}
         return Report(fb.GaussianPosterior.point_mass(mean), report.kept, sent)
 
     return told
@@ -58,11 +51,10 @@ def lie(gradient: float = 1.0, precision: float = 1.0, move: float = 1.0):
 def assert_counted(clients: Conjugate, server: fb.Server) -> None:
     """What clients keep is what the server has counted of each, bit by bit, and adds up to what it has."""
     tensors = split(server.buffers)[1]
-    for name, total in clients.totals().items():
-        torch.testing.assert_close(total, tensors[name], rtol=1e-12, atol=1e-12)
+    totals = clients.totals()
+    torch.testing.assert_close({name: tensors[name] for name in totals}, totals, rtol=1e-12, atol=1e-12)
     for client, kept in clients.kept.items():
-        assert kept.keys() == server.sites[client].keys()
-        assert all(torch.equal(value, server.sites[client][name]) for name, value in kept.items())
+        torch.testing.assert_close(dict(server.sites[client]), kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("examples", [(20,) * COUNT, (3, 300, 20, 7, 100, 30, 10, 50, 200, 5), (20, 20, 20)])
@@ -76,8 +68,7 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent(examples, point):
     assert_counted(clients, servers[0])
     assert not servers[0].untold
     assert not servers[1].sites
-    for ours, theirs in zip(servers[0].posterior.flatten(), servers[1].posterior.flatten(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_close(servers[0].posterior, servers[1].posterior)
 
 
 LIES = {
@@ -186,17 +177,14 @@ def test_the_way_is_what_the_page_says():
 @pytest.mark.parametrize("claim", [0.0, 2.0, 1e9, -1.0])
 def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
     """Both count at the server: how much is extrapolated to clients not heard, and each client's share."""
+
+    def claims(report, shared):
+        return Report(report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)})
+
     clients = clients_of()
     server = served(clients)
     for _ in range(3):
-        figures = clients.round(
-            server,
-            lies={
-                0: lambda report, shared: Report(
-                    report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)}
-                )
-            },
-        )
+        figures = clients.round(server, lies={0: claims})
         assert figures["valid_clients"] == COUNT - 1
     tensors = split(server.buffers)[1]
     assert float(tensors["clients"]) == COUNT - 1
@@ -205,9 +193,7 @@ def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
 
 @pytest.mark.parametrize("factor", [10.0, 1000.0])
 def test_the_size_of_what_counts_is_what_the_page_says(factor):
-    """The bound of all tensors together is twice the median client's, of precisions FEW times that. A precision is
-    scaled back to it; of a move, s times as large as its bound, the weight is 1 / s³, and so is what counts of a
-    gradient and of the precision beside it."""
+    """Precisions are scaled back to the bound; what is s times too long otherwise counts with the weight 1 / s³."""
     found = []
     for told in ({}, {0: lie(factor, factor, factor)}):
         clients = clients_of()
@@ -281,8 +267,7 @@ RAGGED = (3, 5, 9, 17, 30, 60, 100, 150, 220, 300)
 
 @pytest.mark.parametrize(("power", "scatter"), [(0.5, 3), (0.5, 30), (1.0, 30)], ids=["few entries", "noise", "unlike"])
 def test_honest_clients_of_few_and_of_many_examples_are_within_the_bound(power, scatter):
-    """Sums over n examples grow as the root of n where they are noise, and as n where clients are unlike; their lengths
-    scatter as those of vectors of ``scatter`` entries."""
+    """Sums over n examples grow as √n where they are noise, as n where clients are unlike, and lengths scatter."""
     draws, rows = torch.Generator().manual_seed(0), torch.tensor(RAGGED).double()
     clients, beyond = clients_of(), 0
     for _ in range(300):
@@ -304,9 +289,8 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
         ("disk", "sequential", fb.Kept(folder=tmp_path / "s")),
         ("stack", "vectorized", fb.Kept(folder=tmp_path / "v")),
     ):
-        made = fb.FederatedBayes(
-            fb.IIDPartition(9), fusion="sites", adversaries=SignFlip([0], scale=10.0), engine=engine, keep=keep
-        )
+        options = {"adversaries": SignFlip([0], scale=10.0), "engine": engine, "keep": keep}
+        made = fb.FederatedBayes(fb.IIDPartition(9), fusion="sites", **options)
         federate(bayesian(), made, 4)
         if name == "memory":
             tensors, sites = split(made.federation.server.buffers)[1], made.state_dict()["clients"]
@@ -315,7 +299,7 @@ def test_in_process_clients_keep_what_is_counted_in_memory_and_on_disk_by_both_e
                 torch.testing.assert_close(sum(others, first), tensors[part], rtol=0, atol=1e-12)
         found[name] = made.posterior, fb.remove_client(made, 0)
     for ours, theirs in zip(found["memory"], found["disk"], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True))
+        assert_close(ours, theirs)
     for ours, theirs in zip(found["memory"], found["stack"], strict=True):
         torch.testing.assert_close(ours.flatten()[0], theirs.flatten()[0], rtol=0, atol=0.1)
 

@@ -23,7 +23,6 @@ NAMES = sorted([*PER_CLIENT, *PER_COHORT])
 
 
 def normal(mean, variance=1.0):
-    """A posterior with one parameter."""
     mean = torch.tensor(mean, dtype=torch.float64)
     return GaussianPosterior({"w": mean}, {"w": torch.tensor(variance, dtype=torch.float64).expand(mean.shape)})
 
@@ -38,12 +37,7 @@ def shares(*values):
     return pytest.approx([value / sum(values) for value in values])
 
 
-def test_train_size():
-    assert client_weights("train_size", facts_of([normal([1.0])] * 3, [10, 30, 60])) == shares(10, 30, 60)
-
-
 def kl(m, v, n, w):
-    """KL(N(m, v)‖N(n, w)) by hand."""
     return 0.5 * (math.log(w / v) + (v + (m - n) ** 2) / w - 1)
 
 
@@ -54,26 +48,25 @@ def test_distance_is_from_the_previous_global_posterior_to_the_client():
     assert client_weights("distance", facts_of(clients, previous=normal([0.0], [2.0]))) == shares(*expected)
 
 
-def test_distance_sums_over_all_parameters():
-    clients = [normal([1.0, 2.0]), normal([3.0, 0.0])]
-    assert client_weights("distance", facts_of(clients)) == shares(1 / (5 / 2), 1 / (9 / 2))
+MOVED = [(0.0, 1.0), (1.0, 2.0), (5.0, 0.5)]
 
 
-def test_max_discrepancy_is_the_largest_reciprocal():
-    clients = [normal([0.0], [1.0]), normal([1.0], [2.0]), normal([5.0], [0.5])]
-    parameters = [(0.0, 1.0), (1.0, 2.0), (5.0, 0.5)]
-    expected = [max(1 / kl(*parameters[k], *parameters[j]) for j in range(3) if j != k) for k in range(3)]
-    assert client_weights("max_discrepancy", facts_of(clients)) == shares(*expected)
-
-
-def test_distance_l2():
-    clients = [GaussianPosterior.point_mass(normal(mean).mean) for mean in ([1.0, 2.0], [0.0, 3.0])]
-    assert client_weights("distance_l2", facts_of(clients)) == shares(1 / 5, 1 / 9)
-
-
-def test_max_discrepancy_l2():
-    clients = [GaussianPosterior.point_mass(normal(mean).mean) for mean in ([0.0], [1.0], [4.0])]
-    assert client_weights("max_discrepancy_l2", facts_of(clients)) == shares(1, 1, 1 / 9)
+@pytest.mark.parametrize(
+    ("name", "clients", "expected"),
+    [
+        ("distance", [normal([1.0, 2.0]), normal([3.0, 0.0])], (1 / (5 / 2), 1 / (9 / 2))),  # sums over all parameters
+        (
+            "max_discrepancy",  # the largest reciprocal
+            [normal([mean], [variance]) for mean, variance in MOVED],
+            [max(1 / kl(*own, *other) for other in MOVED if other != own) for own in MOVED],
+        ),
+        ("distance_l2", [normal([1.0, 2.0], 0.0), normal([0.0, 3.0], 0.0)], (1 / 5, 1 / 9)),
+        ("max_discrepancy_l2", [normal([0.0], 0.0), normal([1.0], 0.0), normal([4.0], 0.0)], (1, 1, 1 / 9)),
+    ],
+)
+def test_weights_by_their_formulas(name, clients, expected):
+    assert client_weights(name, facts_of(clients)) == shares(*expected)
+    assert client_weights("train_size", facts_of(clients[:2], [10, 30])) == shares(10, 30)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,13 +130,10 @@ def test_function_of_all_facts():
     ("values", "words"),
     [
         ([1.0], "gave 1 weights for 2 clients; give one per client"),
-        ([1.0, 1.0, 1.0], "gave 3 weights for 2 clients"),
         ([1.0, -1.0], r"weights must be finite and at least 0, got -1\.0 among \[1\.0, -1\.0\]"),
         ([1.0, math.nan], "must be finite.*nan"),
-        ([1.0, math.inf], "must be finite.*inf"),
         ([0.0, 0.0], "only zeros; at least one client needs a positive weight"),
         (None, "weights"),
-        ({0: 1.0, 1: 2.0}, "weights"),
         (["a", "b"], "weights"),
     ],
     ids=str,
@@ -207,12 +197,10 @@ def test_clients_with_the_same_data_share_the_weight_of_one():
     ("shared", "words"),
     [
         ("many", "give a square matrix"),
-        ([1.0, 2.0], "no square matrix"),
         ([[1.0, 0.0]], "no square matrix"),
         ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"),
         ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
         ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"),
-        ([[2.0, -1.0], [-1.0, 2.0]], "at least 0"),
     ],
     ids=str,
 )

@@ -3,21 +3,17 @@
 import logging
 import math
 import warnings
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes import FederatedConformal, FederatedTemperature
 from lightning_fedbayes.callbacks.calibration import (
-    FederatedConformal,
-    FederatedTemperature,
     ScoreSketch,
     all_class_scores,
     class_scores,
@@ -39,9 +35,6 @@ def predictive(examples=50, classes=5, seed=0, sharpness=2.0):
     random = torch.Generator().manual_seed(seed)
     probs = (sharpness * torch.randn(examples, classes, generator=random)).softmax(-1)
     return probs, torch.multinomial(probs, 1, generator=random).flatten()
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def test_scores_by_their_definition():
@@ -69,9 +62,6 @@ def test_interval_scores_have_the_unit_of_the_standard_deviation():
     mean, std, targets = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.5]), torch.tensor([-2.0, 2.5])
     assert interval_scores(mean, std, targets).tolist() == [2.0, 3.0]
     assert torch.allclose(interval_scores(3 * mean, 3 * std, 3 * targets), interval_scores(mean, std, targets))
-
-
-# -- sketch ------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -126,9 +116,6 @@ def test_noise_has_the_ratio_that_privacy_allows():
     assert torch.equal(ScoreSketch(counts).noisy(epsilon, seed=1).counts, counts + noise)
     assert not torch.equal(ScoreSketch(counts).noisy(epsilon, seed=2).counts, counts + noise)
     assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, seed=0).counts >= 0).all()
-
-
-# -- sets and intervals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["lac", "aps"])
@@ -207,8 +194,6 @@ def test_shrinkage_moves_a_client_to_the_pooled_threshold():
     assert hard[-1] == pytest.approx(own.threshold, abs=1 / 1024)
 
 
-# -- liars -------------------------------------------------------------------------------------------------------------
-
 LIARS = [(cell, examples) for cell in (0, 1023) for examples in (180, 2**53)]
 
 
@@ -278,13 +263,10 @@ def test_the_median_lies_between_the_honest_clients_thresholds(liars):
     "change",
     [
         {"threshold": "high"},
-        {"threshold": -1.0},
         {"threshold": math.nan},
-        {"thresholds": [1.0]},
         {"thresholds": {"a": None}},
         {"temperature": 0.0},
         {"releases": -1},
-        {"releases": "one"},
     ],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(change):
@@ -308,9 +290,6 @@ def test_the_noise_of_two_fits_does_not_cancel():
     assert torch.equal(one.noisy(1.0, seed=3).counts, one.noisy(1.0, seed=3).counts)
 
 
-# -- noise of releases -------------------------------------------------------------------------------------------------
-
-
 def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     scores = {"a": torch.rand(500, generator=torch.Generator().manual_seed(0))}
     conformal, found = FederatedConformal(0.5, bins=4096, epsilon=0.5), []
@@ -326,44 +305,6 @@ def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     conformal.load_state_dict(FederatedConformal(0.5).state_dict())
     assert conformal.releases == 4  # what has been sent stays counted
     assert FederatedConformal().fit(scores).releases == 0
-
-
-# -- digits ------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def digits(noise=0.0):
-    """Probabilities of a classifier that has seen a few digits, for all others, and their classes."""
-    images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
-    images, labels = images[order] / 16, labels[order]
-    model = LogisticRegression(C=0.05, max_iter=500).fit(images[:150], labels[:150])
-    noisy = images[150:] + noise * np.random.default_rng(1).normal(size=images[150:].shape)
-    return torch.tensor(model.predict_proba(noisy)), torch.tensor(labels[150:])
-
-
-def split_of(targets, seed, calibration=0.5):
-    """Ten Dirichlet clients, and half of each client's examples, at random, for calibration."""
-    owners = fb.DirichletPartition(10, alpha=0.5, min_examples=20).split(targets, seed).indices
-    random = torch.Generator().manual_seed(seed)
-    mixed = [own[torch.randperm(len(own), generator=random)] for own in owners]
-    return [(own[: int(calibration * len(own))], own[int(calibration * len(own)) :]) for own in mixed]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lac", "aps"])
-def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
-    probs, targets = digits()
-    scores, coverage = class_scores(probs, targets, kind), []
-    for seed in range(200):
-        split = split_of(targets, seed)
-        conformal = FederatedConformal(kind=kind).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
-        test = torch.cat([test for _, test in split])
-        coverage.append(conformal.sets(probs[test])[range(len(test)), targets[test]].double().mean().item())
-    assert 0.895 <= np.mean(coverage) <= 0.915
-
-
-# -- from modules ------------------------------------------------------------------------------------------------------
 
 
 def test_from_a_posterior_with_a_temperature():
@@ -396,23 +337,16 @@ def test_from_a_regressor():
         FederatedConformal(kind="interval").fit_from(network, data)
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: class_scores(torch.zeros(2, 3), torch.tensor([0, 1])), "probs are no probabilities"),
         (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 2])), "targets run from 0 to 2"),
-        (lambda: class_scores(torch.full((2, 2), 0.5), torch.zeros(2)), "targets are of shape"),
-        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "acp"), "kind='acp': did you mean"),
         (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "lac", torch.Generator()), "to draw"),
         (lambda: interval_scores(torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a std is not above 0"),
         (lambda: interval_scores(torch.zeros(2), torch.ones(2, 1), torch.zeros(2)), "shapes differ"),
         (lambda: ScoreSketch.of(torch.tensor([1.5])), r"not all finite and in \[0, 1\]"),
-        (lambda: ScoreSketch.of(torch.tensor([math.nan]), grid="half_line"), r"in \[0, inf\]"),
         (lambda: ScoreSketch(torch.tensor([1, -1])), "counts hold -1"),
-        (lambda: ScoreSketch(torch.zeros(2)), "give a vector of int64"),
         (lambda: ScoreSketch(torch.tensor([2**62, 2**62])), r"counts hold 9\.22e\+18 scores.*at most 2\^53"),
         (lambda: ScoreSketch(torch.tensor([2**53])) + ScoreSketch(torch.tensor([2**53])), r"at most 2\^53"),
         (lambda: FederatedConformal(pooling="mean"), "pooling='mean'"),
@@ -420,10 +354,8 @@ def test_from_a_regressor():
         (lambda: ScoreSketch.of(torch.rand(2)) + ScoreSketch.of(torch.rand(2), 8), "1024 cells .* and 8"),
         (lambda: ScoreSketch.of(torch.rand(2)).noisy(0.0, 1), "epsilon=0.0"),
         (lambda: FederatedConformal(level=1.0), "level=1.0"),
-        (lambda: FederatedConformal(shrinkage=-1.0), "shrinkage=-1.0"),
         (lambda: FederatedConformal().fit({}), "give a dict"),
         (lambda: FederatedConformal().fit({"a": torch.rand(9), "b": torch.rand(0)}), "client b has no held-out"),
-        (lambda: FederatedConformal().fit({"a": ScoreSketch.of(torch.rand(9), 8)}), "client a: sketches differ"),
         (lambda: FederatedConformal().sets(torch.full((1, 2), 0.5)), "call fit"),
         (lambda: FederatedConformal().intervals(torch.zeros(1), torch.ones(1)), "has no intervals"),
         (lambda: FederatedConformal(kind="interval").sets(torch.full((1, 2), 0.5)), "has no sets"),

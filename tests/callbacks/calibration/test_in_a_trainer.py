@@ -1,7 +1,5 @@
 """Temperature and conformal sets as callbacks of a Trainer: what is found, kept, scored, used and refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -10,17 +8,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
-from tests.callbacks.test_before_training import Untrained
-from tests.federations import Plain, bayesian, blobs, federate, loader, network, trainer
+from tests.federations import Plain, bayesian, blobs, clients, federate, loader, network, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
-
-
-def clients(*sizes):
-    return fb.ClientDatasets({f"c{number}": blobs(size, seed=size) for number, size in enumerate(sizes)})
 
 
 def batches(data, size=8):
@@ -39,11 +32,8 @@ def deterministic():
 def fitted(callbacks, module=None, rounds=2, val=None, **options):
     """A module after some rounds, with the Trainer that has trained it."""
     module = bayesian(learning_rate=0.03) if module is None else module
-    val = batches(clients(30, 40)) if val is None else val
-    made = federate(
-        module, fb.FederatedBayes(seed=3), rounds, loader(clients(40, 30)), val, callbacks=callbacks, **options
-    )
-    return module, made
+    val, train = batches(clients(30, 40)) if val is None else val, loader(clients(40, 30))
+    return module, federate(module, fb.FederatedBayes(seed=3), rounds, train, val, callbacks=callbacks, **options)
 
 
 def regressor(last=1):
@@ -178,8 +168,6 @@ def test_the_users_own_module_is_calibrated_by_its_forward_or_its_posterior():
     assert scaling.temperature == pytest.approx(alone.temperature, rel=0.1)
 
 
-# -- privacy -----------------------------------------------------------------------------------------------------------
-
 PRIVATE = [lambda: fb.FederatedBayes(privacy=fb.UpdatePrivacy(1.0, 1.0)), lambda: fb.ExamplePrivacy(1.0, 1.0)]
 
 
@@ -213,43 +201,3 @@ def test_noisy_thresholds_are_taken_once_after_the_last_round():
         validating = trainer(1, [conformal])
         validating.validate(module, held_out, verbose=False)
         assert float(validating.callback_metrics["val/lac_80/epsilon"]) == spent
-
-
-# -- what does not go --------------------------------------------------------------------------------------------------
-
-
-def test_sets_before_the_temperature_are_refused_before_training():
-    scaling, conformal = both()
-    with pytest.raises(FedBayesError, match="put FederatedTemperature first"):
-        fitted([conformal, scaling])
-
-
-OWN = {  # likelihood of the module's own outputs, outputs, targets, what is said before training
-    "one logit": (None, 1, lambda n: torch.randint(0, 2, (n,)), fb.FederatedTemperature, "yes or no, or numbers"),
-    "numbers": (None, 1, torch.randn, lambda: fb.FederatedConformal(kind="interval"), "noise is not known"),
-    "other classes": (None, 2, lambda n: torch.full((n,), 5), fb.FederatedTemperature, "there are 2 classes"),
-    "sets of numbers": (fb.Gaussian(1.0), 1, torch.randn, fb.FederatedConformal, "kind='interval'"),
-    "intervals of classes": (
-        "categorical",
-        2,
-        lambda n: torch.randint(0, 2, (n,)),
-        lambda: fb.FederatedConformal(kind="interval"),
-        "predicts no mean and variance",
-    ),
-}
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("known", "outputs", "targets", "callback", "says"), OWN.values(), ids=OWN)
-def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says, steps):
-    data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
-    with pytest.raises(FedBayesError, match=says):
-        federate(
-            Untrained(known, outputs),
-            fb.FederatedBayes(engine="sequential"),
-            1,
-            loader(data),
-            batches(data),
-            callbacks=[callback()],
-            num_sanity_val_steps=steps,
-        )

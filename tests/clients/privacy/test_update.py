@@ -7,12 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lightning_fedbayes as fb
+from benchmarks.untrusted.adversaries import ScaledUpdate
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, privatised
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers import read_posterior
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import RoundPlan
+from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters
 
 pytest.importorskip("opacus")
 
@@ -22,7 +26,6 @@ def draws(seed=0):
 
 
 def posterior(seed, size=4, scale=1.0):
-    """A deterministic bias and a Gaussian weight."""
     noise = draws(seed)
     mean = {"weight": scale * torch.randn(size, 2, generator=noise), "bias": scale * torch.randn(3, generator=noise)}
     variance = {"weight": torch.rand(size, 2, generator=noise) + 0.01, "bias": torch.zeros(()).expand(3)}
@@ -30,7 +33,6 @@ def posterior(seed, size=4, scale=1.0):
 
 
 def step(sent, previous):
-    """(μ − μ_o, log σ − log σ_o), written out by name."""
     means = [(sent.mean[name] - previous.mean[name]).double().flatten() for name in previous.names]
     ratio = sent.variance["weight"].double() / previous.variance["weight"].double()
     return torch.cat([*means, ratio.log().flatten() / 2])
@@ -101,14 +103,10 @@ def test_what_is_deterministic_is_decided_by_the_global_posterior():
 def test_names_come_in_the_order_of_the_global_posterior():
     before, after = posterior(0), posterior(1)
     turned = after.ordered(["bias", "weight"])
-    first, second = (
-        privatised(each, before, clip=1.0, noise_multiplier=1.0, generator=draws()) for each in (after, turned)
-    )
+    options = {"clip": 1.0, "noise_multiplier": 1.0}
+    first, second = (privatised(each, before, generator=draws(), **options) for each in (after, turned))
     assert first.names == second.names == before.names
     assert all(torch.equal(first.mean[name], second.mean[name]) for name in before.names)
-
-
-# -- widening ----------------------------------------------------------------------------------------------------------
 
 
 def test_widening_adds_the_variance_of_the_noise():
@@ -147,15 +145,11 @@ def test_widened_messages_fuse_to_the_right_variance_of_independent_measurements
 
     size, n, noise = 5_000, 10, 0.3
     before = GaussianPosterior({"w": torch.zeros(size)}, {"w": torch.full((size,), 1e-4)})
-    sent = [
-        privatised(before, before, clip=1.0, noise_multiplier=noise, generator=draws(k), widen=True) for k in range(n)
-    ]
+    options = {"clip": 1.0, "noise_multiplier": noise, "widen": True}
+    sent = [privatised(before, before, generator=draws(client), **options) for client in range(n)]
     fused = fuse("conflation", sent)
     assert float(fused.mean["w"].square().mean()) == pytest.approx(float(fused.variance["w"].mean()), rel=0.1)
     assert float(fused.variance["w"].mean()) == pytest.approx(noise**2 / n, rel=0.01)
-
-
-# -- the shell ---------------------------------------------------------------------------------------------------------
 
 
 def update(client=0, **options):
@@ -211,7 +205,89 @@ def test_arguments_are_checked_at_once(options, named):
         UpdatePrivacy(**options)
 
 
-def test_figures_count_the_messages_of_a_client():
-    privacy = UpdatePrivacy(noise_multiplier=2.0, delta=1e-4)
-    assert privacy.figures(rounds=0) == {"privacy/epsilon": 0.0}
-    assert privacy.figures(rounds=10) == {"privacy/epsilon": epsilon_of(2.0, 1e-4, 10)}
+HUGE = UpdatePrivacy(clip=1e6, noise_multiplier=0.0)
+
+
+def run(module, privacy, rounds=2, clients=3, ckpt_path=None, **options):
+    federation = fb.FederatedBayes(fb.IIDPartition(clients), privacy=privacy, **options)
+    return federate(module, federation, rounds, ckpt_path=ckpt_path), federation
+
+
+def distance(first, second):
+    """Norm of the step from one posterior to another, in (μ, log σ)."""
+    parts = [(first.mean[n] - second.mean[n]).flatten() for n in first.names]
+    ratios = (first.variance[n] / second.variance[n] for n in first.names if first.variance[n].any())
+    parts += [ratio.log().flatten() / 2 for ratio in ratios]
+    return float(torch.cat(parts).norm())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_no_noise_and_no_clipping_changes_nothing(engine):
+    plain, private = bayesian(), bayesian()
+    run(plain, None, engine=engine, fusion="rklb")
+    run(private, HUGE, engine=engine)
+    torch.testing.assert_close(parameters(private), parameters(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_the_engines_send_the_same_noise():
+    modules = Plain(), Plain()
+    for module, engine in zip(modules, ("sequential", "vectorized")):
+        run(module, UpdatePrivacy(0.5, 0.3), engine=engine)
+    torch.testing.assert_close(*map(parameters, modules), rtol=1e-4, atol=1e-5)
+
+
+def test_an_average_of_clipped_updates_is_no_longer_than_one_of_them():
+    module = bayesian(learning_rate=0.5)
+    before = read_posterior(module).clone()
+    _, federation = run(module, UpdatePrivacy(0.01, 0.0), rounds=1, fusion="log_variance_average", engine="sequential")
+    assert 0.005 < distance(federation.posterior, before) <= 0.01 * (1 + 1e-3)
+
+
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
+    privacy = UpdatePrivacy(0.5, 0.2, widen_posterior=True)
+    whole, half, resumed = bayesian(), bayesian(), bayesian(seed=1)
+    made, _ = run(whole, privacy, rounds=4)
+    run(half, privacy, rounds=2)[0].save_checkpoint(tmp_path / "half.ckpt")
+    again, _ = run(resumed, privacy, rounds=4, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(parameters(whole), parameters(resumed))
+    assert again.callback_metrics["privacy/epsilon"] == made.callback_metrics["privacy/epsilon"]
+    with pytest.raises(FederationError, match=r"privacy=None \(was UpdatePrivacy"):
+        run(bayesian(), None, rounds=4, ckpt_path=tmp_path / "half.ckpt")
+
+
+def test_adversaries_begin_with_what_they_would_have_sent():
+    """A free rider sends the global posterior's means; its variances are protected as those of any client."""
+    free_riders = ScaledUpdate(clients=1.0, factor=0.0)
+    (_, fed), (_, honest), (_, unprotected) = (
+        run(bayesian(), privacy, rounds=1, adversaries=adversaries)
+        for privacy, adversaries in (
+            (UpdatePrivacy(1.0, 1.0), free_riders),
+            (UpdatePrivacy(1.0, 1.0), None),
+            (None, None),
+        )
+    )
+    torch.testing.assert_close(dict(fed.posterior.mean), dict(read_posterior(bayesian()).mean))
+    torch.testing.assert_close(dict(fed.posterior.variance), dict(honest.posterior.variance))
+    name = "network.2.weight"
+    assert not torch.allclose(fed.posterior.variance[name], unprotected.posterior.variance[name], rtol=0.1)
+
+
+def test_buffers_are_refused_before_training():
+    module = Plain(network(batch_norm=True))
+    before = parameters(module)
+    for buffers in ("average", "local"):
+        with pytest.raises(FederationError, match=r"net\.1\.running_mean.*buffers='frozen'"):
+            run(module, HUGE, buffers=buffers)
+    assert_equal(before, parameters(module))
+    run(module, HUGE, rounds=1, buffers="frozen")
+    run(Plain(network(batch_norm=True)), HUGE, rounds=1, local_parameters=["net.1.*"])
+
+
+def test_another_share_of_the_clients_goes_on_with_the_account(tmp_path):
+    """It counts the rounds that each client has taken part in."""
+    privacy = UpdatePrivacy(noise_multiplier=1.0)
+    run(bayesian(), privacy, rounds=2)[0].save_checkpoint(tmp_path / "half.ckpt")
+    made, federation = run(bayesian(), privacy, rounds=4, ckpt_path=tmp_path / "half.ckpt", fraction=0.34)
+    rounds = list(federation._report.records.rounds)
+    assert sum(rounds) == 2 * 3 + 2 * 1
+    assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(epsilon_of(1.0, 1e-5, max(rounds)))

@@ -1,7 +1,5 @@
 """Modules that several tests share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -62,8 +60,6 @@ class PerClient(Plain):
 
 
 class Padded(Plain):
-    """Words, of which 0 is padding."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, CLASSES)))
@@ -75,8 +71,6 @@ def words() -> TensorDataset:
 
 
 class Late(Plain):
-    """A buffer that first changes in the second round."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))

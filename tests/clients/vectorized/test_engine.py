@@ -1,17 +1,30 @@
 """Clients that fail, and the module and optimizer during a round."""
 
-from __future__ import annotations
-
 import logging
+from contextlib import suppress
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine as vectorized
-from tests.federations import CLASSES, Plain, assert_equal, blobs, federate, loader, parameters
+from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
+from lightning_fedbayes.clients.vectorized.probe import check_elementwise
+from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
+from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layout_of
+from lightning_fedbayes.clients.vectorized.step import ParameterSwap
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.loading import FailedBatch
+from lightning_fedbayes.core.private_torch import PRIMITIVES, has_vmap_primitives
+from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
+from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
+from tests.federations import CLASSES, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
 
 
 class Torn(Dataset):
@@ -56,20 +69,7 @@ def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fau
 
     reference = OnlyGood()
     federate(reference, fb.FederatedBayes(engine="sequential", keep=["optimizer"]), 2, loader(fb.ClientDatasets(parts)))
-    for (name, value), other in zip(reference.named_parameters(), module.parameters()):
-        torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_a_client_that_has_failed_comes_back_in_the_next_round():
-    class Later(Plain):
-        def training_step(self, batch, batch_idx):
-            if self.current_epoch == 1:
-                raise RuntimeError("a bad day")
-            return super().training_step(batch, batch_idx)
-
-    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized")
-    federate(Later(), federation, 3)
-    assert [row["failed_clients"] for row in federation.history] == [0, 3, 0]
+    torch.testing.assert_close(parameters(module), parameters(reference), rtol=1e-5, atol=1e-6)
 
 
 def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_own_parameters_after_it(monkeypatch):
@@ -94,3 +94,172 @@ def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_
     assert_equal(seen[0][1], start)
     assert_equal(seen[-1][1], next(p for epoch, p in seen if epoch == 1))
     assert "log" not in vars(module)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 1, 3)])
+def test_a_layout_is_made_as_it_was_read(order):
+    inverse = sorted(range(4), key=lambda place: order[place])
+    tensor = torch.zeros([(2, 3, 4, 5)[d] for d in order]).permute(inverse)
+    assert tensor.shape == (2, 3, 4, 5)
+    assert layout_of(tensor) == order
+    made = empty_with_layout((7, 3, 4, 5), order, torch.zeros(1, dtype=torch.float64))
+    assert layout_of(made) == order
+    assert (made.shape, made.dtype) == ((7, 3, 4, 5), torch.float64)
+
+
+def test_a_tensor_with_gaps_or_mixed_clients_has_no_layout():
+    assert layout_of(torch.zeros(3, 2).t()) is None
+    assert layout_of(torch.zeros(2, 4)[:, :2]) is None
+    assert layout_of(torch.zeros(()).expand(2, 3)) is None
+
+
+def test_clipping_is_that_of_each_client_alone():
+    torch.manual_seed(0)
+    gradients = [torch.randn(4, 3, 2), torch.randn(4), 10 * torch.randn(4, 5)]
+    gradients[0][2], gradients[1][2], gradients[2][2] = 0.01, 0.0, 0.02  # below the limit
+    for clip, reference in ((clip_norms, nn.utils.clip_grad_norm_), (clip_values, nn.utils.clip_grad_value_)):
+        clipped = [gradient.clone() for gradient in gradients]
+        clip(clipped, 0.5)
+        for slot in range(4):
+            alone = [nn.Parameter(torch.zeros_like(gradient[slot])) for gradient in gradients]
+            for parameter, gradient in zip(alone, gradients):
+                parameter.grad = gradient[slot].clone()
+            reference(alone, 0.5)
+            for parameter, stacked in zip(alone, clipped):
+                torch.testing.assert_close(stacked[slot], parameter.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_groups_that_step_apart_keep_their_own_number_of_steps():
+    """Adam on four clients, of which two step apart at one point, against Adam on each."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(3), torch.randn(5, 4, 3)
+    own = nn.Parameter(start.clone())
+    optimizer = torch.optim.Adam([own], lr=0.1)
+    keys = check_elementwise(optimizer)
+    rows = torch.stack([start] * 4)
+    stacked = StackedOptimizer(optimizer, [rows], [{}] * 4, keys)
+    whole = range(4)
+    for step in range(5):
+        groups = [whole] if step in (0, 1, 4) else [(0, 2), (1, 3)]
+        for slots in groups:
+            stacked.select(slots, step, alone=len(groups) == 1)
+            stacked.parameters[0].grad = gradients[step][list(slots)]
+            stacked.step()
+    stacked.write_back()
+    for slot in range(4):
+        alone = nn.Parameter(start.clone())
+        adam = torch.optim.Adam([alone], lr=0.1)
+        for step in range(5):
+            alone.grad = gradients[step, slot]
+            adam.step()
+        torch.testing.assert_close(rows[slot], alone.detach())
+    kept = [stacked.read_state(slot) for slot in (0, 1)]
+    assert [float(state[0]["step"]) for state in kept] == [5.0, 5.0]
+    stacked.remove()
+    assert optimizer.param_groups[0]["params"] == [own]
+
+
+@pytest.fixture
+def remove_primitives(monkeypatch):
+    def remove():
+        for name in (*PRIMITIVES, "is_functorch_wrapped_tensor"):
+            monkeypatch.delattr(torch._C._functorch, name)
+        assert not has_vmap_primitives()
+
+    assert has_vmap_primitives()
+    return remove
+
+
+CASES = {
+    "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
+    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
+    "convolutions": (Convolutional, images),
+    "padding": (Padded, words),
+    "attributes per client": (PerClient, blobs),
+    "late buffer": (Late, blobs),
+    "skipped steps": (SkipsShort, blobs),
+    "logged values and outputs": (Logging, blobs),
+    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_federation_ends_equal_without_the_primitives(case, remove_primitives):
+    make, data = CASES[case]
+    ended = []
+    for removed in (False, True):
+        if removed:
+            remove_primitives()
+        module, partition = make(), fb.SizesPartition((30, 20, 10))
+        federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
+        made = federate(module, federation, 2, loader(data()))
+        assert federation.federation.engine.name == "vectorized"
+        assert federation.history[-1]["failed_clients"] == 0
+        figures = {name: value for name, value in made.callback_metrics.items() if not name.endswith("seconds")}
+        ended.append((dict(module.state_dict()), figures))
+    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
+
+
+def test_a_swap_reaches_tied_tensors_and_is_undone_after_an_error():
+    module = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
+    module["second"].weight = module["first"].weight
+    before = dict(module.state_dict(keep_vars=True))
+    swap = ParameterSwap(module)
+    other, mean = torch.zeros(3, 2, 2), torch.ones(3, 2)
+    with suppress(RuntimeError), swap.using({"first.weight": other, "norm.running_mean": mean}):
+        assert module["first"].weight is module["second"].weight is swap["first.weight"] is other
+        assert module["norm"].running_mean is mean
+        raise RuntimeError
+    assert all(tensor is before[name] for name, tensor in module.state_dict(keep_vars=True).items())
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    batch_size=st.integers(1, 9),
+    epochs=st.integers(1, 3),
+    at_once=st.integers(1, 12),
+    drop_last=st.booleans(),
+    steps_per_batch=st.integers(1, 9),
+)
+def test_a_schedule_has_every_batch_of_every_client_once_and_in_order(
+    sizes, batch_size, epochs, at_once, drop_last, steps_per_batch
+):
+    batching = Batching(batch_size, drop_last=drop_last, local_epochs=epochs)
+    sizes = [max(size, batch_size) if drop_last else size for size in sizes]
+    plan = plan_round(0, sizes, batching)
+    planned = Scheduler(sizes, batching, at_once, steps_per_batch)(plan)
+    taken: dict[int, list[int]] = {client: [] for client in range(len(sizes))}
+    assert all(1 <= len(groups) <= steps_per_batch for _, groups in planned.batches)
+    for chunk, group in ((chunk, group) for chunk, groups in planned.batches for group in groups):
+        assert len(chunk.clients) <= at_once
+        assert group.alone == (sum(other.step == group.step for other in chunk.groups) == 1)
+        for slot in group.slots:
+            client = chunk.clients[slot]
+            assert group.step == len(taken[client])
+            taken[client].append(group.batch_size)
+    for client, size in enumerate(sizes):
+        assert taken[client] == [len(batch) for batch in client_batches(0, client, size, batching)]
+    lengths = [[batches_per_epoch(sizes[client], batching) for client in chunk.clients] for chunk in planned.chunks]
+    assert [length for chunk in lengths for length in chunk] == sorted(
+        (batches_per_epoch(size, batching) for size in sizes), reverse=True
+    )
+    counts = [len(chunk.clients) for chunk in planned.chunks]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_loaded_batches_of_equal_structure_shape_and_dtype_are_stacked():
+    def batch(value, length=2, dtype=torch.float32):
+        return {"x": torch.full((length,), value, dtype=dtype), "y": [torch.tensor(value)]}
+
+    error = OSError("torn")
+    others = [batch(3), batch(4, dtype=torch.float64), (torch.ones(2),)]
+    batches = [batch(0), batch(1, length=3), FailedBatch(error), *others]
+    stacked = stack_batches(range(6), batches)
+    assert stacked.failures == {2: error}
+    assert [slots for slots, _ in stacked.parts] == [(0, 3), range(1, 2), range(4, 5), range(5, 6)]
+    assert stacked.parts[0][1]["x"].tolist() == [[0.0, 0.0], [3.0, 3.0]]
+    assert stacked.parts[0][1]["y"][0].tolist() == [0, 3]
+    with pytest.raises(CannotVectorize, match="more than tensors \\(str\\)"):
+        stack_batches(range(1), [{"x": "text"}])

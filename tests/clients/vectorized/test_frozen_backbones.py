@@ -1,7 +1,5 @@
 """Stacks of adapters over one frozen network, which the clients share; branches, modes and batches of such networks."""
 
-from __future__ import annotations
-
 from collections import UserDict
 
 import pytest
@@ -13,10 +11,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import outside_of_vmap
+from tests.clients.vectorized.modules import Backbone
+from tests.clients.vectorized.test_parity import assert_same, both
 from tests.federations import Plain, federate, loader, network, parameters
-
-from .modules import Backbone
-from .test_parity import assert_same, both
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +21,6 @@ SIZES = fb.SizesPartition((35, 22, 20, 13))
 
 
 class Adapted(Plain):
-    """The optimizer holds what trains, or everything."""
-
     def __init__(self, *, everything: bool = False, **options) -> None:
         super().__init__(Backbone(), **options)
         self.everything = everything
@@ -110,8 +105,6 @@ def test_a_buffer_that_begins_to_change_becomes_each_client_s_own(way):
 
 
 class Masked(Plain):
-    """Branches on the data, as Hugging Face's masks do."""
-
     def training_step(self, batch, batch_idx):
         x, y = batch
         return super().training_step((x * 0.5 if (x[:, 0] > 3.4).any() else x, y), batch_idx)
@@ -135,18 +128,7 @@ def test_clients_that_branch_differently_step_apart(monkeypatch):
     assert any(1 < count < 5 for count in trained)  # and those of one mind have stayed together
 
 
-def test_a_branch_on_what_trains_is_refused():
-    class OnWeights(Plain):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (2 if self.net[0].weight.sum() > -1e6 else 1)
-
-    with pytest.raises(CannotVectorize, match=r"decides by the value of a tensor"):
-        federate(OnWeights(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1)
-
-
 class Encoding(UserDict):
-    """As Hugging Face's BatchEncoding."""
-
     source = "tokenizer"
 
     def __getattr__(self, name):
@@ -212,33 +194,6 @@ def test_modes_are_those_of_the_sequential_engine(when, stack):
 def test_modes_that_change_from_step_to_step_are_refused():
     with pytest.raises(CannotVectorize, match=r"between train\(\) and eval\(\) from step to step"):
         federate(Evaluates("in turns"), fb.FederatedBayes(SIZES, engine="vectorized"), 1)
-
-
-class Configuration:
-    """Something that a step sets for good, as Hugging Face's models set ``config.problem_type``."""
-
-    kind: str | None = None
-    steps = 0
-
-
-class Configured(Plain):
-    counts = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Configuration()
-
-    def training_step(self, batch, batch_idx):
-        self.settings.kind = self.settings.kind or "classes"
-        self.settings.steps += self.counts
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_every_step_changes_is_one():
-    module = Configured()
-    module.counts = True
-    with pytest.raises(CannotVectorize, match=r"changes self.settings"):
-        federate(module, fb.FederatedBayes(SIZES, engine="vectorized"), 1)
 
 
 @pytest.mark.parametrize(("frozen", "engine"), [(True, "vectorized"), (False, "sequential")])

@@ -1,7 +1,5 @@
 """Metrics that training_step feeds: both engines log the same, or the vectorized one is refused with the reason."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -61,14 +59,14 @@ def collection() -> MetricCollection:
     )
 
 
-def calls_and_logs(module, logits, labels, loss, **options):
-    module.metric(logits, labels)
-    module.log("value", module.metric, **(options or EPOCH))
+def logged(feeds):
+    """What feeds its metric by a function of (metric, logits, labels, loss), and logs it."""
 
+    def step(module, logits, labels, loss):
+        feeds(module.metric, logits, labels, loss)
+        module.log("value", module.metric, **EPOCH)
 
-def updates_and_logs(module, logits, labels, loss):
-    module.metric.update(logits, target=labels)
-    module.log("value", module.metric, **EPOCH)
+    return step
 
 
 def writes_afterwards(module, logits, labels, loss):
@@ -80,25 +78,13 @@ def logs_what_it_returns(module, logits, labels, loss):
     module.log("value", module.metric(logits, labels), **EPOCH)
 
 
-def of_the_loss(module, logits, labels, loss):
-    module.metric(loss)
-    module.log("value", module.metric, **EPOCH)
-
-
-def weighted(module, logits, labels, loss):
-    module.metric.update(loss, len(labels))
-    module.log("value", module.metric, **EPOCH)
-
-
-def twice(module, logits, labels, loss):
-    module.metric.update(loss)
-    module.metric.update(2 * loss)
-    module.log("value", module.metric, **EPOCH)
-
-
 def logs_members(module, logits, labels, loss):
     module.metric(logits, labels)
     module.log_dict(module.metric, **EPOCH)
+
+
+updates_and_logs = logged(lambda metric, z, y, loss: metric.update(z, target=y))
+of_the_loss = logged(lambda metric, z, y, loss: metric(loss))
 
 
 def logs_by_class(module, logits, labels, loss):
@@ -107,10 +93,6 @@ def logs_by_class(module, logits, labels, loss):
         module.metric.update(logits, labels)
         for name, each in module.metric.items(keep_base=True):
             module.log(f"own/{name}", each, **EPOCH)
-
-
-def logs_values(module, logits, labels, loss):
-    module.log_dict(module.metric(logits, labels), **EPOCH)
 
 
 def only_updates(module, logits, labels, loss):
@@ -129,8 +111,6 @@ def in_a_dict(module, logits, labels, loss):
 
 
 class Deep(nn.Module):
-    """A metric two modules deep."""
-
     def __init__(self):
         super().__init__()
         self.of_training = accuracy()
@@ -140,19 +120,19 @@ class Deep(nn.Module):
 
 
 SAME = {
-    "called": (accuracy, calls_and_logs),
+    "called": (accuracy, logged(lambda metric, z, y, loss: metric(z, y))),
     "updated": (accuracy, updates_and_logs),
     "written into afterwards": (accuracy, writes_afterwards),
     "its value": (accuracy, logs_what_it_returns),
     "mean": (MeanMetric, of_the_loss),
     "sum": (SumMetric, of_the_loss),
     "maximum": (MaxMetric, of_the_loss),
-    "weighted mean": (MeanMetric, weighted),
-    "twice in a step": (MeanMetric, twice),
+    "weighted mean": (MeanMetric, logged(lambda metric, z, y, loss: metric.update(loss, len(y)))),
+    "twice in a step": (MeanMetric, logged(lambda metric, z, y, loss: [metric.update(k * loss) for k in (1, 2)])),
     "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
     "collection": (collection, logs_members),
     "by class": (collection, logs_by_class),
-    "values of a collection": (collection, logs_values),
+    "values of a collection": (collection, lambda module, z, y, loss: module.log_dict(module.metric(z, y), **EPOCH)),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
     "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
     "collection, end of the epoch": (collection, only_updates, computes_and_resets),
@@ -172,13 +152,12 @@ def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
 @pytest.mark.slow
 def test_both_engines_log_the_same():
     for name, case in SAME.items():
-        (one, first, logged), (other, second, also) = (run(engine, *case) for engine in ("sequential", "vectorized"))
-        for path, value in one.state_dict().items():
-            torch.testing.assert_close(other.state_dict()[path], value, rtol=1e-6, atol=1e-6, msg=name)
-        own = [key for key in logged if not key.startswith("federation/") and key != "round"]
+        (one, first, values), (other, second, also) = (run(engine, *case) for engine in ("sequential", "vectorized"))
+        torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=1e-6, atol=1e-6)
+        own = [key for key in values if not key.startswith("federation/") and key != "round"]
         assert own, name
-        assert logged.keys() == also.keys(), name
-        assert [also[key] for key in own] == pytest.approx([logged[key] for key in own], rel=1e-6), name
+        assert values.keys() == also.keys(), name
+        assert [also[key] for key in own] == pytest.approx([values[key] for key in own], rel=1e-6), name
         for before, after in zip(first.history, second.history, strict=True):
             assert before.keys() == after.keys(), name
             assert after == pytest.approx({**before, "seconds": after["seconds"]}, rel=1e-5, abs=1e-7), name
@@ -186,8 +165,8 @@ def test_both_engines_log_the_same():
 
 def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
     monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
-    logged = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
-    assert logged[1]["train/f1"] == pytest.approx(logged[0]["train/f1"], rel=1e-6)
+    values = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
+    assert values[1]["train/f1"] == pytest.approx(values[0]["train/f1"], rel=1e-6)
 
 
 class Discounted(Metric):

@@ -1,7 +1,5 @@
 """Operations on stacks against vmap of the functions that they replace, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +17,7 @@ from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import gaussian_kl_sum
-
-from .modules import Divergence
+from tests.clients.vectorized.modules import Divergence
 
 CLIENTS = 4
 

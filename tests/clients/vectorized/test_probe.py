@@ -1,16 +1,14 @@
 """The probe names what cannot be trained as a stack, before training."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from contextlib import nullcontext
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 import lightning_fedbayes as fb
@@ -19,36 +17,42 @@ from lightning_fedbayes.core.errors import FederationError
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, parameters
 
 
-class Metric(Plain):
-    def __init__(self):
-        super().__init__()
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+class Changed(Plain):
+    """Its step returns a function of (module, loss, batch); ``attributes`` are set before."""
+
+    def __init__(self, change, optimizer=torch.optim.SGD, **attributes):
+        super().__init__(optimizer=optimizer)
+        self.change = [change]
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * self.accuracy(self(batch[0]), batch[1])
+        return self.change[0](self, super().training_step(batch, batch_idx), batch)
 
 
-class Branch(Plain):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss * 2 if loss > 0.5 else loss
+def keeps(module, loss, batch):
+    module.losses.append(loss.detach())
+    return loss
 
 
-class Keeps(Plain):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
+def counts(module, loss, batch):
+    module.count += 1
+    return loss
 
 
-class Mixup(Plain):
-    def training_step(self, batch, batch_idx):
-        share = np.random.beta(0.4, 0.4)
-        return super().training_step(batch, batch_idx) * (1 + share)
+def slows(module, loss, batch):
+    module.optimizers().param_groups[0]["lr"] *= 0.99
+    return loss
+
+
+def decayed(parameters, loss):
+    return loss + 0.05 * sum(p.square().sum() for p in parameters)
+
+
+def keeps_parameters():
+    module = Changed(lambda module, loss, _: decayed(module.decay, loss))
+    module.decay = list(module.net.parameters())
+    return module
 
 
 class AfterBackward(Plain):
@@ -62,13 +66,21 @@ class Names(Plain):
 
 
 class NormedSGD(torch.optim.SGD):
-    """Steps by the gradient over its norm, taken over each whole tensor."""
+    """Steps by the gradient over its norm, taken over each whole tensor, from some step on."""
+
+    taken, first = 0, 1
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad /= parameter.grad.norm()
+        self.taken += 1
+        if self.taken >= self.first:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= parameter.grad.norm()
         return super().step(closure)
+
+
+class Late(NormedSGD):
+    first = 4
 
 
 class Recurrent(Plain):
@@ -81,60 +93,10 @@ class Recurrent(Plain):
         return self.net(self.lstm(x.view(-1, 3, 2))[0][:, -1])
 
 
-class FromOptimizer(Plain):
-    def training_step(self, batch, batch_idx):
-        held = self.optimizers().param_groups[0]["params"]
-        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in held)
-
-
-class KeepsParameters(Plain):
-    def __init__(self):
-        super().__init__()
-        self.decay = list(self.net.parameters())
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in self.decay)
-
-
-class TensorInPlace(Plain):
-    def __init__(self):
-        super().__init__()
-        self.count = torch.zeros(())
-
-    def training_step(self, batch, batch_idx):
-        self.count += 1
-        return super().training_step(batch, batch_idx)
-
-
-class Rate(Plain):
-    def training_step(self, batch, batch_idx):
-        self.optimizers().param_groups[0]["lr"] *= 0.99
-        return super().training_step(batch, batch_idx)
-
-
-class Late(torch.optim.SGD):
-    """Normalises from its fourth step on."""
-
-    taken = 0
-
-    def step(self, closure=None):
-        self.taken += 1
-        if self.taken > 3:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad /= parameter.grad.norm()
-        return super().step(closure)
-
-
 def backward_hook() -> Plain:
     module = Plain()
     module.net[0].register_full_backward_hook(lambda layer, inputs, outputs: tuple(2 * each for each in inputs))
     return module
-
-
-class Vector(Plain):
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
 
 
 def hooked() -> Plain:
@@ -143,29 +105,42 @@ def hooked() -> Plain:
     return module
 
 
-class GradientNorms(L.Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        pass
-
-
+ACCURACY = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+GRADIENT_NORMS = LambdaCallback(on_before_optimizer_step=lambda *_: None)
 REFUSED = {
-    "metric": (Metric, {}, "computes with what self.accuracy returns of a batch"),
-    "branch": (Branch, {}, "decides by the value of a tensor: use torch.where, at line"),
-    "keeps a tensor": (Keeps, {}, "changes self.losses"),
-    "numpy": (Mixup, {}, "draws from Python's or NumPy's generator"),
+    "metric": (
+        lambda: Changed(lambda m, loss, batch: loss * m.accuracy(m(batch[0]), batch[1]), accuracy=ACCURACY.clone()),
+        {},
+        "computes with what self.accuracy returns of a batch",
+    ),
+    "branch": (
+        lambda: Changed(lambda m, loss, batch: loss * 2 if loss > 0.5 else loss),
+        {},
+        "decides by the value of a tensor: use torch.where, at line",
+    ),
+    "keeps a tensor": (lambda: Changed(keeps, losses=[]), {}, "changes self.losses"),
+    "numpy": (
+        lambda: Changed(lambda m, loss, batch: loss * (1 + np.random.beta(0.4, 0.4))),
+        {},
+        "draws from Python's or NumPy's generator",
+    ),
     "hook": (AfterBackward, {}, "AfterBackward has a hook on_after_backward"),
-    "callback": (Plain, {"callbacks": [GradientNorms()]}, "GradientNorms has a hook on_before_optimizer_step"),
+    "callback": (Plain, {"callbacks": [GRADIENT_NORMS]}, "LambdaCallback has a hook on_before_optimizer_step"),
     "name": (Names, {}, "reads the client's name"),
     "optimizer": (lambda: Plain(optimizer=NormedSGD), {}, "NormedSGD does not treat every entry"),
     "parameter hook": (hooked, {}, "net.0.weight has a hook"),
     "backward hook": (backward_hook, {}, "net.0 has a backward hook"),
-    "parameters of the optimizer": (FromOptimizer, {}, "reads parameters from elsewhere"),
-    "kept parameters": (KeepsParameters, {}, "keeps the parameter net.0.weight elsewhere"),
-    "tensor in place": (TensorInPlace, {}, "changes self.count"),
-    "rate": (Rate, {}, "changes the optimizer's options"),
+    "parameters of the optimizer": (
+        lambda: Changed(lambda m, loss, _: decayed(m.optimizers().param_groups[0]["params"], loss)),
+        {},
+        "reads parameters from elsewhere",
+    ),
+    "kept parameters": (keeps_parameters, {}, "keeps the parameter net.0.weight elsewhere"),
+    "tensor in place": (lambda: Changed(counts, count=torch.zeros(())), {}, "changes self.count"),
+    "rate": (lambda: Changed(slows), {}, "changes the optimizer's options"),
     "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
     "lstm": (Recurrent, {}, "runs a recurrent layer with dropout between layers"),
-    "vector loss": (Vector, {}, "must be one number"),
+    "vector loss": (lambda: Changed(lambda m, loss, batch: loss.expand(8)), {}, "must be one number"),
 }
 
 
@@ -213,48 +188,35 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         assert sum(message.startswith(line) for message in caplog.messages) == 1
 
 
-ELEMENTWISE = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "NAdam": {},
-    "RMSprop": {"centered": True},
-    "Adagrad": {},
-    "Rprop": {},
-}
-STACKED = {
-    "SGD": {"momentum_buffer"},
-    "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"},
-    "NAdam": {"exp_avg", "exp_avg_sq"},
-    "RMSprop": {"square_avg", "grad_avg"},
-    "Adagrad": {"sum"},
-    "Rprop": {"prev", "step_size"},
+ELEMENTWISE = {  # options, the entries that are stacked, and whether torch computes with a tensor of step numbers
+    "SGD": ({"momentum": 0.9}, {"momentum_buffer"}, False),
+    "Adam": ({"amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, True),
+    "AdamW": ({}, {"exp_avg", "exp_avg_sq"}, True),
+    "NAdam": ({}, {"exp_avg", "exp_avg_sq"}, False),
+    "RMSprop": ({"centered": True}, {"square_avg", "grad_avg"}, True),
+    "Adagrad": ({}, {"sum"}, False),
+    "Rprop": ({}, {"prev", "step_size"}, True),
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_are_recognised_and_not_changed(name):
+    """And so are those whose numbers of steps may differ between clients."""
+    options, stacked, counts = ELEMENTWISE[name]
     parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))]
-    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **ELEMENTWISE[name])
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = copy.deepcopy([p.detach() for p in parameters])
-    assert check_elementwise(optimizer) == STACKED[name]
+    own = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    keys = check_elementwise(optimizer)
+    assert keys == stacked
+    assert counts_by_row(optimizer, keys) == ({"step"} if counts else set())
     assert all(torch.equal(a, b) for a, b in zip(before, parameters))
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == own
     assert not any("exp_avg" in state for state in optimizer.state.values())
     assert optimizer.param_groups[0]["params"][0] is parameters[0]
     assert scheduler.last_epoch == 0
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_numbers_of_steps_may_differ_between_clients_where_torch_computes_with_tensors(name):
-    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))]
-    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **ELEMENTWISE[name])
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    has = name in ("Adam", "AdamW", "RMSprop", "Rprop")  # the others have no such number, or take its value
-    assert counts_by_row(optimizer, check_elementwise(optimizer)) == ({"step"} if has else set())
-    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == options
-    assert not any("exp_avg" in state for state in optimizer.state.values())
 
 
 def test_a_number_of_steps_that_all_rows_would_share_is_noticed(monkeypatch):

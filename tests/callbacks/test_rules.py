@@ -1,5 +1,6 @@
-"""fusion="auto": the rule that predicts the held-out data best, in every round."""
+"""Rules inside a federation: the best of several in every round, and those that infer reliability."""
 
+import copy
 import math
 
 import pytest
@@ -7,19 +8,20 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.adversaries import GaussianVector
 from lightning_fedbayes.clients.evaluation import predictive_nll
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.fusion import AutoFusion
-from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, rule_state, trainer
+from lightning_fedbayes.fusion import AutoFusion, Reliability, get_rule
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, network, parameters, rule_state
 
-RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
+CANDIDATES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
 
 
 def validation():
     return DataLoader(blobs(60, seed=5), 25)
 
 
-def choosing(rules=RULES, rounds=2, engine="auto", module=None, **options):
+def choosing(rules=CANDIDATES, rounds=2, engine="auto", module=None, **options):
     fusion = AutoFusion(rules, **options) if rules != "auto" else "auto"
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, engine=engine, seed=3)
     model = bayesian() if module is None else module
@@ -35,7 +37,7 @@ def losses(figures):
 def test_the_best_of_one_round_is_what_that_rule_alone_gives(engine):
     made, model, _ = choosing(rounds=1, engine=engine)
     scores = losses(made.history[0])
-    assert set(scores) == set(RULES)
+    assert set(scores) == set(CANDIDATES)
     best = min(scores, key=scores.get)
     alone = fb.FederatedBayes(fb.IIDPartition(4), fusion=best, engine=engine, seed=3)
     other = bayesian()
@@ -53,7 +55,7 @@ def test_a_rule_that_cannot_fuse_drops_out_of_the_round():
 
 
 def test_no_rule_is_left():
-    fusion = AutoFusion(RULES, score=lambda module, batch: math.nan)
+    fusion = AutoFusion(CANDIDATES, score=lambda module, batch: math.nan)
     made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, safeguards=fb.Safeguards(max_failed_rounds=1))
     with pytest.raises(FederationError, match="no candidate has a finite loss"):
         federate(Plain(), made, rounds=1, val=validation())
@@ -70,17 +72,13 @@ def test_states_of_all_candidates_are_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
 def test_resumed_run_chooses_the_same(tmp_path):
-    whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)
-    half = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
-    run = trainer(2, [half], enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(bayesian(), loader(), validation())
-    resumed = fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
-    again = bayesian()
-    trainer(4, [resumed]).fit(again, loader(), validation(), ckpt_path=run.checkpoint_callback.last_model_path)
-    for name, value in parameters(again).items():
-        assert torch.equal(value, parameters(model)[name]), name
+    rules = ["ivar_vb", "linear_pool"]
+    whole, model, _ = choosing(rules, rounds=4)
+    choosing(rules, rounds=2)[2].save_checkpoint(tmp_path / "half.ckpt")
+    again, resumed = bayesian(), fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(rules), seed=3)
+    federate(again, resumed, 4, val=validation(), ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(parameters(again), parameters(model))
     assert [losses(figures) for figures in resumed.history] == [losses(figures) for figures in whole.history]
 
 
@@ -115,3 +113,75 @@ def test_mistakes_are_found_before_training():
         AutoFusion(["rklb"])
     with pytest.raises(FusionError, match="twice"):
         AutoFusion(["rklb", "reverse_kl_barycenter"])
+
+
+RULES = ["ivar_mle", "ivar_vb", "icov_mle", "icov_vb", "geometric_median", "multi_krum"]
+CLIENTS = 6
+
+
+def federation(fusion, **options):
+    attack = GaussianVector(clients=[4])
+    return fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=fusion, adversaries=attack, **options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_adversary_is_found_out(rule):
+    made = federation(rule, weighting="equal")
+    federate(Plain(), made, rounds=3)
+    weights = made.federation.result.weights
+    assert sum(weights.values()) == pytest.approx(1)
+    assert weights[4] == min(weights.values()) < 0.1
+    assert made.history[-1]["effective_clients"] <= CLIENTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", Reliability("ivar_vb", then="wasserstein_barycenter")])
+def test_state_is_that_of_all_rounds(rule):
+    """The rule applied by hand to what the clients sent in each round."""
+    made = federation(rule, fraction=0.8, seed=3)
+    by_hand, state, fused, seen = get_rule(rule), get_rule(rule).init(), [], []
+    original = type(made.settings.method.rule).apply
+
+    def watch(self, cohort, before):
+        seen.append(copy.deepcopy(cohort))
+        return original(self, cohort, before)
+
+    made.settings.method.rule.apply = watch.__get__(made.settings.method.rule)
+    federate(bayesian(), made, rounds=3)
+    for cohort in seen:
+        fused.append(original(by_hand, cohort, state))
+        state = fused[-1].state
+    assert len(fused) == 3
+    assert len({cohort.clients for cohort in seen}) > 1
+    assert_equal(dict(made.posterior.mean), dict(fused[-1].posterior.mean))
+    assert made.federation.result.weights == pytest.approx(fused[-1].reliability)
+
+
+@pytest.mark.slow
+def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
+    made = federation("multi_krum", seed=1)
+    federate(Plain(network(batch_norm=True)), made, rounds=1)
+
+    def as_inferred(facts):
+        return [made.federation.result.weights[each.client] for each in facts]
+
+    alone = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", weighting=as_inferred, seed=1)
+    module, again = Plain(network(batch_norm=True)), Plain(network(batch_norm=True))
+    federate(module, alone, rounds=1)
+    federate(again, federation("multi_krum", seed=1), rounds=1)
+    torch.testing.assert_close(dict(module.named_buffers()), dict(again.named_buffers()))
+
+
+def test_round_without_enough_clients_keeps_the_rule_s_state():
+    class FailsLater(Plain):
+        def on_client_start(self, client):
+            if (client.number, client.round) == (0, 1):
+                raise RuntimeError("out of order")
+
+    one, two = (federation("ivar_vb", safeguards=fb.Safeguards(min_clients=6), engine="sequential") for _ in range(2))
+    federate(Plain(), one, rounds=1)
+    federate(FailsLater(), two, rounds=2)
+    assert [row["failed_rounds"] for row in two.history] == [0, 1]
+    assert rule_state(one)
+    torch.testing.assert_close(rule_state(two), rule_state(one), rtol=0, atol=0)
+    assert two.federation.result.weights == {}
