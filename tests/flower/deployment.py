@@ -168,19 +168,6 @@ class Deployment:
         """Run an app to its end and return its log."""
         return self.flwr("run", str(app), "loopback", "--run-config", config, "--stream")
 
-    def revive(self) -> None:
-        """Start the SuperNodes again that have ended; the SuperLink takes none back before it has missed it."""
-        for number, process in self.nodes.items():
-            if process.poll() is not None:
-                self.start_node(number)
-
-    def server_apps(self) -> list[int]:
-        """Return the processes that run a ServerApp now."""
-        table = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-        own = {child for process in self._processes for child in descendants(process.pid)}
-        rows = (line.split(maxsplit=1) for line in table.splitlines())
-        return [int(row[0]) for row in rows if int(row[0]) in own and "flwr-serverapp" in row[1]]
-
     def stop(self) -> None:
         """End every process and all that they have started, as a power cut would."""
         kill(self._processes)

@@ -11,9 +11,9 @@ from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.schedule import read_arrivals
-from tests.flower.clients import client_apps
+from tests.flower.clients import assert_same, client_apps
 from tests.flower.grid import NODE, SlowGrid
-from tests.flower.test_parity import Learned, Scheduled, assert_same
+from tests.flower.test_parity import Learned, Scheduled
 from tests.flower.test_strategy import in_rounds, lost, nan
 from tests.transport.federation import hybrid, in_process
 
@@ -200,21 +200,6 @@ def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
     run(AtOnce(client_apps(state_folder=tmp_path, fusion="sites")), strategy, 3)
     assert [line["arrived"] for line in lines(tmp_path)] == [[[k, r] for k in (0, 1, 2, 3)] for r in range(3)]
     assert_same(strategy, in_process(3, fusion="sites", seed=3))
-
-
-# -- best round, early stop --------------------------------------------------------------------------------------------
-
-
-def scored(monkeypatch, values):
-    """Let clients find these losses, round by round."""
-
-    def evaluate(self, trainer, module, datamodule, task):
-        return {"val/nll": values[task.round]}, 10
-
-    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 REFUSED = {

@@ -146,12 +146,11 @@ def test_replies_are_used_or_refused_with_errors_of_the_package():
 @pytest.mark.parametrize(
     ("metrics", "config", "says"),
     [
-        ({"num-examples": 0}, None, "num-examples=0.*at least 1"),
+        ({"num-examples": -5}, None, "num-examples=-5.*at least 1"),
         ({"num-examples": 2**62}, None, "num-examples.*at most"),
         ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
         (None, {"server-round": True}, "of round True"),
         (None, {"client": 1}, "says that it is client 1"),
-        (None, {"kind": "counts"}, "of kind 'counts', and it was asked for 'update'"),
         (None, {"kind": "other"}, "says that it is 'other'"),
         (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
     ],
