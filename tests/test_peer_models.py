@@ -62,17 +62,6 @@ def test_timm(name):
     assert predictive.predict_step(data.tensors[0]).probs.shape == (8, 3)
 
 
-def test_transformers():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    words = TensorDataset(torch.randint(0, 50, (12, 7)), torch.arange(12) % 2)
-    predictive = federated(Own(transformers.BertForSequenceClassification(config)), words)
-    assert predictive.predict_step(words.tensors[0]).epistemic.min() >= 0
-
-
 class Words(Own):
     """A user's module around a transformer: batches are the dicts of its tokenizer."""
 
@@ -83,20 +72,13 @@ class Words(Own):
         return self.network(**batch).loss
 
 
-def bert(seed=0):
+def bert():
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            num_labels=2,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+        transformers.BertConfig(vocab_size=50, num_labels=2, **small, **still)
     )
 
 
@@ -190,15 +172,6 @@ def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
     torch.testing.assert_close(found.probs, made.predict_step(batch).probs, rtol=1e-5, atol=1e-5)
 
 
-def test_segmentation_models():
-    smp = pytest.importorskip("segmentation_models_pytorch")
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 2, (8, 32, 32)))
-    network = smp.Unet("resnet18", encoder_weights=None, classes=2)
-    predictive = federated(Own(network), data)
-    assert predictive.sample(data.tensors[0][:2], 2).shape == (2, 2, 2, 32, 32)
-
-
 def test_torch_geometric():
     pytest.importorskip("torch_geometric")
     from torch_geometric.data import Data
@@ -265,20 +238,8 @@ LENGTHS = [7, 7, 7, 7, 3, 5, 7, 4, 6, 7, 2, 5]  # of the texts: the first batch 
 
 def lora_bert(rank=2, **options):
     """A tiny BERT with LoRA, whose loss Hugging Face computes from the labels in the batch."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    bert = transformers.BertForSequenceClassification(config)
-    return peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
+    peft, network = pytest.importorskip("peft"), bert()
+    return peft.get_peft_model(network, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
 
 
 def texts(kind=dict, padded=True):

@@ -15,6 +15,7 @@ from lightning_fedbayes.methods import FedNova, FedProx
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.server.schedule import Timeline
 from tests.federations import Plain, bayesian, loader
+from tests.refusals import refusals
 
 THREE = torch.arange(60) % 3
 MODULE, LAYER, LINE = Plain(), nn.Linear(2, 1), nn.Linear(2, 1)
@@ -129,10 +130,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [pytest.param(*case, id=f"{room} {k}") for room in REFUSED for k, case in enumerate(REFUSED[room])],
+test_what_cannot_be_is_refused_with_the_remedy = refusals(
+    fb.FedBayesError,
+    *[pytest.param(*case, id=f"{room} {k}") for room in REFUSED for k, case in enumerate(REFUSED[room])],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(call, says):
-    with pytest.raises(fb.FedBayesError, match=says):
-        call()

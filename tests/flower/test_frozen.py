@@ -36,11 +36,7 @@ def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (frozen, {}),
-        (frozen, {"fusion": FedProx(0.1)}),
-        (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
-    ],
+    [(frozen, {}), (frozen, {"fusion": FedProx(0.1)}), (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"})],
     ids=["averaged", "FedProx", "IVON by sites"],
 )
 def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, tmp_path):

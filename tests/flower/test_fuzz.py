@@ -146,7 +146,7 @@ def test_replies_are_used_or_refused_with_errors_of_the_package():
 @pytest.mark.parametrize(
     ("metrics", "config", "says"),
     [
-        ({"num-examples": -5}, None, "num-examples=-5.*at least 1"),
+        ({"num-examples": 0}, None, "num-examples=0.*at least 1"),
         ({"num-examples": 2**62}, None, "num-examples.*at most"),
         ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
         (None, {"server-round": True}, "of round True"),

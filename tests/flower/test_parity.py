@@ -134,14 +134,7 @@ def assert_same_head(found, alone):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"inference": "laplace"},
-        {"likelihood": "one_hot"},
-        {"prior_std": 0.5, "exchanges": 4},
-    ],
-    ids=str,
+    "options", [{}, {"inference": "laplace"}, {"likelihood": "one_hot"}, {"prior_std": 0.5, "exchanges": 4}], ids=str
 )
 @pytest.mark.parametrize("large", [False, True])
 def test_a_head_that_is_asked_for_is_that_of_one_process(options, large, monkeypatch):
@@ -211,11 +204,7 @@ def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"keep": ["posterior"], "local_parameters": ["network.0.*"]},
-        {"fusion": "population"},
-        {"fusion": "ditto"},
-    ],
+    [{"keep": ["posterior"], "local_parameters": ["network.0.*"]}, {"fusion": "population"}, {"fusion": "ditto"}],
 )
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
     local = options.get("local_parameters", ())

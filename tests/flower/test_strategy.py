@@ -164,10 +164,7 @@ def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fus
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ({"seed": 1}, r"seed=1 \(was 0\)"),
-        ({"make": lambda: Plain(network())}, "name different parameters"),
-    ],
+    [({"seed": 1}, r"seed=1 \(was 0\)"), ({"make": lambda: Plain(network())}, "name different parameters")],
 )
 def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
     path = tmp_path / "server.pt"

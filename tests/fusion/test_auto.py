@@ -1,9 +1,8 @@
 """Names and checks of the rules that are chosen from; the choice itself is tested with a federation."""
 
-import pytest
-
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import AlphaBarycenter, AutoFusion, Krum, NormClipping, Reliability
+from tests.refusals import refusals
 
 
 def test_names_have_the_arguments():
@@ -17,10 +16,10 @@ def test_names_have_the_arguments():
     )
 
 
-@pytest.mark.parametrize(
-    ("candidates", "words"),
-    [(["wb"], "give two or more"), (["rklb", "llp"], "names a rule twice"), (["rklb", "rklp"], "did you mean 'rklb'")],
+test_candidates_that_cannot_be_chosen_from_are_refused = refusals(
+    FusionError,
+    (["wb"], "give two or more"),
+    (["rklb", "llp"], "names a rule twice"),
+    (["rklb", "rklp"], "did you mean 'rklb'"),
+    call=AutoFusion,
 )
-def test_candidates_that_cannot_be_chosen_from_are_refused(candidates, words):
-    with pytest.raises(FusionError, match=words):
-        AutoFusion(candidates)

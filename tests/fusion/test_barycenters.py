@@ -27,11 +27,7 @@ def wasserstein(q, client):
     return ((q.mean - client.mean) ** 2 + (q.stddev - client.stddev) ** 2).sum()
 
 
-OBJECTIVES = {
-    "reverse_kl_barycenter": reverse_kl,
-    "wasserstein_barycenter": wasserstein,
-    "linear_pool": forward_kl,
-}
+OBJECTIVES = {"reverse_kl_barycenter": reverse_kl, "wasserstein_barycenter": wasserstein, "linear_pool": forward_kl}
 
 
 def objective(rule, cohort, mean, log_std):

@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import get_rule
 
-from .strategies import (
-    CLOSED_FORMS,
-    RULES,
-    STEPS,
-    WEIGHTED,
-    Cohort,
-    assert_at_most,
-    assert_same,
-    cohorts,
-)
+from .strategies import CLOSED_FORMS, RULES, STEPS, WEIGHTED, Cohort, assert_at_most, assert_same, cohorts
 
 TO_THE_LAST_DIGIT = [rule for rule in RULES if rule != "ivar_mle" and not rule.startswith("icov")]
 """All but those whose search may pass a saddle, where rounding decides which way it goes on: see their own tests."""

@@ -52,10 +52,7 @@ def test_no_client(rule):
 
 
 @pytest.mark.parametrize("rule", KINDS)
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [("mean", -math.inf), ("variance", math.nan)],
-)
+@pytest.mark.parametrize(("kind", "value"), [("mean", -math.inf), ("variance", math.nan)])
 def test_values_that_are_not_finite(rule, kind, value):
     bad = two_layers()
     getattr(bad, kind)["head"][1, 2] = value

@@ -5,14 +5,7 @@ import torch
 
 from lightning_fedbayes import fuse, register_fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import (
-    LinearPool,
-    SumRule,
-    available_fusions,
-    get_rule,
-    rule_name,
-    unregister_fusion,
-)
+from lightning_fedbayes.fusion import LinearPool, SumRule, available_fusions, get_rule, rule_name, unregister_fusion
 
 from .strategies import posterior
 

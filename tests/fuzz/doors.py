@@ -683,9 +683,7 @@ DOORS = {
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),
     "ClientAccuracy": door(partial(measure, metrics.ClientAccuracy), clients=3),
     "IntervalCoverage": door(partial(measure, metrics.IntervalCoverage), level=0.9),
-    "PredictiveEntropy": door(
-        partial(measure, metrics.PredictiveEntropy),
-    ),
+    "PredictiveEntropy": door(partial(measure, metrics.PredictiveEntropy)),
     "ClientAccuracy.update": door(
         lambda **batch: updated(metrics.ClientAccuracy(2), **batch), probs=PROBS, target=TARGET, client=TARGET
     ),

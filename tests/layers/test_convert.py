@@ -18,6 +18,7 @@ from lightning_fedbayes.layers import (
     kl_divergence,
     mean_only,
 )
+from tests.refusals import refusals
 
 from .helpers import KINDS, example
 
@@ -195,38 +196,34 @@ class Block(Wall):
         self.inner = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("network", "arguments", "message"),
-    [
-        (LeNet(), {}, "exactly one"),
-        (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
-        (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
-        (LeNet(), {"last": -1}, "at least 0"),
-        (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
-        (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
-        (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
-        (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
-        (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
-        (LeNet(), {"types": ["Linear"]}, "must be classes"),
-        (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
-        (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
-        (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
-        (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
-        (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
-        (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
-        (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
-        (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
-        (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
-        (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
-        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
-        (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
-        (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
-        (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
-        (hooked(), {"last": 1}, "hooks"),
-        (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
-        (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
-    ],
+test_what_cannot_be_converted_is_refused_with_the_reason = refusals(
+    ConversionError,
+    (LeNet(), {}, "exactly one"),
+    (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
+    (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
+    (LeNet(), {"last": -1}, "at least 0"),
+    (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
+    (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
+    (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
+    (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
+    (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
+    (LeNet(), {"types": ["Linear"]}, "must be classes"),
+    (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
+    (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
+    (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
+    (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
+    (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
+    (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
+    (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
+    (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
+    (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
+    (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
+    (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
+    (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
+    (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
+    (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
+    (hooked(), {"last": 1}, "hooks"),
+    (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
+    (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
+    call=lambda network, arguments: bayesianize(network, **arguments),
 )
-def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
-    with pytest.raises(ConversionError, match=message):
-        bayesianize(network, **arguments)

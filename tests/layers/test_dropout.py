@@ -8,6 +8,7 @@ from lightning_fedbayes import bayesianize, with_mc_dropout
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
+from tests.refusals import refusals
 
 
 def masked(network):
@@ -62,16 +63,12 @@ def test_all_layers_but_the_last_are_masked_and_all_names_are_kept(network, shap
 TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("network", "rate", "message"),
-    [
-        (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),
-        (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
-        (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
-        (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
-        (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
-    ],
+test_what_cannot_be_converted_is_refused = refusals(
+    ConversionError,
+    (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),
+    (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
+    (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
+    (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
+    (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
+    call=with_mc_dropout,
 )
-def test_what_cannot_be_converted_is_refused(network, rate, message):
-    with pytest.raises(ConversionError, match=message):
-        with_mc_dropout(network, rate)

@@ -9,6 +9,7 @@ from torchmetrics import MetricCollection
 from lightning_fedbayes import metrics as M
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
+from tests.refusals import refusals
 
 BATCH, CLASSES, SAMPLES = 90, 5, 4
 generator = torch.Generator().manual_seed(0)
@@ -185,24 +186,19 @@ def test_one_client_number_for_a_whole_batch_and_clients_without_data():
     assert F.weighted_accuracy(accuracies, torch.ones(4)) == accuracies[2] == F.worst_fraction_accuracy(accuracies)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
-        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY * torch.nan), "nan"),
-        (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
-        (lambda: M.ClientAccuracy(0), "clients=0"),
-        (lambda: M.CalibrationDiagram(0), "bins=0"),
-        (lambda: M.BrierScore().update(PROBS, TARGET), r"probs.mean\(0\)"),
-        (lambda: M.MutualInformation().update(MEAN_PROBS), "samples, batch, classes"),
-        (lambda: M.OutOfDistributionAUROC().update(RISK, OUT.long()), "out is of torch.int64: give torch.bool"),
-        (lambda: M.OutOfDistributionAUROC().update(RISK, OUT[1:]), "shapes differ"),
-        (lambda: M.OutOfDistributionAUROC().update(RISK * torch.nan, OUT), "uncertainty is NaN at 90 of 90"),
-        (lambda: M.OutOfDistributionFPR(recall=0), "recall=0"),
-        (lambda: M.ConcordanceIndex().update(RISK + 1, EVENT, TIME), "swapped with time"),
-        (lambda: M.ConcordanceIndex()(RISK * torch.nan, TIME, EVENT), "risk is NaN"),
-    ],
+test_errors = refusals(
+    FedBayesError,
+    (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
+    (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY * torch.nan), "nan"),
+    (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
+    (lambda: M.ClientAccuracy(0), "clients=0"),
+    (lambda: M.CalibrationDiagram(0), "bins=0"),
+    (lambda: M.BrierScore().update(PROBS, TARGET), r"probs.mean\(0\)"),
+    (lambda: M.MutualInformation().update(MEAN_PROBS), "samples, batch, classes"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT.long()), "out is of torch.int64: give torch.bool"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT[1:]), "shapes differ"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK * torch.nan, OUT), "uncertainty is NaN at 90 of 90"),
+    (lambda: M.OutOfDistributionFPR(recall=0), "recall=0"),
+    (lambda: M.ConcordanceIndex().update(RISK + 1, EVENT, TIME), "swapped with time"),
+    (lambda: M.ConcordanceIndex()(RISK * torch.nan, TIME, EVENT), "risk is NaN"),
 )
-def test_errors(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()

@@ -16,6 +16,7 @@ from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import NormalPrior
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
+from tests.refusals import refusals
 
 from .helpers import labelled, loader, trainer
 
@@ -25,9 +26,6 @@ SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleat
 
 def bayesian(**options):
     return HybridBayesianClassifier(mlp(6, 3, (5,)), bayesian_last=2, posterior_std=0.5, **options)
-
-
-# -- prediction --------------------------------------------------------------------------------------------------------
 
 
 def test_fields_of_a_prediction():
@@ -66,9 +64,6 @@ def test_the_mean_predictive_averages_probabilities_and_not_logits():
     draws = model.sample(x)
     torch.manual_seed(1)
     assert torch.allclose(model.predict_step([x, None]).probs, draws.softmax(-1).mean(0))
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def table():
@@ -125,9 +120,6 @@ def test_the_sanity_check_leaves_no_trace_in_the_scores():
     assert logged == pytest.approx({f"val/{name}": value for name, value in expected.items()}, rel=1e-4)
 
 
-# -- robustness --------------------------------------------------------------------------------------------------------
-
-
 def test_the_generalised_cross_entropy_lies_between_the_cross_entropy_and_the_error():
     logits, target = 3 * torch.randn(40, 5, dtype=torch.float64), torch.randint(0, 5, (40,))
     probs = logits.softmax(1).gather(1, target[:, None])[:, 0]
@@ -174,22 +166,15 @@ def test_a_robustness_that_is_no_exponent_is_refused(robustness):
         bayesian(robustness=robustness)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
-        ({"bayesian_last": -1}, "last=-1"),
-        ({"bayesian_last": 1, "estimator": "flip"}, "estimator='flip'.*flipout"),
-        ({"bayesian_last": 1, "init": "pre-trained"}, "init='pre-trained'.*pretrained"),
-        ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
-        ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
-        ({"bayesian_last": 1, "prior_std": -1.0}, "prior_std=-1.0: .*standard deviation"),
-        ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "give no .*prior_std"),
-    ],
+test_arguments_of_the_conversion = refusals(
+    ConversionError,
+    ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
+    ({"bayesian_last": -1}, "last=-1"),
+    ({"bayesian_last": 1, "estimator": "flip"}, "estimator='flip'.*flipout"),
+    ({"bayesian_last": 1, "init": "pre-trained"}, "init='pre-trained'.*pretrained"),
+    ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
+    ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
+    ({"bayesian_last": 1, "prior_std": -1.0}, "prior_std=-1.0: .*standard deviation"),
+    ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "give no .*prior_std"),
+    call=lambda options: HybridBayesianClassifier(mlp(6, 3, (5,)), **options),
 )
-def test_arguments_of_the_conversion(options, message):
-    with pytest.raises(ConversionError, match=message):
-        HybridBayesianClassifier(mlp(6, 3, (5,)), **options)

@@ -115,9 +115,6 @@ def test_one_client_of_all_data_is_no_federation():
     torch.testing.assert_close(federated.predict_step(x).mean, plain.predict_step(x).mean)
 
 
-# -- the other baselines need no class of their own --------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", BARYCENTERS)
 @pytest.mark.parametrize("method", ["dropout", "mean field"])
@@ -133,9 +130,6 @@ def test_dropout_and_mean_field_have_epistemic_variance_after_every_barycenter(m
         prediction = model.eval().predict_step(torch.randn(6, FEATURES))
     assert float(prediction.epistemic.min()) > 0
     assert bool(prediction.variance.isfinite().all())
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_members_that_would_stay_alike_are_refused():

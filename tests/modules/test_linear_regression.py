@@ -41,9 +41,6 @@ def marginal(x, y, variance, prior_std):
     return torch.distributions.MultivariateNormal(torch.zeros_like(y.T), covariance).log_prob(y.T).sum()
 
 
-# -- posterior and prediction ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 3, 80])
 def test_prediction_is_the_conditional_of_the_joint_gaussian(count):
     """Conditioning the joint distribution of old and new targets uses no posterior of weights at all."""
@@ -81,9 +78,6 @@ def test_a_vague_prior_is_least_squares_and_a_tight_one_is_zero():
     assert float(tight.predict(x).epistemic.max()) < 1e-10
 
 
-# -- noise -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [8, 40, 400])
 @pytest.mark.parametrize("prior_std", [0.3, 1.0, 30.0])
 def test_evidence_is_at_its_maximum(count, prior_std):
@@ -94,9 +88,6 @@ def test_evidence_is_at_its_maximum(count, prior_std):
     assert float(slope) == pytest.approx(0, abs=1e-6 * count)
     best = marginal(x, y, found, prior_std)
     assert all(marginal(x, y, found * factor, prior_std) < best for factor in (0.5, 0.9, 1.1, 2.0))
-
-
-# -- clients -----------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=30)
@@ -150,9 +141,6 @@ def test_clients_without_full_rank_and_with_constant_features():
     assert float(pooled.predict(x).epistemic.max()) < 0.2
     unseen = torch.tensor([[2.0, -1.0, 0.0, 0.0]], dtype=torch.float64)  # orthogonal to what the data vary along
     assert float(pooled.predict(unseen).epistemic[0, 0]) > 4.9
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

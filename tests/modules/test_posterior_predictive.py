@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from tests.federations import Plain, blobs, federate, loader, network, trainer
+from tests.refusals import refusals
 
 
 def posterior_of(module, std=0.3):
@@ -98,22 +99,17 @@ def test_scores_and_predictions_of_a_trainer():
     assert {"test/rmse", "test/nll", "test/coverage90"} <= found.keys()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fb.PosteriorPredictive(network(), posterior_of(nn.Linear(2, 2))), "no such parameter"),
-        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), samples=0), "samples=0"),
-        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), likelihood="ran"), "likelihood='ran'"),
-        (lambda: fb.PosteriorPredictive(network()).predict_step(torch.zeros(1, 6)), "there is no posterior"),
-        (lambda: fb.PosteriorPredictive("network"), "module"),
-        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), predictive="glm"), "predictive='glm'"),
-        (lambda: fb.PosteriorPredictive(network(), predictive="linearised").sample(torch.zeros(1, 6)), "no posterior"),
-        (lambda: fb.PosteriorPredictive(nn.Linear(2, 2), kronecker(network())), "no such parameter"),
-    ],
+test_a_mistake_is_named = refusals(
+    fb.FedBayesError,
+    (lambda: fb.PosteriorPredictive(network(), posterior_of(nn.Linear(2, 2))), "no such parameter"),
+    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), samples=0), "samples=0"),
+    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), likelihood="ran"), "likelihood='ran'"),
+    (lambda: fb.PosteriorPredictive(network()).predict_step(torch.zeros(1, 6)), "there is no posterior"),
+    (lambda: fb.PosteriorPredictive("network"), "module"),
+    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), predictive="glm"), "predictive='glm'"),
+    (lambda: fb.PosteriorPredictive(network(), predictive="linearised").sample(torch.zeros(1, 6)), "no posterior"),
+    (lambda: fb.PosteriorPredictive(nn.Linear(2, 2), kronecker(network())), "no such parameter"),
 )
-def test_a_mistake_is_named(make, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        make()
 
 
 X, Y = blobs()[:4]
@@ -143,9 +139,6 @@ def test_batches_that_it_does_not_take_are_named(kind, predictive):
         else:
             with pytest.raises(fb.FedBayesError, match=message):
                 step(batch)
-
-
-# -- linearised --------------------------------------------------------------------------------------------------------
 
 
 def kronecker(module, data=None):

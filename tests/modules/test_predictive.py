@@ -12,6 +12,7 @@ from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
 from lightning_fedbayes.metrics.likelihoods import said_by
 from lightning_fedbayes.modules import mlp
 from tests.federations import trainer
+from tests.refusals import refusals
 
 FEATURES = 3
 
@@ -169,14 +170,10 @@ def test_closed_form_is_for_linear_models(network):
         HybridBayesianRegressor(network, predictive="closed_form")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"predictive": "bootstrop"}, "bootstrap"),
-        ({"noise": "learned"}, "learnt"),
-        ({"noise": "none", "bayesian_last": 1}, "likelihood"),
-    ],
+test_wrong_arguments = refusals(
+    FedBayesError,
+    ({"predictive": "bootstrop"}, "bootstrap"),
+    ({"noise": "learned"}, "learnt"),
+    ({"noise": "none", "bayesian_last": 1}, "likelihood"),
+    call=lambda wrong: HybridBayesianRegressor(mlp(3, 1), **wrong),
 )
-def test_wrong_arguments(wrong, match):
-    with pytest.raises(FedBayesError, match=match):
-        HybridBayesianRegressor(mlp(3, 1), **wrong)

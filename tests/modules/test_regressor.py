@@ -34,9 +34,6 @@ class Flat(nn.Module):
         return self.network(x).squeeze(-1)
 
 
-# -- prediction --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "targets"), [(bayesian(), 1), (bayesian(3), 3), (HybridBayesianRegressor(Flat(), bayesian_last=1), 1)]
 )
@@ -67,9 +64,6 @@ def test_a_deterministic_network_has_no_epistemic_variance():
     assert torch.equal(prediction.epistemic, torch.zeros(8, 2))
     assert torch.equal(prediction.mean, network(x))
     assert torch.allclose(prediction.variance, torch.full((8, 2), NOISE_STD**2))
-
-
-# -- likelihood and scores ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [1, 3])
@@ -141,11 +135,6 @@ def test_logged_scores_are_those_of_all_predictions(stage, targets, output_shape
     (again,) = evaluate(model, loader(data, EXAMPLES), verbose=False)  # starts anew
     assert again == pytest.approx(expected, rel=1e-4)
 
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-# -- linear regression with known noise: the optimum of the mean-field ELBO has a closed form --------------------------
 
 N, LINE_NOISE_STD, PRIOR_STD, STEPS = 50, 0.5, 0.7, 1000
 

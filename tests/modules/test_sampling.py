@@ -190,9 +190,6 @@ def test_large_batches_through_noisy_convolutions_go_one_by_one(make, expected):
     assert len(calls) == (3 if expected else 1)
 
 
-# -- draws of parameters -----------------------------------------------------------------------------------------------
-
-
 def posterior_of(network, scale=0.3, seed=0):
     """A posterior over the parameters of ``network``, without a prefix."""
     generator = torch.Generator().manual_seed(seed)

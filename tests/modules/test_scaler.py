@@ -39,9 +39,6 @@ def assert_pooled(found, whole, rtol=1e-10):
     assert torch.allclose(std, whole.std(0, correction=0).reshape(-1), rtol=rtol, atol=0)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
-
-
 @given(
     st.lists(st.integers(5, 40) | st.just(0), min_size=1, max_size=8).filter(any),
     st.sampled_from([0.0, 1e4]),
@@ -67,9 +64,6 @@ def test_missing_values_are_counted_and_left_out():
     assert found.moments["targets"][0].item() == 3
     assert scale(found)[0].item() == pytest.approx(3)
     assert scale(found)[1].item() == pytest.approx(math.sqrt(8 / 3))
-
-
-# -- clients that are not to be trusted --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lie", [1e3, 1e9, -1e140])
@@ -111,19 +105,10 @@ def test_sums_that_no_examples_have_are_refused(wrong):
             ScaleSums(2, other)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-# -- the module --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [(0.0, 0.0), (math.nan, 1.0), 3, ("a", 1.0), (1.0, -1.0), (1.0,)])
 def test_a_scale_that_is_none_is_refused(given):
     with pytest.raises(FedBayesError, match="targets="):
         fb.FederatedScaler(targets=given)
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def data(mean=0.0, std=1.0, examples=200):

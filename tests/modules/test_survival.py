@@ -14,6 +14,7 @@ from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, Fede
 from lightning_fedbayes.metrics.functional import concordance_index, cox_loss
 from lightning_fedbayes.modules import mlp
 from tests.modules.helpers import loader, summed_kl, trainer
+from tests.refusals import refusals
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -39,9 +40,6 @@ def by_definition(log_risk, time, event):
 
 def gradient(function, log_risk, *others):
     return torch.autograd.grad(function(log_risk, *others), log_risk)[0]
-
-
-# -- the loss ----------------------------------------------------------------------------------------------------------
 
 
 @given(rows)
@@ -94,21 +92,14 @@ def test_without_events_the_loss_is_0_and_so_is_its_gradient():
     assert log_risk.grad.tolist() == [0] * 5
 
 
-@pytest.mark.parametrize(
-    ("log_risk", "time", "event", "says"),
-    [
-        (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
-        (torch.zeros(0), TIME[:0], EVENT[:0], "no entries"),
-        (torch.zeros(12), -TIME, EVENT, "time holds -5 among 12 of 12"),
-        (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
-    ],
+test_errors_of_the_loss = refusals(
+    FedBayesError,
+    (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
+    (torch.zeros(0), TIME[:0], EVENT[:0], "no entries"),
+    (torch.zeros(12), -TIME, EVENT, "time holds -5 among 12 of 12"),
+    (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
+    call=cox_loss,
 )
-def test_errors_of_the_loss(log_risk, time, event, says):
-    with pytest.raises(FedBayesError, match=says):
-        cox_loss(log_risk, time, event)
-
-
-# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def simulated(examples=240, features=3):
@@ -201,18 +192,13 @@ def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
     assert all(math.isfinite(value) for value in losses)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
-        (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
-        (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
-        (lambda: linear(samples=0), "samples=0"),
-    ],
+test_errors_of_the_module = refusals(
+    FedBayesError,
+    (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
+    (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
+    (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
+    (lambda: linear(samples=0), "samples=0"),
 )
-def test_errors_of_the_module(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()
 
 
 WRONG_TARGETS = {

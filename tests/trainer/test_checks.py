@@ -5,39 +5,31 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
+from tests.refusals import refusals
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
-        ({"weighting": "train-size"}, "weighting='train-size': did you mean 'train_size'"),
-        ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
-        ({"fraction": 1.5}, r"fraction=1.5"),
-        ({"fraction": "0.5"}, r"fraction='0.5'"),
-        ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
-        ({"local_epochs": 1.5}, "local_epochs=1.5: give a whole number"),
-        ({"safeguards": {"min_clients": 2}}, "safeguards=.*give fb.Safeguards"),
-        ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
-        ({"engine": 0}, "engine=0: give at least 1"),
-        ({"engine": 2.5}, "engine=2.5"),
-        ({"keep": ["optimiser"]}, "keep='optimiser': did you mean 'optimizer'"),
-        ({"buffers": "mean"}, "buffers='mean'"),
-    ],
+test_arguments = refusals(
+    fb.FedBayesError,
+    ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
+    ({"weighting": "train-size"}, "weighting='train-size': did you mean 'train_size'"),
+    ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
+    ({"fraction": 1.5}, r"fraction=1.5"),
+    ({"fraction": "0.5"}, r"fraction='0.5'"),
+    ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
+    ({"local_epochs": 1.5}, "local_epochs=1.5: give a whole number"),
+    ({"safeguards": {"min_clients": 2}}, "safeguards=.*give fb.Safeguards"),
+    ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
+    ({"engine": 0}, "engine=0: give at least 1"),
+    ({"engine": 2.5}, "engine=2.5"),
+    ({"keep": ["optimiser"]}, "keep='optimiser': did you mean 'optimizer'"),
+    ({"buffers": "mean"}, "buffers='mean'"),
+    call=lambda options: fb.FederatedBayes(fb.IIDPartition(3), **options),
 )
-def test_arguments(options, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        fb.FederatedBayes(fb.IIDPartition(3), **options)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw, targets
+from tests.refusals import refusals
 
 
 def test_log_likelihood_is_sklearns():
@@ -128,21 +129,16 @@ def test_determinant_sharpness_is_the_root_of_the_determinant():
 BATCH, SAMPLES = torch.full((3, 2), 0.5), torch.full((4, 3, 2), 0.5)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: F.brier_score(SAMPLES, torch.zeros(3).long()), r"\(4, 3, 2\).*\(batch, classes\).*probs.mean"),
-        (lambda: F.brier_score(BATCH, torch.zeros(2).long()), r"\(2,\).*one integer class"),
-        (lambda: F.negative_log_likelihood(BATCH, torch.zeros(3)), "float32.*one integer class"),
-        (lambda: F.negative_log_likelihood(BATCH, torch.tensor([0, 1, 2])), "from 0 to 2, and probs have 2"),
-        (lambda: F.gaussian_nll(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3)), r"target \(3,\).*equal"),
-        (lambda: F.ensemble_crps(torch.zeros(1, 3), torch.zeros(3)), "at least 2 samples"),
-        (lambda: F.ensemble_crps(torch.zeros(5, 3, 1), torch.zeros(3)), r"samples_but_first \(3, 1\)"),
-        (lambda: F.interval_coverage(torch.zeros(1), torch.ones(1), torch.zeros(1), 95), "level=95"),
-        (lambda: F.determinant_sharpness(torch.ones(3)), r"\(\*, d, d\).*diag_embed"),
-        (lambda: F.determinant_sharpness(torch.diag(torch.tensor([1.0, -1.0]))), "1 of 1.*negative determinant"),
-    ],
+test_errors_name_the_shape_and_the_remedy = refusals(
+    FedBayesError,
+    (lambda: F.brier_score(SAMPLES, torch.zeros(3).long()), r"\(4, 3, 2\).*\(batch, classes\).*probs.mean"),
+    (lambda: F.brier_score(BATCH, torch.zeros(2).long()), r"\(2,\).*one integer class"),
+    (lambda: F.negative_log_likelihood(BATCH, torch.zeros(3)), "float32.*one integer class"),
+    (lambda: F.negative_log_likelihood(BATCH, torch.tensor([0, 1, 2])), "from 0 to 2, and probs have 2"),
+    (lambda: F.gaussian_nll(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3)), r"target \(3,\).*equal"),
+    (lambda: F.ensemble_crps(torch.zeros(1, 3), torch.zeros(3)), "at least 2 samples"),
+    (lambda: F.ensemble_crps(torch.zeros(5, 3, 1), torch.zeros(3)), r"samples_but_first \(3, 1\)"),
+    (lambda: F.interval_coverage(torch.zeros(1), torch.ones(1), torch.zeros(1), 95), "level=95"),
+    (lambda: F.determinant_sharpness(torch.ones(3)), r"\(\*, d, d\).*diag_embed"),
+    (lambda: F.determinant_sharpness(torch.diag(torch.tensor([1.0, -1.0]))), "1 of 1.*negative determinant"),
 )
-def test_errors_name_the_shape_and_the_remedy(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()

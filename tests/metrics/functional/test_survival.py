@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
+from tests.refusals import refusals
 
 TIME = torch.tensor([5.0, 8, 8, 12, 3, 8, 20, 15, 12, 1, 9, 20])
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -71,20 +72,16 @@ def test_extremes_and_ties_in_time():
     assert F.concordance_index(risk, together, torch.tensor([0, 0])).isnan()
 
 
-@pytest.mark.parametrize(
-    ("risk", "time", "event", "says"),
-    [
-        (RISK[:-1], TIME, EVENT, r"shapes differ: risk \(11,\), time \(12,\)"),
-        (RISK.unsqueeze(1), TIME.unsqueeze(1), EVENT.unsqueeze(1), "a vector is needed"),
-        (RISK[:0], TIME[:0], EVENT[:0], "no entries.*at least one"),
-        (RISK, -TIME, EVENT, "time holds -5 among 12 of 12"),
-        (RISK, TIME / torch.arange(12), EVENT, "time holds inf among 1 of 12"),
-        (RISK, TIME * torch.nan, EVENT, "time holds nan among 12 of 12"),
-        (RISK, EVENT, TIME, "event holds 5 among 11 of 12.*swapped with time"),
-        (RISK * torch.nan, TIME, EVENT, "risk is NaN at 12 of 12"),
-        (RISK, TIME, [1] * 12, "event=.*give a torch.Tensor"),
-    ],
+test_errors = refusals(
+    FedBayesError,
+    (RISK[:-1], TIME, EVENT, r"shapes differ: risk \(11,\), time \(12,\)"),
+    (RISK.unsqueeze(1), TIME.unsqueeze(1), EVENT.unsqueeze(1), "a vector is needed"),
+    (RISK[:0], TIME[:0], EVENT[:0], "no entries.*at least one"),
+    (RISK, -TIME, EVENT, "time holds -5 among 12 of 12"),
+    (RISK, TIME / torch.arange(12), EVENT, "time holds inf among 1 of 12"),
+    (RISK, TIME * torch.nan, EVENT, "time holds nan among 12 of 12"),
+    (RISK, EVENT, TIME, "event holds 5 among 11 of 12.*swapped with time"),
+    (RISK * torch.nan, TIME, EVENT, "risk is NaN at 12 of 12"),
+    (RISK, TIME, [1] * 12, "event=.*give a torch.Tensor"),
+    call=F.concordance_index,
 )
-def test_errors(risk, time, event, says):
-    with pytest.raises(FedBayesError, match=says):
-        F.concordance_index(risk, time, event)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw
+from tests.refusals import refusals
 
 sampled = st.builds(
     draw, st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(2, 7)), st.integers(0, 10_000), st.floats(0, 30)
@@ -71,10 +72,7 @@ def test_extremes_of_uncertainty():
     assert F.mutual_information(votes).item() == pytest.approx(math.log(4))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [F.predictive_entropy, F.kwon_aleatoric, F.kwon_epistemic, F.mutual_information],
-)
+@pytest.mark.parametrize("function", [F.predictive_entropy, F.kwon_aleatoric, F.kwon_epistemic, F.mutual_information])
 def test_sample_functions_are_invariant_to_order_and_take_half_floats(function):
     probs = draw((5, 6, 3))
     assert torch.allclose(function(probs), function(probs.flip(0)))
@@ -122,15 +120,10 @@ def test_accuracy_retained_of_perfect_constant_and_inverted_uncertainty():
     assert best > constant > worst
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
-        (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
-        (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
-        (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
-    ],
+test_errors_name_the_shape_and_the_remedy = refusals(
+    FedBayesError,
+    (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
+    (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
+    (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
+    (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
 )
-def test_errors_name_the_shape_and_the_remedy(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.messages import Message
+from tests.refusals import refusals
 
 
 def classes(count=300, features=6, outputs=3, seed=0):
@@ -195,19 +196,15 @@ def test_a_message_comes_back_whole():
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"outputs": 1}, "outputs=1"),
-        ({"likelihood": "probit"}, "likelihood='probit'"),
-        ({"prior_std": 0.0}, "prior_std=0.0"),
-        ({"inference": "exact"}, "inference='exact'"),
-        ({"exchanges": 0}, "exchanges=0"),
-    ],
+test_arguments_out_of_range = refusals(
+    fb.FedBayesError,
+    ({"outputs": 1}, "outputs=1"),
+    ({"likelihood": "probit"}, "likelihood='probit'"),
+    ({"prior_std": 0.0}, "prior_std=0.0"),
+    ({"inference": "exact"}, "inference='exact'"),
+    ({"exchanges": 0}, "exchanges=0"),
+    call=lambda options: fb.BayesianHead(**{"outputs": 3, **options}),
 )
-def test_arguments_out_of_range(options, match):
-    with pytest.raises(fb.FedBayesError, match=match):
-        fb.BayesianHead(**{"outputs": 3, **options})
 
 
 def test_what_clients_send_is_checked():
