@@ -5,7 +5,20 @@ import torch
 
 from lightning_fedbayes import fuse, register_fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import LinearPool, SumRule, available_fusions, get_rule, rule_name, unregister_fusion
+from lightning_fedbayes.fusion import (
+    AlphaBarycenter,
+    AutoFusion,
+    Krum,
+    LinearPool,
+    NormClipping,
+    Reliability,
+    SumRule,
+    available_fusions,
+    get_rule,
+    rule_name,
+    unregister_fusion,
+)
+from tests.refusals import refusals
 
 from .strategies import posterior
 
@@ -93,3 +106,23 @@ def test_unknown_name_gets_the_nearest(wrong, right, clients):
 def test_what_is_no_rule_is_refused(thing, clients):
     with pytest.raises(FusionError, match="no fusion rule: give a name"):
         fuse(thing, clients)
+
+
+def test_names_have_the_arguments():
+    inner = "norm_clipping(then=krum(byzantine=1, keep=1), radius=2.0)"
+    rules = ["rklb", AlphaBarycenter(0.25), NormClipping(Krum(1), 2.0), Reliability("krum", then="nwa")]
+    assert AutoFusion(rules).names == (
+        "reverse_kl_barycenter",
+        "alpha_barycenter(alpha=0.25)",
+        inner,
+        "Reliability(by=krum(keep=1), then=weighted_average)",
+    )
+
+
+test_candidates_that_cannot_be_chosen_from_are_refused = refusals(
+    FusionError,
+    (["wb"], "give two or more"),
+    (["rklb", "llp"], "names a rule twice"),
+    (["rklb", "rklp"], "did you mean 'rklb'"),
+    call=AutoFusion,
+)

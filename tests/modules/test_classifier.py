@@ -16,9 +16,10 @@ from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import NormalPrior
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
+from tests.federations import trainer
 from tests.refusals import refusals
 
-from .helpers import labelled, loader, trainer
+from .helpers import labelled, loader
 
 SAMPLES, EXAMPLES, CLASSES = 4, 90, 3
 SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic"}
@@ -112,7 +113,7 @@ def test_the_sanity_check_leaves_no_trace_in_the_scores():
     probs, target = table()
     model = looked_up(probs)
     model.num_examples = EXAMPLES
-    run = trainer(max_epochs=1, num_sanity_val_steps=2)
+    run = trainer(1, num_sanity_val_steps=2)
     run.fit(model, loader(numbered(target)), loader(numbered(target), 16))
     logged = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("val/")}
     expected = expected_scores(probs, target)
@@ -152,7 +153,7 @@ def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(ro
     before = [each.detach().clone() for each in model.parameters()]
     nll = nn.functional.cross_entropy(model(x), y).item()
     gradients = torch.autograd.grad(generalized_cross_entropy(model(x), y, robustness).mean(), [*model.parameters()])
-    run = trainer(max_epochs=1)
+    run = trainer(1)
     run.fit(model, loader(TensorDataset(x, y), 20))
     for start, gradient, end in zip(before, gradients, model.parameters(), strict=True):
         torch.testing.assert_close(end.detach(), start - gradient)

@@ -13,7 +13,8 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, FederatedBayes
 from lightning_fedbayes.metrics.functional import concordance_index, cox_loss
 from lightning_fedbayes.modules import mlp
-from tests.modules.helpers import loader, summed_kl, trainer
+from tests.federations import trainer
+from tests.modules.helpers import loader, summed_kl
 from tests.refusals import refusals
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
@@ -159,7 +160,7 @@ def test_logged_scores_take_all_batches_together(stage):
 def test_training_finds_the_hazard():
     data = simulated()
     model = linear()
-    trainer(max_epochs=25).fit(model, loader(data, 120))
+    trainer(25).fit(model, loader(data, 120))
     weight = fb.read_posterior(model.network).mean["weight"].flatten()
     assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.3)
     (scores,) = trainer().validate(model, loader(simulated()), verbose=False)
@@ -176,7 +177,7 @@ def test_clients_train_a_model_stratified_by_client(engine):
         clients[f"hospital {number}"] = TensorDataset(inputs, targets * torch.tensor([1, unit]))
     model = linear()
     callback = FederatedBayes(fusion="reverse_kl_barycenter", engine=engine, local_epochs=2)
-    run = trainer(max_epochs=12, callbacks=[callback])
+    run = trainer(12, [callback])
     run.fit(model, loader(ClientDatasets(clients), 60), loader(simulated(60), 60))
     weight = fb.read_posterior(model.network).mean["weight"].flatten()
     assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.4)
@@ -186,7 +187,7 @@ def test_clients_train_a_model_stratified_by_client(engine):
 def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
     data = ClientDatasets({str(k): simulated(60) for k in range(2)})
     model, callback = linear(), FederatedBayes(fusion="auto")
-    trainer(max_epochs=2, callbacks=[callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
+    trainer(2, [callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
     losses = [value for name, value in callback.history[-1].items() if name.startswith("held_out_loss/")]
     assert len(losses) > 1
     assert all(math.isfinite(value) for value in losses)
@@ -218,7 +219,7 @@ def test_training_refuses_wrong_targets_in_the_first_epoch(wrong, engine):
     change, says = WRONG_TARGETS[wrong]
     data = TensorDataset(inputs, torch.stack(change(*targets.T), 1))
     callbacks = [] if engine == "none" else [FederatedBayes(fb.IIDPartition(3), engine=engine)]
-    run, batches = trainer(max_epochs=2, callbacks=callbacks), loader(data, 4)
+    run, batches = trainer(2, callbacks), loader(data, 4)
     with pytest.raises(FedBayesError, match=says):
         run.fit(linear(), batches)
     assert run.current_epoch == 0
