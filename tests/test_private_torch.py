@@ -8,54 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from lightning_fedbayes.core.private_torch import (
     PRIMITIVES,
-    outside_of_vmap,
-    outside_vmap,
-    stack_of,
-    to_client_view,
-    to_stack,
-    vmap_level,
 )
 
 ROOT = Path(__file__).parent.parent
-CLIENTS = 4
-
-
-def test_stacks_are_seen_only_at_their_own_level():
-    stack = torch.randn(CLIENTS, 3)
-    with vmap_level(CLIENTS) as level:
-        client = to_client_view(stack, level)
-        assert client.shape == (3,)
-        assert stack_of(client, level) is not None
-        assert stack_of(stack, level) is None
-        assert stack_of(client, level + 1) is None
-        with outside_vmap():
-            assert stack.sum(1).shape == (CLIENTS,)
-        torch.func.vmap(lambda _: pytest.fail("seen") if stack_of(client, level) is not None else _)(torch.zeros(2))
-        assert torch.equal(to_stack(client * 2, level, CLIENTS), stack * 2)
-        assert to_stack(torch.ones(2), level, CLIENTS).shape == (CLIENTS, 2)
-
-
-def test_values_of_all_clients_are_seen_outside_of_vmap():
-    stack = torch.randn(CLIENTS, 3)
-    assert outside_of_vmap(stack) is stack
-    with vmap_level(CLIENTS) as level:
-        assert torch.equal(outside_of_vmap(to_client_view(stack, level)[1:]), stack[:, 1:])
-    torch.func.vmap(lambda row: row if bool((outside_of_vmap(row) == stack).all()) else pytest.fail("other"))(stack)
-
-
-def test_noise_differs_between_clients():
-    with vmap_level(CLIENTS) as level:
-        noise = to_stack(torch.randn(1000), level, CLIENTS)
-        dropped = to_stack(F.dropout(torch.ones(1000)), level, CLIENTS)
-    assert noise.corrcoef().fill_diagonal_(0).abs().max() < 0.15
-    assert dropped.corrcoef().fill_diagonal_(0).abs().max() < 0.15
-
-
 WITHOUT = """
 import sys
 import torch

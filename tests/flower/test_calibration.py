@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -188,65 +186,6 @@ def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, a
     calibrated([scaling], spoilt(BAD[name], after))
     calibrated([without], spoilt(lambda reply: None))
     assert scaling.temperature == pytest.approx(without.temperature, abs=1e-6)
-
-
-def parts(size, start=0):
-    return fb.ClientDatasets({f"c{k}": blobs(size, seed=start + k) for k in range(10)})
-
-
-class OfTen(BlobData):
-    def __init__(self):
-        super().__init__(parts(200))
-
-    def val_dataloader(self):
-        return DataLoader(parts(1000, 50), batch_size=1000)
-
-
-def sums_times(factor):
-    def change(reply):
-        metrics = dict(reply.content["metrics"])
-        sums = {name: factor * float(value) for name, value in metrics.items() if name in ("gradient", "curvature")}
-        return with_records(metrics=MetricRecord({**metrics, **sums}))(reply) if sums else reply
-
-    return change
-
-
-def counts_in(cell):
-    def change(reply):
-        if "arrays" not in reply.content:
-            return reply
-        counts = np.zeros(1024, np.int64)
-        counts[cell] = 2**31 - 1
-        return with_records(arrays=ArrayRecord({"counts": Array(counts)}))(reply)
-
-    return change
-
-
-@pytest.mark.slow
-def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
-    found, lies, strategy = {}, [lambda reply: reply], FusionStrategy(wait_for=10, seed=3)
-    ten = client_apps(10, make, data=OfTen, partition=None)
-    grid = LocalGrid(ten, {3: lambda reply: lies[-1](reply)}, kinds=ASKED)
-    result = run(grid, strategy, rounds=1, make=make)
-    for name, lie in {
-        "honest": lambda reply: reply,
-        "large": sums_times(1e3),
-        "negative": sums_times(-1e3),
-        "small": sums_times(1e-3),
-        "bottom": counts_in(0),
-        "top": counts_in(1023),
-    }.items():
-        scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(0.8)
-        lies.append(lie)
-        grid.asked = []
-        start = time.monotonic()
-        strategy.calibrate(grid, result.arrays, [scaling, conformal], timeout=1)
-        assert time.monotonic() - start < 60
-        assert [kind for kind, _ in grid.asked].count("query.calibrate") <= 11
-        found[name] = scaling.temperature, conformal.threshold
-    temperature, threshold = found["honest"]
-    assert all(each == pytest.approx(temperature, rel=0.1) for each, _ in found.values())
-    assert all(found[name][1] == pytest.approx(threshold, abs=0.05) for name in ("bottom", "top"))
 
 
 def test_a_private_client_sends_no_exact_figures(tmp_path):

@@ -88,21 +88,6 @@ def test_identical_clients_are_that_client(rule):
         assert_same(fuse(rule, [client] * count, previous=posterior([0.0, 0.0, 0.0], 1.0)), client, rtol=1e-15)
 
 
-@robust
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_dtype_is_kept_and_more_clients_than_parameters_do_no_harm(rule, dtype):
-    rows = torch.randn(11, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    fused = fuse(rule, points(rows.double()), previous=posterior([0.0, 0.0], 0.0))
-    clients = [GaussianPosterior.point_mass({"w": row}) for row in rows]
-    previous = GaussianPosterior.point_mass({"w": torch.zeros(2, dtype=dtype)})
-    own = fuse(rule, clients, previous=previous)
-    assert own.mean["w"].dtype == dtype
-    torch.testing.assert_close(
-        own.mean["w"].double(), fused.mean["w"], rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
-    )
-    assert not own.variance["w"].any()
-
-
 @pytest.mark.parametrize("rule", [GeometricMedian(), Krum(), MultiKrum(), NearestNeighbourMixing()])
 @given(count=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=30)

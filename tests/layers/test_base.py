@@ -13,7 +13,6 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import (
-    Conv2dFlipout,
     LinearFlipout,
     LinearReparameterization,
     NormalPrior,
@@ -196,15 +195,3 @@ def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_
     with torch.no_grad():
         variance = torch.stack([theirs(x, return_kl=False) for _ in range(1000)]).var(0)
     torch.testing.assert_close(draws(lambda: ours(x), 20_000).var(0), variance, rtol=0.25, atol=0)
-
-
-def test_flipout_signs_are_never_zero_and_balanced():
-    from lightning_fedbayes.layers.base import random_signs
-
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        signs = random_signs((100_000,), torch.zeros((), dtype=dtype))
-        assert signs.dtype == dtype
-        assert set(signs.unique().tolist()) == {-1.0, 1.0}
-        assert abs(float(signs.double().mean())) < 0.02
-    shapes = Conv2dFlipout(2, 5, 3).sign_shapes(torch.zeros(7, 2, 8, 8))
-    assert shapes == ((7, 2, 1, 1), (7, 5, 1, 1))

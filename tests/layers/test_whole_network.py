@@ -43,11 +43,6 @@ def test_every_layers_kl_is_the_sum_of_torchs(kind, estimator):
     torch.testing.assert_close(kl_divergence(layer), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tied_layer_counts_once():
-    layer = LinearReparameterization(3, 3)
-    torch.testing.assert_close(kl_divergence(nn.Sequential(layer, nn.ReLU(), layer)), layer.kl_loss())
-
-
 @pytest.mark.parametrize("small", [0, 2**14])
 def test_parameters_count_the_same_joined_or_one_by_one(small, monkeypatch):
     """Numbers, tensors and other families as priors, two dtypes, small and large parameters, a tied layer."""

@@ -167,16 +167,6 @@ def test_default_resolutions_are_close_to_the_exact_values():
     assert metric.compute().area.item() == pytest.approx(F.accuracy_retained_area(correct, tiny).item(), abs=5e-3)
 
 
-def test_counts_of_the_diagram_are_exact_and_its_ece_is_that_of_its_bins():
-    metric = M.CalibrationDiagram()
-    metric.update(MEAN_PROBS, TARGET)
-    diagram = metric.compute()
-    full = diagram.counts > 0
-    gap = (diagram.accuracy - diagram.confidence)[full].abs() * diagram.counts[full]
-    assert diagram.counts.sum() == BATCH
-    assert torch.allclose(gap.sum() / BATCH, diagram.ece)
-
-
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():
     metric = M.ClientAccuracy(4)
     metric.update(MEAN_PROBS, TARGET, 2)

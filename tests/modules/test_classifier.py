@@ -12,12 +12,10 @@ from torch.utils.data import TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_fedbayes import HybridBayesianClassifier
-from lightning_fedbayes.core.errors import ConversionError, FedBayesError
-from lightning_fedbayes.layers import NormalPrior
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
 from tests.federations import trainer
-from tests.refusals import refusals
 
 from .helpers import labelled, loader
 
@@ -38,14 +36,6 @@ def test_fields_of_a_prediction():
     assert ((prediction.entropy >= 0) & (prediction.entropy <= 1)).all()
     assert (prediction.kwon_epistemic > 0).all()
     assert (prediction.epistemic > 0).all()
-
-
-def test_aleatoric_and_epistemic_make_the_variance_of_the_label():
-    """Traces of Kwon's two matrices sum to that of diag(p̄) − p̄p̄ᵀ."""
-    prediction = bayesian().predict_step(3 * torch.randn(20, 6))
-    covariance = prediction.probs.diag_embed() - prediction.probs.unsqueeze(2) * prediction.probs.unsqueeze(1)
-    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    assert torch.allclose(prediction.kwon_aleatoric + prediction.kwon_epistemic, trace, atol=1e-6)
 
 
 def test_a_deterministic_network_has_no_epistemic_uncertainty():
@@ -165,17 +155,3 @@ def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(ro
 def test_a_robustness_that_is_no_exponent_is_refused(robustness):
     with pytest.raises(FedBayesError, match=r"robustness=.*in \[0, 1\]"):
         bayesian(robustness=robustness)
-
-
-test_arguments_of_the_conversion = refusals(
-    ConversionError,
-    ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
-    ({"bayesian_last": -1}, "last=-1"),
-    ({"bayesian_last": 1, "estimator": "flip"}, "estimator='flip'.*flipout"),
-    ({"bayesian_last": 1, "init": "pre-trained"}, "init='pre-trained'.*pretrained"),
-    ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
-    ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
-    ({"bayesian_last": 1, "prior_std": -1.0}, "prior_std=-1.0: .*standard deviation"),
-    ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "give no .*prior_std"),
-    call=lambda options: HybridBayesianClassifier(mlp(6, 3, (5,)), **options),
-)

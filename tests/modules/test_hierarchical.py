@@ -243,19 +243,6 @@ def test_prediction_has_the_moments_of_the_posterior():
     assert fit.predict(torch.ones(2, 2, dtype=torch.int64))[1].dtype == torch.float32
 
 
-def test_intervals_of_new_examples_and_of_new_clients_cover():
-    data = federation((0, 1), clients=400)
-    train = {name: (x[:-1], y[:-1]) for name, (x, y) in list(data.items())[:300]}
-    fit = HierarchicalLinearRegression((0, 1)).fit(statistics(train))
-    for names, client in ((list(data)[:300], True), (list(data)[300:], False)):
-        errors = []
-        for name in names:
-            mean, std = fit.predict(data[name][0][-1:], name if client else None)
-            errors.append(float((data[name][1][-1] - mean) / std))
-        share = np.mean(np.abs(errors) < 1.2816)
-        assert share == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / len(names)))
-
-
 def changed(change):
     """Statistics of six clients whose data ``change`` has changed, by position."""
     data = {name: change(k, x, y) for k, (name, (x, y)) in enumerate(federation((0, 1), clients=6).items())}

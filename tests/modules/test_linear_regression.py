@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import BayesianLinearRegression, FedBayesError
-from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion import fuse
 
 FEATURES, TARGETS, NOISE_STD = 4, 2, 0.6
 
@@ -102,34 +100,6 @@ def test_federated_is_pooled(sizes, noise, seed):
     parts = zip(x.split([*sizes, 30]), y.split([*sizes, 30]))
     clients = [BayesianLinearRegression.fit(*part, noise=noise) for part in parts]
     assert_same(BayesianLinearRegression.conflate(clients), BayesianLinearRegression.fit(x, y, noise=noise), x[:5])
-
-
-def test_conflation_is_the_product_of_posteriors_with_the_prior_once():
-    x, y = examples(30)
-    clients = [BayesianLinearRegression.fit(x[i::5], y[i::5], prior_std=0.7, noise=0.2) for i in range(5)]
-    fused = BayesianLinearRegression.conflate(clients)
-    precision = sum(client.precision for client in clients) - 4 * torch.eye(FEATURES + 1).double() / 0.7**2
-    torch.testing.assert_close(fused.precision, precision)
-    precision_mean = sum(client.precision @ client.mean for client in clients)
-    torch.testing.assert_close(fused.mean, torch.linalg.solve(precision, precision_mean))
-
-
-def test_without_covariance_it_is_distributed_weight_consolidation():
-    """Rows of one entry, each beside its negative, leave Λ diagonal: there [FBDL] eq. (17) is exact."""
-    x = torch.eye(FEATURES, dtype=torch.float64).repeat(6, 1) * torch.tensor([1.0, -1.0]).repeat(12).unsqueeze(1)
-    x = torch.cat([x, -x])
-    y = x.sum(1, keepdim=True)
-    order = torch.arange(len(x)).view(2, -1)
-    parts = [torch.cat([half[k::3] for half in order]) for k in range(3)]
-    clients = [BayesianLinearRegression.fit(x[part], y[part], noise=0.5) for part in parts]
-    fields = [
-        GaussianPosterior({"w": client.mean}, {"w": client.covariance.diagonal().unsqueeze(1)}) for client in clients
-    ]
-    prior = GaussianPosterior({"w": torch.zeros_like(fields[0].mean["w"])}, {"w": torch.ones_like(fields[0].mean["w"])})
-    expected = fuse("dwc", fields, previous=prior)
-    fused = BayesianLinearRegression.conflate(clients)
-    torch.testing.assert_close(fused.mean, expected.mean["w"])
-    torch.testing.assert_close(fused.covariance.diagonal().unsqueeze(1), expected.variance["w"])
 
 
 def test_clients_without_full_rank_and_with_constant_features():

@@ -55,7 +55,6 @@ def test_a_block_without_a_residual_is_its_shortcut(number, before, after, strid
 
 
 def test_resnet_starts_with_the_variance_of_he():
-    torch.manual_seed(0)
     for module in resnet20().modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             scaled = module.weight.square() * module.weight[0].numel() / 2  # χ² with mean 1 and variance 2

@@ -18,7 +18,6 @@ def posterior_of(module, std=0.3):
 
 
 def test_a_linear_model_s_predictive_moments():
-    torch.manual_seed(0)
     module = nn.Linear(3, 2)
     x = torch.randn(4, 3)
     found = fb.PosteriorPredictive(module, posterior_of(module), 4000, fb.Gaussian(0.5)).predict_step(x)
@@ -148,7 +147,6 @@ def kronecker(module, data=None):
 
 
 def test_a_linearised_regression_is_exact():
-    torch.manual_seed(0)
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     posterior = posterior_of(module)
     found = fb.PosteriorPredictive(
@@ -260,7 +258,6 @@ def test_its_own_checkpoint_has_the_posterior_of_either_kind(kind, tmp_path):
 
 
 def test_a_kronecker_posterior_predicts_by_draws_too_with_its_own_buffers():
-    torch.manual_seed(0)
     module = network(batch_norm=True)
     module[1].running_mean.normal_()
     module.eval()

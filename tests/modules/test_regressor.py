@@ -259,7 +259,6 @@ def zero():
 @pytest.mark.parametrize("noise", ["learnt", "per_client", "residual"])
 def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, start, noise):
     """Whatever the sizes of the clients, and not a mean of logarithms."""
-    torch.manual_seed(0)
     clients = unlike_clients()
     model = Fixed(zero(), bayesian_last=0, noise=noise, noise_std=start, scaler=False)
     federation = fb.FederatedBayes(engine=engine, fusion="weighted_average")

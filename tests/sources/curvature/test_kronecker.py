@@ -170,31 +170,6 @@ def test_the_solution_solves_a_badly_conditioned_system():
     )
 
 
-def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averaged():
-    """Two clients with different classes and inputs, from the same weights."""
-    torch.manual_seed(0)
-    x = torch.randn(400, 6)
-    y = (x @ torch.randn(6, 4)).argmax(1)
-    first, sites = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).state_dict(), []
-    one_shot = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
-    for own in (y < 2, y >= 1):
-        network = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-        network.load_state_dict(first)
-        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-        for _ in range(150):
-            optimizer.zero_grad()
-            F.cross_entropy(network(x[own]), y[own]).backward()
-            optimizer.step()
-        sites.append(one_shot.site(network, [(x[own], y[own])]))
-    scores = []
-    shares = [each.num_examples / sum(s.num_examples for s in sites) for each in sites]
-    average = {name: sum(w * each.mean[name] for w, each in zip(shares, sites)) for name in first}
-    for values in (average, one_shot.fuse(sites).mean):
-        network.load_state_dict(values)
-        scores.append((network(x).argmax(1) == y).float().mean())
-    assert scores[1] > scores[0] + 0.03
-
-
 def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     terms = [
