@@ -6,8 +6,6 @@ Two clients train five rounds. Runs are cut off at a random moment by SIGKILL an
 end at the posterior and the client states of a run that nobody cut off. Not collected by pytest: half a minute a kill.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests of calls that are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The code in README and docs runs as it stands, and the pages make a site."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib.util

@@ -1,7 +1,5 @@
 """On a GPU, or skipped: the same results as on the CPU, the same bits in every run, and after a crash."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What a network may put out: ten outputs, by their posteriors, through every report, prediction and calibration."""
 
-from __future__ import annotations
-
 import math
 
 import lightning as L

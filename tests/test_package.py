@@ -1,7 +1,5 @@
 """The package as a stranger gets it: built, installed beside nothing of this folder, and run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The wrappers of torch's private names, and training without those names."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """ClientApps of a small federation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays

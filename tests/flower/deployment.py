@@ -1,7 +1,5 @@
 """Real Flower on loopback: a SuperLink with TLS and SuperNodes that authenticate themselves; or a simulation."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import os

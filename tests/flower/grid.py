@@ -1,7 +1,5 @@
 """A Flower grid in one process: messages are put through ClientApps, as they would arrive over a network."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Each client's posterior on every client's data, over Flower: only where it is asked for by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import Subset

@@ -1,7 +1,5 @@
 """Calibration over Flower: the same as in one process, and no client's mistake or secret is lost on the way."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

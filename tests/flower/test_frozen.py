@@ -1,7 +1,5 @@
 """What is frozen at both ends is not sent; only a digest is, by which a client knows that its own is the server's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

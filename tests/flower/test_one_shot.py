@@ -1,7 +1,5 @@
 """Federations without rounds over Flower: the result is that of the same calls in one process."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A server that reads everything: what leaves clients under UpdatePrivacy is what the page on privacy lists."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from fnmatch import fnmatchcase

@@ -90,14 +90,10 @@ def test_agrees_with_the_table(rule, atoms, data):
     assert_same(in_double, expected_posterior(rule, cohort), rtol=1e-6, atol=1e-30)
 
 
-def test_table_is_complete():
-    """Of the rules in closed form and of all their other names."""
+def test_table_is_complete_and_aliases_are_the_same_rules():
     assert set(ALIASES) == set(CLOSED_FORMS)
     named = {name for name in available_fusions(aliases=True) if rule_name(name) in CLOSED_FORMS}
     assert named == {name for rule, aliases in ALIASES.items() for name in (rule, *aliases)}
-
-
-def test_aliases_are_the_same_rules():
     for rule, aliases in ALIASES.items():
         assert {type(get_rule(alias)) for alias in aliases} == {type(get_rule(rule))}
 

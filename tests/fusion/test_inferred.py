@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import Cohort, InverseVarianceMLE, InverseVarianceVB, Reliability, get_rule
-from lightning_fedbayes.fusion.inferred import (
-    average_rounds,
-    coordinate_ascent,
-    gram_about_last,
-    positive_semidefinite,
-    progress,
-)
+from lightning_fedbayes.fusion import Cohort, InverseVarianceMLE, InverseVarianceVB, Reliability, get_rule, inferred
 
 from .untrusted import distances_of, error, independent, normal, origin, point_masses
 
@@ -90,25 +83,25 @@ def test_clients_may_miss_rounds_and_come_in_any_order(name):
 def test_rounds_count_by_their_weight():
     """As if the second round had come three times."""
     (_, first), (_, second) = independent([0.2, 0.4, 1.0], 50), independent([0.2, 0.4, 1.0], 50, seed=5)
-    _, state = average_rounds({}, (0, 1, 2), distances_of(first), 1.0)
-    average, _ = average_rounds(state, (0, 1, 2), distances_of(second), 1.0, weight=3.0)
+    _, state = inferred.average_rounds({}, (0, 1, 2), distances_of(first), 1.0)
+    average, _ = inferred.average_rounds(state, (0, 1, 2), distances_of(second), 1.0, weight=3.0)
     for _ in range(3):
-        repeated, state = average_rounds(state, (0, 1, 2), distances_of(second), 1.0)
+        repeated, state = inferred.average_rounds(state, (0, 1, 2), distances_of(second), 1.0)
     torch.testing.assert_close(average, repeated)
 
 
 def test_a_round_counts_by_the_fused_update_of_the_round_before():
     """Lengths 1, 4, 9 and 16, of which the lower quartile is 4: a fused update of length 3 counts three quarters."""
     distances = distances_of(torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)) * 2)
-    assert progress(distances, None) == 1.0
-    assert progress(distances, 3.0) == pytest.approx(0.75)
-    assert progress(distances, 100.0) == 1.0
-    assert 0 < progress(distances, 0.0) < 1e-6
+    assert inferred.progress(distances, None) == 1.0
+    assert inferred.progress(distances, 3.0) == pytest.approx(0.75)
+    assert inferred.progress(distances, 100.0) == 1.0
+    assert 0 < inferred.progress(distances, 0.0) < 1e-6
     rule, (_, updates) = get_rule("icov_vb"), independent([0.2, 0.3, 0.5, 1.0], 60)
     first = rule.apply(cohort_of(updates, range(4)), rule.init())
     assert first.state["moved"] == pytest.approx(float(first.posterior.mean["w"].square().mean()))
     second = rule.apply(cohort_of(updates, range(4)), first.state)
-    expected = progress(distances_of(updates), first.state["moved"])
+    expected = inferred.progress(distances_of(updates), first.state["moved"])
     assert second.state["rounds"] - first.state["rounds"] == pytest.approx(expected)
     assert expected < 1
 
@@ -116,10 +109,10 @@ def test_a_round_counts_by_the_fused_update_of_the_round_before():
 def test_products_that_no_points_have_are_mended_and_true_ones_kept():
     updates = normal(5, 40)
     true = updates @ updates.T
-    torch.testing.assert_close(positive_semidefinite(true), true)
+    torch.testing.assert_close(inferred.positive_semidefinite(true), true)
     broken = true.clone()
     broken[0, 1] = broken[1, 0] = 100.0
-    mended = positive_semidefinite(broken)
+    mended = inferred.positive_semidefinite(broken)
     assert float(torch.linalg.eigvalsh(mended).min()) > -1e-9
     torch.testing.assert_close(mended.diagonal(), true.diagonal())
 
@@ -269,7 +262,7 @@ NOISE = [0.3, 0.5, 0.8, 1.0, 1.5, 2.0]
 def evidence(distances, noise, signal):
     """Log evidence per parameter, of N(x; 0, τ² 11ᵀ + diag σ²)."""
     covariance = signal + torch.diag(noise)
-    quadratic = (torch.linalg.inv(covariance) * gram_about_last(distances)).sum()
+    quadratic = (torch.linalg.inv(covariance) * inferred.gram_about_last(distances)).sum()
     constant = len(noise) * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
     return -(constant + torch.logdet(covariance) + quadratic) / 2
 
@@ -330,7 +323,7 @@ def test_evidence_never_falls(seed, clients, size, order):
     noise, signal = distances[:-1, -1] + 1e-3, distances[:-1, -1].mean() + 1e-3
     reached = [float(evidence(distances, noise, signal))]
     for _ in range(30):
-        _, noise, signal = coordinate_ascent(distances, noise, signal)
+        _, noise, signal = inferred.coordinate_ascent(distances, noise, signal)
         reached.append(float(evidence(distances, noise, signal)))
     assert all(later >= earlier - 1e-9 * abs(earlier) for earlier, later in pairwise(reached))
 
@@ -340,7 +333,7 @@ def test_where_it_stops_the_evidence_is_stationary():
     distances = distances_of(updates)
     noise, signal = distances[:-1, -1], distances[:-1, -1].mean()
     for _ in range(3000):
-        _, noise, signal = coordinate_ascent(distances, noise, signal)
+        _, noise, signal = inferred.coordinate_ascent(distances, noise, signal)
     free = torch.cat([noise, signal[None]]).log().requires_grad_()
     evidence(distances, free[:-1].exp(), free[-1].exp()).backward()
     torch.testing.assert_close(free.grad, torch.zeros(len(free), dtype=torch.float64), rtol=0, atol=1e-8)

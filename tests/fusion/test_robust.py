@@ -7,18 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse, fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import (
-    Cohort,
-    GeometricMedian,
-    Krum,
-    MultiKrum,
-    NearestNeighbourMixing,
-    NormClipping,
-    TrimmedMean,
-    get_rule,
-)
 from lightning_fedbayes.fusion.robust import start
 from tests.refusals import refusals
 
@@ -27,14 +17,14 @@ from .strategies import assert_same, posterior
 ROBUST = {
     "geometric_median": "geometric_median",
     "coordinate_median": "coordinate_median",
-    "trimmed_mean": TrimmedMean(trim=0.49),
+    "trimmed_mean": fusion.TrimmedMean(trim=0.49),
     "krum": "krum",
     "multi_krum": "multi_krum",
-    "nnm, geometric_median": NearestNeighbourMixing(),
-    "nnm, coordinate_median": NearestNeighbourMixing("coordinate_median"),
-    "nnm, trimmed_mean": NearestNeighbourMixing(TrimmedMean(trim=0.49)),
-    "norm_clipping, geometric_median": NormClipping("geometric_median"),
-    "norm_clipping, coordinate_median": NormClipping("coordinate_median"),
+    "nnm, geometric_median": fusion.NearestNeighbourMixing(),
+    "nnm, coordinate_median": fusion.NearestNeighbourMixing("coordinate_median"),
+    "nnm, trimmed_mean": fusion.NearestNeighbourMixing(fusion.TrimmedMean(trim=0.49)),
+    "norm_clipping, geometric_median": fusion.NormClipping("geometric_median"),
+    "norm_clipping, coordinate_median": fusion.NormClipping("coordinate_median"),
 }
 robust = pytest.mark.parametrize("rule", ROBUST.values(), ids=ROBUST)
 ATTACKS = ("scaled", "sign", "noise", "colluding", "zero")
@@ -51,7 +41,7 @@ def apply(rule, rows, previous=None, clients=None):
     count = len(rows)
     origin = None if previous is None else posterior(previous, 0.0)
     weights = torch.full((count,), 1 / count, dtype=torch.float64)
-    return get_rule(rule).apply(Cohort(points(rows), weights, origin, clients or tuple(range(count))), {})
+    return fusion.get_rule(rule).apply(fusion.Cohort(points(rows), weights, origin, clients or tuple(range(count))), {})
 
 
 def attack(kind, honest, count, random):
@@ -88,7 +78,9 @@ def test_identical_clients_are_that_client(rule):
         assert_same(fuse(rule, [client] * count, previous=posterior([0.0, 0.0, 0.0], 1.0)), client, rtol=1e-15)
 
 
-@pytest.mark.parametrize("rule", [GeometricMedian(), Krum(), MultiKrum(), NearestNeighbourMixing()])
+@pytest.mark.parametrize(
+    "rule", [fusion.GeometricMedian(), fusion.Krum(), fusion.MultiKrum(), fusion.NearestNeighbourMixing()]
+)
 @given(count=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=30)
 def test_reliability_is_the_share_of_the_mean_and_the_weight_of_the_median_variance(rule, count, seed):
@@ -97,14 +89,14 @@ def test_reliability_is_the_share_of_the_mean_and_the_weight_of_the_median_varia
     clients = tuple(int(number) for number in random.permutation(50)[:count])
     weights = torch.tensor(random.dirichlet(np.ones(count)))
     posteriors = [posterior(m, v) for m, v in zip(means, variances)]
-    outcome = rule.apply(Cohort(posteriors, weights, None, clients), {"kept": 1})
+    outcome = rule.apply(fusion.Cohort(posteriors, weights, None, clients), {"kept": 1})
     shares = np.array([outcome.reliability[client] for client in clients])
     assert outcome.state == {"kept": 1}
     assert shares.sum() == pytest.approx(1)
     assert (shares >= 0).all()
     assert set(outcome.excluded) <= {client for client, share in outcome.reliability.items() if share == 0}
     np.testing.assert_allclose(outcome.posterior.mean["w"], shares @ means, atol=1e-12)
-    if not isinstance(rule, NearestNeighbourMixing):  # medians of medians: tests/fusion/test_preaggregation.py
+    if not isinstance(rule, fusion.NearestNeighbourMixing):  # medians of medians: tests/fusion/test_preaggregation.py
         np.testing.assert_allclose(outcome.posterior.variance["w"], weighted_medians(variances, shares), rtol=1e-12)
 
 
@@ -127,16 +119,16 @@ def weighted_medians(values, shares):
 # Clipping(c=2.5) before Average. Its Krum sums over K − f − 1 other clients, one more than the paper does.
 DATA = np.array([[1, 2, -1], [0, 3, 1], [2, 1, 0], [1, 1, 1], [-1, 2, 2], [30, -20, 10], [25, 40, -30]], dtype=float)
 BYZFL = [
-    (GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]),
-    (Krum(byzantine=1), [1, 1, 1]),
-    (MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]),
-    (MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
-    (TrimmedMean(trim=1), [5.8, 1.8, 0.6]),
-    (TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
-    (get_rule("coordinate_median"), [1, 2, 1]),
-    (NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
-    (NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]),
-    (NormClipping("nwa", radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999]),
+    (fusion.GeometricMedian(smoothing=1e-9), [1.274385747594, 1.598642372441, 0.359075018804]),
+    (fusion.Krum(byzantine=1), [1, 1, 1]),
+    (fusion.MultiKrum(byzantine=1), [5.5, -1.833333333333, 2.166666666667]),
+    (fusion.MultiKrum(byzantine=2), [0.6, 1.8, 0.6]),
+    (fusion.TrimmedMean(trim=1), [5.8, 1.8, 0.6]),
+    (fusion.TrimmedMean(trim=2), [1.333333333333, 1.666666666667, 0.666666666667]),
+    (fusion.get_rule("coordinate_median"), [1, 2, 1]),
+    (fusion.NearestNeighbourMixing(byzantine=2), [0.6, 1.8, 0.6]),
+    (fusion.NearestNeighbourMixing("nwa", byzantine=2), [2.2, 2.228571428571, -0.057142857143]),
+    (fusion.NormClipping("nwa", radius=2.5), [0.898451424251, 1.212989012033, 0.254821199999]),
 ]
 
 
@@ -148,23 +140,23 @@ def test_agrees_with_byzfl(rule, expected):
 
 test_what_cannot_be_is_refused = refusals(
     FusionError,
-    (lambda: GeometricMedian(smoothing=0.0), "smoothing=0.0: give a finite number above 0"),
-    (lambda: GeometricMedian(tolerance=-1.0), "tolerance=-1.0: give a finite number above 0"),
-    (lambda: GeometricMedian(max_iterations=0), "max_iterations=0: give at least 1"),
-    (lambda: TrimmedMean(trim=0.5), r"trim=0.5: .* in \[0, 0.5\).*give an integer"),
-    (lambda: TrimmedMean(trim=-0.1), r"trim=-0.1: .* in"),
-    (lambda: TrimmedMean(trim=-1), "trim=-1: give at least 0"),
-    (lambda: fuse(TrimmedMean(trim=2), points(DATA[:4])), "trim=2 at either end of 4 clients.*at most 1"),
-    (lambda: Krum(byzantine=-1), "byzantine=-1: give at least 0"),
-    (lambda: MultiKrum(keep=0), "keep=0: give at least 1"),
-    (lambda: fuse(Krum(byzantine=2), points(DATA[:6])), "byzantine=2 of 6 clients.*give at most 1"),
-    (lambda: fuse(MultiKrum(keep=5), points(DATA[:4])), "keep=5 of 4 clients; give at most 4"),
-    (lambda: NearestNeighbourMixing(byzantine=-1), "byzantine=-1: give at least 0"),
-    (lambda: fuse(NearestNeighbourMixing(byzantine=2), points(DATA[:4])), "byzantine=2 of 4.*give at most 1"),
-    (lambda: NearestNeighbourMixing("geometric_medians"), "did you mean 'geometric_median'"),
-    (lambda: NormClipping(radius=0.0), "radius=0.0: give a finite number above 0"),
+    (lambda: fusion.GeometricMedian(smoothing=0.0), "smoothing=0.0: give a finite number above 0"),
+    (lambda: fusion.GeometricMedian(tolerance=-1.0), "tolerance=-1.0: give a finite number above 0"),
+    (lambda: fusion.GeometricMedian(max_iterations=0), "max_iterations=0: give at least 1"),
+    (lambda: fusion.TrimmedMean(trim=0.5), r"trim=0.5: .* in \[0, 0.5\).*give an integer"),
+    (lambda: fusion.TrimmedMean(trim=-0.1), r"trim=-0.1: .* in"),
+    (lambda: fusion.TrimmedMean(trim=-1), "trim=-1: give at least 0"),
+    (lambda: fuse(fusion.TrimmedMean(trim=2), points(DATA[:4])), "trim=2 at either end of 4 clients.*at most 1"),
+    (lambda: fusion.Krum(byzantine=-1), "byzantine=-1: give at least 0"),
+    (lambda: fusion.MultiKrum(keep=0), "keep=0: give at least 1"),
+    (lambda: fuse(fusion.Krum(byzantine=2), points(DATA[:6])), "byzantine=2 of 6 clients.*give at most 1"),
+    (lambda: fuse(fusion.MultiKrum(keep=5), points(DATA[:4])), "keep=5 of 4 clients; give at most 4"),
+    (lambda: fusion.NearestNeighbourMixing(byzantine=-1), "byzantine=-1: give at least 0"),
+    (lambda: fuse(fusion.NearestNeighbourMixing(byzantine=2), points(DATA[:4])), "byzantine=2 of 4.*give at most 1"),
+    (lambda: fusion.NearestNeighbourMixing("geometric_medians"), "did you mean 'geometric_median'"),
+    (lambda: fusion.NormClipping(radius=0.0), "radius=0.0: give a finite number above 0"),
     (lambda: fuse("norm_clipping", points(DATA)), "norm_clipping needs the previous.*pass previous="),
-    (lambda: fuse(NearestNeighbourMixing("dwc"), points(DATA)), "needs the previous"),
+    (lambda: fuse(fusion.NearestNeighbourMixing("dwc"), points(DATA)), "needs the previous"),
 )
 
 
@@ -189,7 +181,7 @@ def test_the_client_of_the_least_score(count, size, seed, data):
     byzantine = data.draw(st.integers(0, (count - 4) // 2))
     rows, clients = drawn_clients(count, size, seed)
     least = int(scores(rows, byzantine).argmin())
-    assert_same(fuse(Krum(byzantine=byzantine), clients), clients[least], rtol=1e-14)
+    assert_same(fuse(fusion.Krum(byzantine=byzantine), clients), clients[least], rtol=1e-14)
 
 
 @given(count=st.integers(4, 12), size=st.integers(2, 20), seed=SEEDS, data=st.data())
@@ -204,10 +196,10 @@ def test_the_average_of_the_least_scores(count, size, seed, data):
         for each in ([c.mean for c in clients], [c.variance for c in clients])
     )
     expected = posterior(means.mean(0), np.median(variances, 0))
-    assert_same(fuse(MultiKrum(byzantine=byzantine, keep=keep), clients), expected, rtol=1e-12)
+    assert_same(fuse(fusion.MultiKrum(byzantine=byzantine, keep=keep), clients), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["krum", "multi_krum", Krum(byzantine=3)])
+@pytest.mark.parametrize("rule", ["krum", "multi_krum", fusion.Krum(byzantine=3)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_to_score_are_averaged(rule, count):
     _, clients = drawn_clients(count, 3, 0)
@@ -236,8 +228,8 @@ def test_median_of_means_and_of_variances(count, seed):
 @FEW
 def test_limits_are_the_average_and_the_median(count, seed):
     clients = clients_of(*drawn_moments(count, seed))
-    assert_same(fuse(TrimmedMean(trim=0), clients), fuse("nwa", clients), rtol=1e-12)
-    assert_same(fuse(TrimmedMean(trim=0.4999), clients), fuse("coordinate_median", clients), rtol=1e-12)
+    assert_same(fuse(fusion.TrimmedMean(trim=0), clients), fuse("nwa", clients), rtol=1e-12)
+    assert_same(fuse(fusion.TrimmedMean(trim=0.4999), clients), fuse("coordinate_median", clients), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +250,7 @@ def test_limits_are_the_average_and_the_median(count, seed):
     ],
 )
 def test_a_fraction_is_rounded_up(trim, count, dropped):
-    assert TrimmedMean(trim=trim).dropped(count) == dropped
+    assert fusion.TrimmedMean(trim=trim).dropped(count) == dropped
 
 
 @given(good=st.integers(1, 6), seed=SEEDS, bad=st.sampled_from([-1e30, 1e30, 0.0, 5.0]))
@@ -343,7 +335,7 @@ def test_smoothing_costs_at_most_half_of_itself(smoothing):
     random = np.random.default_rng(1)
     rows = np.concatenate([random.normal(0, 1, (8, 3)), np.full((5, 3), 4.0)])
     weights = np.full(13, 1 / 13)
-    fused = fuse(GeometricMedian(smoothing=smoothing), points(rows)).mean["w"].numpy()
+    fused = fuse(fusion.GeometricMedian(smoothing=smoothing), points(rows)).mean["w"].numpy()
     _, scale = start(torch.cdist(torch.tensor(rows), torch.tensor(rows)), torch.tensor(weights))
     excess = objective(fused, rows, weights) - objective(slow(rows, weights), rows, weights)
     assert -1e-9 < excess <= smoothing * scale / 2 + 1e-9
@@ -354,4 +346,4 @@ def test_weights_count_as_copies():
     copies = fuse("geometric_median", points(rows[[0, 0, 1, 2, 2, 2, 3]]))
     weighted = fuse("geometric_median", points(rows), [2.0, 1.0, 3.0, 1.0])
     torch.testing.assert_close(weighted.mean["w"], copies.mean["w"], rtol=1e-6, atol=1e-6)
-    assert get_rule("rfa").uses_weights
+    assert fusion.get_rule("rfa").uses_weights

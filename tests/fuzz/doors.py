@@ -22,21 +22,6 @@ from lightning_fedbayes.core.messages import ClientFailure
 from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, clients_of, labels_of
 from lightning_fedbayes.data.partition.base import Split, counts_table
 from lightning_fedbayes.fusion import AutoFusion, available_fusions
-from lightning_fedbayes.methods import (
-    Averaging,
-    Ditto,
-    FedAsync,
-    FedBuff,
-    FedNova,
-    FedProx,
-    LocalProblem,
-    Participant,
-    Quadratic,
-    Report,
-    Scaffold,
-    Shared,
-    Trained,
-)
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
 from lightning_fedbayes.server import KnownOverlap, aggregation, plan, weighting
@@ -167,7 +152,7 @@ def registered(name, aliases):
 
 def named(name):
     decorate = fb.register_method(name)
-    decorate(type("Own", (FedNova,), {}))
+    decorate(type("Own", (methods.FedNova,), {}))
     methods.unregister_method(name)
 
 
@@ -237,18 +222,18 @@ CLIENT = {"number": 0, "num_examples": 5, "kept": {}, "problem": 0, "steps": 3, 
 
 def looped(number, num_examples, kept, problem, steps, rate, **shared):
     """Take a client's round of FedProx in a loop of one's own."""
-    method, client = FedProx(0.1), Participant(number, num_examples, kept, problem, steps, rate)
-    shared = Shared(**shared)
+    method, client = methods.FedProx(0.1), methods.Participant(number, num_examples, kept, problem, steps, rate)
+    shared = methods.Shared(**shared)
     method.problem(shared, client)
-    method.report(shared, client, Trained(shared.posterior)).update(number, num_examples)
+    method.report(shared, client, methods.Trained(shared.posterior)).update(number, num_examples)
 
 
 def sited(gradients, precisions, **arguments):
     """Take a round of sites in a loop of one's own."""
-    method, client = fb.Sites(**arguments), Participant(0, 5)
-    server, shared = begun(fusion=method), Shared(posterior(), method.init(posterior()))
+    method, client = fb.Sites(**arguments), methods.Participant(0, 5)
+    server, shared = begun(fusion=method), methods.Shared(posterior(), method.init(posterior()))
     method.problem(shared, client)
-    report = method.report(shared, client, Trained(posterior(1.0), gradients, precisions))
+    report = method.report(shared, client, methods.Trained(posterior(1.0), gradients, precisions))
     server.admit(report.update(0, 5, {"running": torch.ones(2)}))
     server.finish()
 
@@ -327,24 +312,26 @@ DOORS = {
     "FederationSettings": door(FederationSettings),
     "FederatedBayes": door(fb.FederatedBayes),
     "Safeguards": door(fb.Safeguards),
-    "Asynchronous": door(fb.Asynchronous, concurrency=4, buffer=2, delays=fb.Delays(), late=FedBuff(), max_staleness=5),
+    "Asynchronous": door(
+        fb.Asynchronous, concurrency=4, buffer=2, delays=fb.Delays(), late=methods.FedBuff(), max_staleness=5
+    ),
     "KnownOverlap": door(KnownOverlap, shared=[[9, 4], [4, 6]]),
     "Delays": door(fb.Delays, slow={0: 2.0}, network=0.1, away=((0, 1.0, 2.0),), trace={1: [1.0, 2.0]}),
     "check": door(
         lambda trainer: fb.check(trainer, Plain(network())),
         trainer=Trainer(logger=False, callbacks=[fb.FederatedBayes()]),
     ),
-    "FedBuff": door(FedBuff),
-    "FedAsync": door(FedAsync),
+    "FedBuff": door(methods.FedBuff),
+    "FedAsync": door(methods.FedAsync),
     "Kept": door(fb.Kept, what=("optimizer",), folder="clients"),
     "UpdatePrivacy": door(fb.UpdatePrivacy, widen_posterior=True),
     "ExamplePrivacy": door(fb.ExamplePrivacy),
     "AutoFusion": door(AutoFusion, candidates=["linear_pool", "conflation"]),
-    "Averaging": door(Averaging, rule="linear_pool", prior="global"),
-    "Ditto": door(Ditto, rule="linear_pool"),
-    "FedNova": door(FedNova, rule="linear_pool"),
-    "FedProx": door(FedProx, rule="linear_pool"),
-    "Scaffold": door(Scaffold, rule="linear_pool"),
+    "Averaging": door(methods.Averaging, rule="linear_pool", prior="global"),
+    "Ditto": door(methods.Ditto, rule="linear_pool"),
+    "FedNova": door(methods.FedNova, rule="linear_pool"),
+    "FedProx": door(methods.FedProx, rule="linear_pool"),
+    "Scaffold": door(methods.Scaffold, rule="linear_pool"),
     "Sites": door(
         sited,
         prior_mean=0.0,
@@ -406,19 +393,19 @@ DOORS = {
     ),
     "Shared": door(partial(looped, **CLIENT), **SHARED),
     "Participant": door(partial(looped, **SHARED), **CLIENT),
-    "Trained": door(Trained, posterior=posterior(), gradients={}, precisions={}),
+    "Trained": door(methods.Trained, posterior=posterior(), gradients={}, precisions={}),
     "Quadratic": door(
-        lambda strength, slope, names, values, start: Quadratic(strength, slope, names)(values, start),
+        lambda strength, slope, names, values, start: methods.Quadratic(strength, slope, names)(values, start),
         strength=1.0,
         slope={"w": torch.ones(1, 2)},
         names=frozenset("wb"),
         values=posterior(1.0).mean,
         start=posterior().mean,
     ),
-    "LocalProblem": door(LocalProblem, quadratic=Quadratic(), start=posterior().mean),
+    "LocalProblem": door(methods.LocalProblem, quadratic=methods.Quadratic(), start=posterior().mean),
     "Report": door(
         lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
-            Report(posterior, kept, sent).update(client, num_examples, buffers)
+            methods.Report(posterior, kept, sent).update(client, num_examples, buffers)
         ),
         posterior=posterior(),
         kept={},

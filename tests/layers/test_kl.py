@@ -179,6 +179,7 @@ def joint(prior, parameters):
 
 def by_hand(prior, parameters):
     """The same draws and divergences out of torch's own operations."""
+    torch.manual_seed(0)
     count = len(parameters) // 2
     mean, rho = (
         torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1)

@@ -1,7 +1,5 @@
 """Federations for FLARE's simulator: each a controller and what its clients need, known by its seed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

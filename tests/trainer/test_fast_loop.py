@@ -1,7 +1,5 @@
 """A round looks the same from outside in the short epoch loop as in Lightning's own."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from typing import Any

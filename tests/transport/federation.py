@@ -1,7 +1,5 @@
 """A small federation that needs no transport: its data, its network, and the same in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """A case of the zoo: a way to train, with plain Lightning and as a federation."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence

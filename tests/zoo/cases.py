@@ -1,7 +1,5 @@
 """All cases of the zoo."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizers with unusual features, as packages have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

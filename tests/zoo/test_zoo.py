@@ -1,10 +1,7 @@
 """The zoo: every case trains as plain Lightning does, on every engine, or is refused before it trains."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
@@ -14,7 +11,7 @@ from lightning_fedbayes.core.errors import FedBayesError
 from tests.federations import blobs, trainer
 from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, Net, difference, federated, loop_of_plain_fits, plain
 from tests.zoo.cases import CASES, Counter, Ema
-from tests.zoo.page import page
+from tests.zoo.page import PAGE, page
 
 IDS = [f"{case.group}: {case.name}" for case in CASES]
 
@@ -33,7 +30,7 @@ def outcome(case: Case, engine: str, expected: str, reference, sizes=SIZES) -> N
 
 
 def test_the_page_of_the_documentation_is_made_from_them():
-    assert (Path(__file__).parents[2] / "docs" / "what_works.md").read_text() == page()
+    assert PAGE.read_text() == page()
 
 
 def test_fast_dev_run_is_one_round_of_two_clients_with_one_batch_each():

@@ -243,12 +243,7 @@ DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
         (nn.Linear(3, 3), ("head*",), DATA, "matches no weight of a linear layer"),
         (nn.Linear(3, 3), ("*",), [], "without an example"),
         (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "a batch is a Tensor, and not inputs with a tensor of targets"),
-        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.randn(4, 3))], "numbers whose noise is not known"),
         (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()), ("*",), DATA, "has groups"),
-        (nn.Linear(3, 3), ("*",), [({"x": torch.randn(4, 3)}, torch.zeros(4).long())], "Linear cannot be measured"),
-        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.zeros(2).long())], "give as many of both"),
-        (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.full((4,), 3))], "there are 3 classes"),
-        (nn.Linear(3, 3), ("*",), [(torch.full((4, 3), torch.nan), torch.zeros(4).long())], "is not finite"),
     ],
 )
 def test_what_has_no_factors_is_refused(network, patterns, data, expected):
