@@ -236,28 +236,6 @@ ADAM
   assert {"train/accuracy", "train/loss", "val/auroc", "val/right"} <= trainer.callback_metrics.keys()
 + predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior), loader)
 """
-DICTS = """
-+ import lightning_fedbayes as fb
-  data = [{"image": torch.randn(8, 8), "diagnosis": number % 3} for number in range(24)]
-
-  class Dicts(L.LightningModule):
-      def __init__(self):
-          super().__init__()
-          self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3))
-
-      def forward(self, x):
-          return self.network(x)
-
-      def training_step(self, batch, batch_idx):
-          return F.cross_entropy(self(batch["image"]), batch["diagnosis"])
-
-ADAM
-  module = Dicts()
-- trainer = L.Trainer(max_epochs=2, **quiet)
-+ trainer = L.Trainer(max_epochs=2, callbacks=[fed := fb.FederatedBayes(fb.IIDPartition(2))], **quiet)
-  trainer.fit(module, DataLoader(data, batch_size=4))
-+ predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior), DataLoader([d["image"] for d in data]))
-"""
 HUGGING_FACE_DATA = """
   from datasets import Dataset
   from transformers import BertConfig, BertForSequenceClassification
@@ -319,7 +297,6 @@ ROWS = {
     "time series": (TIME_SERIES, 4, []),
     "data frame": (PANDAS, 4, ["pandas"]),
     "metrics": (METRICS, 4, []),
-    "dicts": (DICTS, 4, []),
     "Hugging Face data": (HUGGING_FACE_DATA, 4, ["datasets", "transformers"]),
 }
 """Name → script, number of changed lines, packages."""
@@ -377,7 +354,7 @@ def test_an_authors_module_predicts_with_uncertainty(name, monkeypatch, tmp_path
         assert torch.allclose(after["draws"].sum(2), torch.ones(()))
     else:
         uncertainty = torch.cat([each.epistemic for each in after["predictions"]])
-    assert len(uncertainty) == len(after["loader"].dataset if "loader" in after else after["data"])
+    assert len(uncertainty) == len(after["loader"].dataset)
     assert bool((uncertainty > 0).all())
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedbayes.core.private_torch import (
-    PRIMITIVES,
-)
+from lightning_fedbayes.core.private_torch import PRIMITIVES
 
 ROOT = Path(__file__).parent.parent
 WITHOUT = """

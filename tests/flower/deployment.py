@@ -123,23 +123,10 @@ class Deployment:
 
     def start_node(self, number: int) -> None:
         """Start the SuperNode of a registered key, for the first time or again."""
-        self.nodes[number] = self._spawn(
-            f"node{number}",
-            "flower-supernode",
-            "--superlink",
-            f"{LOOPBACK}:{self.port}",
-            "--root-certificates",
-            "server.pem",
-            "--auth-supernode-private-key",
-            f"node{number}",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(free_port()),
-            *TLS,
-            "--node-config",
-            f"partition-id={number}",
-        )
+        link = ("--superlink", f"{LOOPBACK}:{self.port}", "--root-certificates", "server.pem")
+        own = ("--host", LOOPBACK, "--port", str(free_port()), "--node-config", f"partition-id={number}")
+        key = ("--auth-supernode-private-key", f"node{number}")
+        self.nodes[number] = self._spawn(f"node{number}", "flower-supernode", *link, *key, *own, *TLS)
 
     def start_simulation(self, count: int) -> None:
         """A simulation: all nodes share two processes."""
@@ -151,14 +138,8 @@ class Deployment:
 
     def flwr(self, *arguments: str) -> str:
         """Run the command line and return its output."""
-        done = subprocess.run(
-            [BIN / "flwr", *arguments],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
+        options = {"env": self.environment, "cwd": self.folder, "timeout": 250}
+        done = subprocess.run([BIN / "flwr", *arguments], capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done.stdout + done.stderr
 
@@ -193,16 +174,8 @@ class Deployment:
 
     def _spawn(self, name: str, command: str, *arguments: str) -> subprocess.Popen:
         with (self.folder / f"{name}.log").open("a") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [BIN / command, *arguments],
-                    env=self.environment,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self.folder,
-                    start_new_session=True,
-                )
-            )
+            options = {"env": self.environment, "cwd": self.folder, "start_new_session": True}
+            self._processes.append(subprocess.Popen([BIN / command, *arguments], stdout=log, stderr=log, **options))
         return self._processes[-1]
 
 

@@ -209,7 +209,6 @@ REFUSED = {
     "no schedule": ({"schedule": "fast"}, r"give fb\.Asynchronous"),
     "nothing scored": ({"schedule": None, "monitor": "val/nll"}, "nothing is scored; give evaluate=True"),
     "patience for nothing": ({"schedule": None, "patience": 3}, "say which figure"),
-    "a mode": ({"schedule": None, "mode": "least"}, "mode='least'"),
 }
 
 
@@ -224,7 +223,6 @@ SECOND = {**GOOD, "fusion": 2}
 BROKEN = {
     "another number": [SECOND],
     "of the future": [{**GOOD, "arrived": [[0, 1]]}],
-    "a text": [{**GOOD, "clients": "2"}],
     "no order": [{"fusion": 1}],
     "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
     "begun too early": [GOOD, SECOND],

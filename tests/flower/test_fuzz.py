@@ -17,23 +17,10 @@ from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
 PROBABILISTIC = {"w", "b"}
-ARRAYS = st.sampled_from(
-    [
-        np.zeros((1, 2), np.float32),
-        np.ones((1, 2), np.float16),
-        np.ones((1, 2)),
-        np.asfortranarray(np.ones((2, 3))),
-        np.full((1, 2), np.nan, np.float32),
-        np.full((1, 2), 1e-45, np.float32),
-        -np.ones((1, 2), np.float32),
-        np.ones((1, 2), np.complex64),
-        np.ones((1, 2), np.int64),
-        np.zeros((0,), np.float32),
-        np.array(1.0, np.float32),
-        np.array(["x"]),
-        np.ones((1, 2), bool),
-    ]
-)
+ONES = [np.ones((1, 2), dtype) for dtype in (np.float16, np.float64, np.complex64, np.int64, bool)]
+FILLED = [np.full((1, 2), value, np.float32) for value in (0, -1, np.nan, 1e-45)]
+OTHERS = [np.asfortranarray(np.ones((2, 3))), np.zeros((0,), np.float32), np.array(1.0, np.float32), np.array(["x"])]
+ARRAYS = st.sampled_from([*ONES, *FILLED, *OTHERS])
 NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
 
 

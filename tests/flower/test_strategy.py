@@ -200,9 +200,7 @@ def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     ("arguments", "error", "says"),
     [
         ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
-        ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
         ({"fraction": 0}, FederationError, "fraction=0"),
-        ({"safeguards": 3}, FederationError, "safeguards=3"),
         (
             {"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5},
             FederationError,

@@ -141,20 +141,14 @@ def test_agrees_with_byzfl(rule, expected):
 test_what_cannot_be_is_refused = refusals(
     FusionError,
     (lambda: fusion.GeometricMedian(smoothing=0.0), "smoothing=0.0: give a finite number above 0"),
-    (lambda: fusion.GeometricMedian(tolerance=-1.0), "tolerance=-1.0: give a finite number above 0"),
-    (lambda: fusion.GeometricMedian(max_iterations=0), "max_iterations=0: give at least 1"),
     (lambda: fusion.TrimmedMean(trim=0.5), r"trim=0.5: .* in \[0, 0.5\).*give an integer"),
-    (lambda: fusion.TrimmedMean(trim=-0.1), r"trim=-0.1: .* in"),
     (lambda: fusion.TrimmedMean(trim=-1), "trim=-1: give at least 0"),
     (lambda: fuse(fusion.TrimmedMean(trim=2), points(DATA[:4])), "trim=2 at either end of 4 clients.*at most 1"),
     (lambda: fusion.Krum(byzantine=-1), "byzantine=-1: give at least 0"),
-    (lambda: fusion.MultiKrum(keep=0), "keep=0: give at least 1"),
     (lambda: fuse(fusion.Krum(byzantine=2), points(DATA[:6])), "byzantine=2 of 6 clients.*give at most 1"),
     (lambda: fuse(fusion.MultiKrum(keep=5), points(DATA[:4])), "keep=5 of 4 clients; give at most 4"),
-    (lambda: fusion.NearestNeighbourMixing(byzantine=-1), "byzantine=-1: give at least 0"),
     (lambda: fuse(fusion.NearestNeighbourMixing(byzantine=2), points(DATA[:4])), "byzantine=2 of 4.*give at most 1"),
     (lambda: fusion.NearestNeighbourMixing("geometric_medians"), "did you mean 'geometric_median'"),
-    (lambda: fusion.NormClipping(radius=0.0), "radius=0.0: give a finite number above 0"),
     (lambda: fuse("norm_clipping", points(DATA)), "norm_clipping needs the previous.*pass previous="),
     (lambda: fuse(fusion.NearestNeighbourMixing("dwc"), points(DATA)), "needs the previous"),
 )
@@ -233,21 +227,7 @@ def test_limits_are_the_average_and_the_median(count, seed):
 
 
 @pytest.mark.parametrize(
-    ("trim", "count", "dropped"),
-    [
-        (0.1, 1, 0),
-        (0.1, 2, 0),
-        (0.1, 3, 1),
-        (0.1, 10, 1),
-        (0.1, 11, 2),
-        (0.07, 100, 7),
-        (0.29, 100, 29),
-        (0.3, 10, 3),
-        (0.45, 4, 1),
-        (0.0, 9, 0),
-        (2, 5, 2),
-        (0, 5, 0),
-    ],
+    ("trim", "count", "dropped"), [(0.1, 1, 0), (0.1, 3, 1), (0.07, 100, 7), (0.29, 100, 29), (0.45, 4, 1), (2, 5, 2)]
 )
 def test_a_fraction_is_rounded_up(trim, count, dropped):
     assert fusion.TrimmedMean(trim=trim).dropped(count) == dropped

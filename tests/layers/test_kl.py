@@ -109,13 +109,11 @@ def test_vmap_is_a_loop_with_the_backward_pass_outside(path, dims):
     ("rho", "dtype", "gradient"),
     [
         (-1e4, torch.float32, 0.0),
-        (-200.0, torch.float32, 0.0),
         (-30.0, torch.float32, -1.0),
         (30.0, torch.float32, 30.0),
         (1e4, torch.float32, 1e4),
         (-1e4, torch.float64, 0.0),
         (-200.0, torch.float64, -1.0),
-        (1e4, torch.float64, 1e4),
     ],
 )
 def test_extreme_spreads_have_the_limits_of_the_gradient(path, rho, dtype, gradient):

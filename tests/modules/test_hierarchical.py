@@ -261,7 +261,6 @@ def only_in_one(k, x, y):
 
 test_wrong_clients = refusals(
     FedBayesError,
-    ((0,), {}, "clients is empty"),
     ((0,), [1], "name → LinearStatistics"),
     ((0,), {"a": 3.0}, "client 'a'=3.0: give LinearStatistics"),
     ((3,), statistics(federation()), "columns 0 to 2"),
@@ -272,7 +271,6 @@ test_wrong_clients = refusals(
     ((0,), changed(lambda k, x, y: (x[:1], y[:1])), "6 examples determine 6 coefficients"),
     ((0, 1), changed(lambda k, x, y: (x[:2], y[:2])), "12 examples determine 12 coefficients"),
     ((0,), changed(lambda k, x, y: (x, 3 * x[:, 0] + 1)), "one model fits the targets"),
-    ((0,), changed(lambda k, x, y: (x, 0 * y)), "one model fits the targets"),
     (
         (0,),
         {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
@@ -286,11 +284,8 @@ test_wrong_clients = refusals(
 test_wrong_examples = refusals(
     FedBayesError,
     ({"inputs": torch.ones(5)}, "as many examples"),
-    ({"targets": torch.ones(4)}, "as many examples"),
     ({"inputs": torch.full((5, 2), math.nan)}, "inputs are not finite"),
-    ({"targets": torch.full((5,), math.inf)}, "targets are not finite"),
     ({"inputs": torch.full((5, 2), 1e200, dtype=torch.float64)}, "gram is not finite: standardise"),
-    ({"bias": 1}, "bias=1"),
     ({"inputs": torch.ones(5, 0), "bias": False}, "at least one column"),
     call=lambda change: LinearStatistics.of(**{"inputs": torch.ones(5, 2), "targets": torch.ones(5), **change}),
 )
@@ -303,7 +298,6 @@ test_wrong_examples = refusals(
         ({"gram": torch.ones(2, 3).double()}, r"\(columns, columns\)"),
         ({"gram": torch.tensor([[1.0, 2.0], [0.0, 1.0]]).double()}, "not symmetric"),
         ({"square": torch.full((), math.nan).double()}, "square is not finite"),
-        ({"num_examples": -1}, "num_examples=-1"),
     ],
 )
 def test_wrong_statistics(change, match):

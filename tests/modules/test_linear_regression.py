@@ -117,14 +117,10 @@ def test_clients_without_full_rank_and_with_constant_features():
     ("change", "match"),
     [
         ({"inputs": torch.full((5, 2), math.nan)}, "inputs are not finite in column 0, 1"),
-        ({"targets": torch.full((5, 1), math.inf)}, "targets are not finite in column 0"),
         ({"inputs": torch.ones(4, 2)}, "as many examples"),
-        ({"inputs": torch.ones(5)}, "as many examples"),
-        ({"targets": torch.ones(5, 1, 1)}, "as many examples"),
         ({"inputs": torch.ones(0, 2), "targets": torch.ones(0, 1)}, "at least one"),
         ({"prior_std": 0.0}, "prior_std=0"),
         ({"noise": -1.0}, "noise=-1"),
-        ({"noise": math.nan}, "noise=nan"),
         ({"noise": "evidense"}, "did you mean 'evidence'"),
     ],
 )

@@ -72,8 +72,6 @@ def test_likelihood_and_its_maximum_are_those_of_lifelines():
 test_errors_of_the_loss = refusals(
     FedBayesError,
     (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
-    (torch.zeros(0), TIME[:0], EVENT[:0], "no entries"),
-    (torch.zeros(12), -TIME, EVENT, "time holds -5 among 12 of 12"),
     (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
     call=cox_loss,
 )
@@ -174,16 +172,12 @@ test_errors_of_the_module = refusals(
     (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
     (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
     (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
-    (lambda: linear(samples=0), "samples=0"),
 )
 
 
 WRONG_TARGETS = {
     "swapped": (lambda event, time: (time, event), "event holds"),
-    "events coded 1 and 2": (lambda event, time: (event + 1, time), "event holds 2"),
     "events coded -1 and 1": (lambda event, time: (2 * event - 1, time), "event holds -1"),
-    "NaN": (lambda event, time: (event, time.where(time < time.max(), torch.nan)), "time holds nan"),
-    "infinite": (lambda event, time: (event, time.where(time < time.max(), torch.inf)), "time holds inf"),
     "negative": (lambda event, time: (event, time - time.mean()), "time holds -"),
 }
 

@@ -79,14 +79,11 @@ def one_nan(reply):
 
 LIES = {
     "NaN": (one_nan, "is not finite"),
-    "an extra tensor": (of("mean/more", torch.ones(1)), "only client 1 has more"),
     "no tensor": (of("mean/more", "text"), "a dense tensor is needed"),
     "a variance too many": (of("variance/network.0.weight", torch.ones(5, 6)), "must send the variances"),
     "another client": (of("client", 0), "says that it is client 0"),
-    "another round": (of("server-round", 7), "is of round 7"),
     "another kind": (of("kind", "scores"), "it was asked for 'update'"),
     "no kind": (of("kind", ["update"]), "no message of this version"),
-    "a size that is none": (of("num-examples", 2.5), "num-examples"),
     "differences": (differences, "posteriors are sent whole"),
     "nothing": (lambda reply: None, "has sent nothing that FLARE takes within"),
 }
@@ -213,11 +210,9 @@ def test_a_client_answers_a_controller_of_another_kind_by_a_failure():
 
 ARGUMENTS = {
     "rounds": ({"num_rounds": 0}, "num_rounds=0"),
-    "timeout": ({"timeout": 0}, "timeout=0"),
     "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"),
     "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
     "fusion": ({"fusion": "rlkb"}, "did you mean"),
-    "seed": ({"seed": "a"}, "seed='a'"),
 }
 
 

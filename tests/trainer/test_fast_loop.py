@@ -58,28 +58,15 @@ def run(folder, callbacks, **options):
     """Three rounds. Returns what was logged, saved, seen, counted and learnt."""
     module, seen = Logging(), Seen()
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=4, save_top_k=-1)
-    trainer = L.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=CSVLogger(folder, "log", 0),
-        log_every_n_steps=3,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"),
-            saving,
-            LearningRateMonitor(),
-            seen,
-            *callbacks,
-        ],
-        **options,
-    )
-    trainer.fit(module, loader(), loader(shuffle=False))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential")
+    logging = {"logger": CSVLogger(folder, "log", 0), "log_every_n_steps": 3, "enable_checkpointing": True}
+    made = trainer(3, [federation, saving, LearningRateMonitor(), seen, *callbacks], **logging, **options)
+    made.fit(module, loader(), loader(shuffle=False))
     with open(folder / "log" / "version_0" / "metrics.csv") as file:
         rows = [{key: value for key, value in row.items() if "seconds" not in key} for row in csv.DictReader(file)]
     files = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if "seconds" not in key}
-    return rows, files, metrics, seen.batches, (trainer.global_step, trainer.current_epoch), parameters(module)
+    metrics = {key: float(value) for key, value in made.callback_metrics.items() if "seconds" not in key}
+    return rows, files, metrics, seen.batches, (made.global_step, made.current_epoch), parameters(module)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -139,15 +126,8 @@ def test_a_trainer_is_what_it_was_after_an_error():
     class Mine(L.Trainer):
         pass
 
-    made = Mine(
-        max_epochs=1,
-        callbacks=[fb.FederatedBayes(fb.IIDPartition(3))],
-        logger=False,
-        accelerator="cpu",
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    made = Mine(max_epochs=1, callbacks=[fb.FederatedBayes(fb.IIDPartition(3))], accelerator="cpu", **quiet)
     with pytest.raises(RuntimeError, match="no"):
         made.fit(Fails(), loader())
     assert type(made) is Mine

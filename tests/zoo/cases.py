@@ -66,19 +66,15 @@ TORCH = {
     ),
     "SGD that maximizes": lambda p: optim.SGD(p, lr=0.01, maximize=True),
     "SGD, foreach": lambda p: optim.SGD(p, lr=0.1, foreach=True),
-    "Adam": lambda p: optim.Adam(p, lr=0.01),
+    **{
+        name: lambda p, name=name: getattr(optim, name)(p, lr=0.01)
+        for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Rprop")
+    },
     "Adam, fused": lambda p: optim.Adam(p, lr=0.01, fused=True),
     "Adam, learning rate in a tensor": lambda p: optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
-    "AdamW": lambda p: optim.AdamW(p, lr=0.01),
     "AMSGrad": lambda p: optim.Adam(p, lr=0.01, amsgrad=True),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.01),
-    "NAdam": lambda p: optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: optim.RAdam(p, lr=0.01),
-    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01),
-    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01),
     "Adadelta": lambda p: optim.Adadelta(p),
     "ASGD": lambda p: optim.ASGD(p, lr=0.1),
-    "Rprop": lambda p: optim.Rprop(p, lr=0.01),
 }
 for name, optimizer in TORCH.items():
     add("Optimizers of torch", name, lambda optimizer=optimizer: Net(optimizer=optimizer), tolerance=1e-4)

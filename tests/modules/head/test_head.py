@@ -200,9 +200,7 @@ test_arguments_out_of_range = refusals(
     fb.FedBayesError,
     ({"outputs": 1}, "outputs=1"),
     ({"likelihood": "probit"}, "likelihood='probit'"),
-    ({"prior_std": 0.0}, "prior_std=0.0"),
     ({"inference": "exact"}, "inference='exact'"),
-    ({"exchanges": 0}, "exchanges=0"),
     call=lambda options: fb.BayesianHead(**{"outputs": 3, **options}),
 )
 
