@@ -115,30 +115,6 @@ ADAM
 FIT
 + draws = fb.PosteriorPredictive(module, fed.posterior).sample(images).softmax(2)  # draws, images, classes, *space
 """
-GRAPHS = """
-  from torch_geometric.data import Data
-  from torch_geometric.loader import DataLoader as GraphLoader
-  from torch_geometric.nn import GCNConv, global_mean_pool
-+ import lightning_fedbayes as fb
-
-  def graph(n):
-      return Data(x=torch.randn(n, 4), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.tensor(n % 2))
-
-  class Graphs(L.LightningModule):
-      def __init__(self):
-          super().__init__()
-          self.first, self.head = GCNConv(4, 8), nn.Linear(8, 2)
-
-      def forward(self, graph):
-          return self.head(global_mean_pool(self.first(graph.x, graph.edge_index).relu(), graph.batch))
-
-      def training_step(self, batch, batch_idx):
-          return F.cross_entropy(self(batch), batch.y)
-
-ADAM
-  module, loader = Graphs(), GraphLoader([graph(n) for n in range(3, 15)], batch_size=4)
-PREDICT
-"""
 TIME_SERIES = """
 + import lightning_fedbayes as fb
   wave = torch.sin(torch.arange(60) / 3) + 0.1 * torch.randn(60)
@@ -190,50 +166,6 @@ PANDAS = """
 - trainer = L.Trainer(max_epochs=2, **quiet)
 + trainer = L.Trainer(max_epochs=2, callbacks=[fed := fb.FederatedBayes(posterior=fb.Laplace())], **quiet)
   trainer.fit(module, loader)
-+ predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior), loader)
-"""
-METRICS = """
-  from torchmetrics.classification import ConfusionMatrix, MulticlassAccuracy, MulticlassAUROC
-  from torchmetrics import MeanMetric, MetricCollection
-+ import lightning_fedbayes as fb
-
-  class Measured(L.LightningModule):
-      def __init__(self):
-          super().__init__()
-          self.network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-          scores = MetricCollection({"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)})
-          self.train_scores, self.val_scores = scores.clone(prefix="train/"), scores.clone(prefix="val/")
-          self.confusion, self.mean_loss = ConfusionMatrix("multiclass", num_classes=3), MeanMetric()
-
-      def forward(self, x):
-          return self.network(x)
-
-      def training_step(self, batch, batch_idx):
-          logits = self(batch[0])
-          loss = F.cross_entropy(logits, batch[1])
-          self.train_scores.update(logits.softmax(1), batch[1])
-          self.mean_loss.update(loss)
-          self.log_dict(self.train_scores, on_epoch=True, on_step=False)
-          self.log("train/loss", self.mean_loss, on_epoch=True, on_step=False)
-          return loss
-
-      def validation_step(self, batch, batch_idx):
-          probs = self(batch[0]).softmax(1)
-          self.val_scores.update(probs, batch[1])
-          self.confusion.update(probs, batch[1])
-          self.log_dict(self.val_scores)
-
-      def on_validation_epoch_end(self):
-          self.log("val/right", self.confusion.compute().trace().float())
-          self.confusion.reset()
-
-ADAM
-  module = Measured()
-  loader = DataLoader(TensorDataset(torch.randn(24, 6), torch.arange(24) % 3), batch_size=4)
-- trainer = L.Trainer(max_epochs=2, **quiet)
-+ trainer = L.Trainer(max_epochs=2, callbacks=[fed := fb.FederatedBayes(fb.IIDPartition(2))], **quiet)
-  trainer.fit(module, loader, loader)
-  assert {"train/accuracy", "train/loss", "val/auroc", "val/right"} <= trainer.callback_metrics.keys()
 + predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior), loader)
 """
 HUGGING_FACE_DATA = """
@@ -293,10 +225,8 @@ ROWS = {
     "LoRA BERT": (LORA_BERT, 4, ["peft", "transformers"]),
     "frozen timm": (FROZEN_TIMM, 4, ["timm"]),
     "U-Net": (U_NET, 4, ["segmentation_models_pytorch"]),
-    "graphs": (GRAPHS, 4, ["torch_geometric"]),
     "time series": (TIME_SERIES, 4, []),
     "data frame": (PANDAS, 4, ["pandas"]),
-    "metrics": (METRICS, 4, []),
     "Hugging Face data": (HUGGING_FACE_DATA, 4, ["datasets", "transformers"]),
 }
 """Name → script, number of changed lines, packages."""

@@ -6,52 +6,19 @@ from functools import partial
 import pytest
 import torch
 from flwr.app import Message, RecordDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays
-from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
+from lightning_fedbayes.flower.wire import message_in, records_of
 from lightning_fedbayes.sources.curvature import KroneckerSite
 from tests.federations import Plain, blobs, loader
 from tests.flower.clients import client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
 from tests.flower.test_parity import Headed
 from tests.transport.federation import PARTITION, BlobData, hybrid
-
-SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
-
-
-@given(SHAPES, st.lists(st.booleans(), min_size=3, max_size=3))
-@settings(deadline=None)
-def test_float32_comes_back_bit_by_bit(shapes, probabilistic):
-    mean = {f"layer.{i}/w": torch.randn(shape) for i, shape in enumerate(shapes)}
-    variance = {
-        name: torch.rand(value.shape) if random else torch.zeros(()).expand(value.shape)
-        for (name, value), random in zip(mean.items(), probabilistic)
-    }
-    sent = GaussianPosterior(mean, variance)
-    came, _ = from_arrays(to_arrays(sent, {}), "client 0")
-    assert came.names == sent.names
-    for name in sent.names:
-        assert torch.equal(came.mean[name], sent.mean[name])
-        assert torch.equal(came.variance[name], sent.variance[name])
-        assert is_zero(came.variance[name]) or not is_zero(sent.variance[name])
-
-
-@pytest.mark.parametrize("value", [torch.tensor(7), torch.tensor([True]), torch.tensor([1, 2], dtype=torch.uint8)])
-@pytest.mark.parametrize("linearised", [True, False])
-def test_a_posterior_of_laplace_stays_one_and_buffers_keep_their_dtype(linearised, value):
-    sent = GaussianPosterior({"w": torch.ones(2)}, {"w": torch.ones(2)}, linearised)
-    came, buffers = from_arrays(to_arrays(sent, {"b": value}), "client 0")
-    assert came.linearised == linearised
-    assert came.names == ("w",)
-    assert buffers["b"].dtype == value.dtype
-    assert torch.equal(buffers["b"], value)
 
 
 def ivon() -> Plain:

@@ -215,27 +215,6 @@ def test_second_derivatives(prior, parameters):
     assert gradgradcheck(lambda *p: joint(prior, p), parameters)
 
 
-@pytest.mark.parametrize("prior", SHARED_PRIORS[:2])
-@pytest.mark.parametrize("only", [[0], [1, 3], [0, 2, 3]])
-def test_what_is_not_used_gets_no_gradient(prior, only, parameters):
-    gradients = torch.autograd.grad(weighted(joint(prior, parameters), only=only), parameters, allow_unused=True)
-    expected = torch.autograd.grad(weighted(by_hand(prior, parameters), only=only), parameters)
-    for place, (one, other) in enumerate(zip(gradients, expected)):
-        if place % len(SHAPES) in only:
-            torch.testing.assert_close(one, other)
-        else:
-            assert one is None
-
-
-def test_the_divergence_alone_and_with_some_draws(parameters):
-    """With a prior, every parameter has a gradient."""
-    for only in ([-1], [-1, 1], [-1, 0, 4, 5, 6]):
-        gradients = torch.autograd.grad(weighted(joint((0.3, 0.7), parameters), only=only), parameters)
-        expected = torch.autograd.grad(weighted(by_hand((0.3, 0.7), parameters), only=only), parameters)
-        for one, other in zip(gradients, expected):
-            torch.testing.assert_close(one, other)
-
-
 def test_moments():
     count, mean, rho = 4000, torch.tensor([0.5, -2.0]), torch.tensor([-1.0, 1.0])
     torch.manual_seed(0)

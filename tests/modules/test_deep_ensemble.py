@@ -70,17 +70,6 @@ def test_members_learn_as_they_would_alone():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_noise_that_depends_on_the_input_is_found():
-    x = torch.rand(4000, 1) * 2 - 1
-    y = x + torch.where(x > 0, 0.5, 0.05) * torch.randn_like(x)
-    model = DeepEnsembleRegressor([mlp(1, 2, (16,)) for _ in range(2)], learning_rate=0.01)
-    trainer(15).fit(model, DataLoader(TensorDataset(x, y), 50, shuffle=True))
-    left, right = model.eval().predict_step(torch.tensor([[-0.6], [0.6]])).variance.detach().sqrt().flatten().tolist()
-    assert left == pytest.approx(0.05, abs=0.04)
-    assert right == pytest.approx(0.5, abs=0.12)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_engines_agree(optimizer):
     members, ends = networks(), []

@@ -194,19 +194,6 @@ def test_the_order_of_clients_does_not_matter(order, random):
     assert_same(first, second, rtol=0, atol=0)
 
 
-@settings(deadline=None, max_examples=20)
-@given(cut=st.integers(0, 12), seed=st.integers(0, 99))
-def test_statistics_of_parts_add_up(cut, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(12, 3, generator=generator)
-    y = torch.randn(12, generator=generator)
-    parts = LinearStatistics.of(x[:cut], y[:cut]) + LinearStatistics.of(x[cut:], y[cut:])
-    whole = LinearStatistics.of(x, y)
-    for name in ("gram", "moment", "square"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
-    assert parts.num_examples == whole.num_examples == 12
-
-
 @pytest.mark.parametrize("random", SPREAD)
 def test_units_of_the_inputs(random):
     data, fit = fitted(random)

@@ -131,16 +131,6 @@ def test_logged_scores_take_all_batches_together(stage):
         )
 
 
-def test_training_finds_the_hazard():
-    data = simulated()
-    model = linear()
-    trainer(25).fit(model, loader(data, 120))
-    weight = fb.read_posterior(model.network).mean["weight"].flatten()
-    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.3)
-    (scores,) = trainer().validate(model, loader(simulated()), verbose=False)
-    assert scores["val/c_index"] > 0.75
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_clients_train_a_model_stratified_by_client(engine):
