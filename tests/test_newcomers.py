@@ -1,10 +1,4 @@
-"""Modules as their authors write them, and the lines that they change to predict with uncertainty.
-
-Each text is a script of plain Lightning. Where it becomes a federation of two rounds, lines that begin with "-" go and
-lines that begin with "+" come. Both are run.
-
-    pip install --group models && python -m pytest tests/test_newcomers.py
-"""
+"""Modules as their authors write them: in a federation, lines that begin with "-" go and lines with "+" come."""
 
 import itertools
 import logging

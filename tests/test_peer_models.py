@@ -1,7 +1,4 @@
-"""Models of other packages, unchanged, federate with IVON; each is skipped where its package is not installed.
-
-pip install --group models && python -m pytest tests/test_peer_models.py
-"""
+"""Models of other packages, unchanged, federate with IVON: ``pip install --group models`` first."""
 
 import lightning as L
 import pytest

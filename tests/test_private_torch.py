@@ -1,4 +1,4 @@
-"""The wrappers of torch's private names, and training without those names."""
+"""Training without private names of torch or Lightning."""
 
 import re
 import subprocess
@@ -35,6 +35,11 @@ assert all(torch.allclose(end, ends[-1], atol=1e-5) for end in ends)
 """
 
 PRIVATE = {
+    "launchers": (
+        "lightning.pytorch.strategies.launchers",
+        ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
+        "vectorized\nvectorized\n",
+    ),
     "primitives": ("torch._C._functorch", (*PRIMITIVES, "is_functorch_wrapped_tensor"), "vectorized\nvectorized\n"),
     "pytree": (
         "torch.utils._pytree",
@@ -46,7 +51,7 @@ PRIVATE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PRIVATE)
-def test_a_process_whose_torch_lacks_private_names_trains_all_the_same(kind):
+def test_a_process_that_lacks_private_names_trains_all_the_same(kind):
     """The names are gone before the package is imported."""
     module, names, printed = PRIVATE[kind]
     removed = f"module = sys.modules['{module}']\nfor name in {names}: delattr(module, name)"

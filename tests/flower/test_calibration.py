@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
-from tests.federations import Plain, blobs, federate
+from tests.federations import Plain, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData, hybrid
+from tests.transport.federation import calibrated as calibrated_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
 CLIENTS = 3
@@ -77,13 +78,7 @@ def with_records(**records):
 def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     over, alone = both(), both()
     strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
-    module = make()
-    data = OwnData()
-    federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
-    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
-    options = {"batch_size": data.val_dataloader().batch_size, "seed": 3}
-    alone[0].fit_from(module, data.val_dataloader().dataset, **options)
-    alone[1].fit_from(module, data.val_dataloader().dataset, temperature=alone[0].temperature, **options)
+    module = calibrated_alone(make, OwnData(), alone)
     assert over[0].temperature == alone[0].temperature != 1
     assert over[1].threshold == alone[1].threshold
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
@@ -95,46 +90,33 @@ def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     assert strategy.server is not None
 
 
-def cannot():
-    """Return a module with two answers for one output."""
-
-    class Unclear(Plain):
-        def __init__(self):
-            super().__init__(torch.nn.Linear(6, 1))
-
-        def training_step(self, batch, number):
-            pytest.fail("training has begun")
-
-    return Unclear()
-
-
 class Numbers(OwnData):
-    """One number in place of a class."""
+    """One number in place of a class, of which a network with one output may mean two things."""
 
     def val_dataloader(self):
-        return DataLoader(
-            fb.ClientDatasets(
-                {f"c{k}": TensorDataset(torch.randn(9, 6), torch.randint(0, 2, (9,))) for k in range(CLIENTS)}
-            ),
-            4,
-        )
+        x, y = torch.randn(9, 6), torch.randint(0, 2, (9,))
+        return DataLoader(fb.ClientDatasets({f"c{k}": TensorDataset(x, y) for k in range(CLIENTS)}), 4)
 
 
+def unclear():
+    return Plain(torch.nn.Linear(6, 1))
+
+
+PRIVATE = {"conformal_epsilon": 1.0}
 CANNOT = {
-    "two answers": ({"make": cannot, "data": Numbers}, [fb.FederatedTemperature()], "FedBayesError"),
-    "private": ({"conformal_epsilon": 1.0}, [fb.FederatedConformal()], "NotSent"),
-    "another noise": ({"conformal_epsilon": 1.0}, [fb.FederatedConformal(epsilon=0.5)], "NotSent"),
-    "temperature alone": ({"conformal_epsilon": 1.0}, list(both(epsilon=1.0)), "NotSent"),
+    "private": (PRIVATE, [fb.FederatedConformal()], "NotSent"),
+    "another noise": (PRIVATE, [fb.FederatedConformal(epsilon=0.5)], "NotSent"),
+    "temperature alone": (PRIVATE, [*both(epsilon=1.0)], "NotSent"),
+    "two answers": ({"make": unclear, "data": Numbers}, [fb.FederatedTemperature()], "FedBayesError"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "callbacks", "error"), CANNOT.values(), ids=CANNOT)
 def test_what_no_client_can_answer_ends_the_run_before_the_first_round(options, callbacks, error, tmp_path):
-    settings = dict(options)
-    module, data = settings.pop("make", make), settings.pop("data", OwnData)
-    grid = LocalGrid(apps(tmp_path, module, data, **settings))
-    app = server_app(module(), FusionStrategy(wait_for=CLIENTS), rounds=2, timeout=1, calibration=callbacks)
+    grid = LocalGrid(apps(tmp_path, **options))
+    module = options.get("make", make)()
+    app = server_app(module, FusionStrategy(wait_for=CLIENTS), rounds=2, timeout=1, calibration=callbacks)
     with pytest.raises(FederationError, match=rf"no client's answer can be used: .*{error}"):
         app(grid, Context(0, 0, {}, RecordDict(), {}))
     assert "train" not in {kind for kind, _ in grid.asked}

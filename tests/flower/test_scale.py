@@ -71,7 +71,7 @@ def private(folder, make=fixed, **settings):
     return apps(make=make, privacy=fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0), state_folder=folder, **settings)
 
 
-def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):
+def test_a_private_client_sends_none_unless_it_is_allowed_and_trains_where_the_scale_is_known(tmp_path, caplog):
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     with pytest.raises(FederationError, match="no client's answer can be used"):
         run(LocalGrid(private(tmp_path)), strategy, 1, fixed)
@@ -79,8 +79,6 @@ def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     run(LocalGrid(private(tmp_path, exact=["scale"])), strategy, 1, fixed)
 
-
-def test_a_private_client_trains_where_the_scale_is_known_without_data(tmp_path):
     def known():
         return fixed(scaler=fb.FederatedScaler(targets=(1e4, 500.0)))
 

@@ -67,18 +67,12 @@ def test_previous_posterior_that_is_not_finite(kind):
 
 
 @pytest.mark.parametrize("rule", KINDS)
-def test_names_that_differ(rule):
-    other = GaussianPosterior(
-        {"body": GOOD.mean["body"], "tail": GOOD.mean["head"]},
-        {"body": GOOD.variance["body"], "tail": GOOD.variance["head"]},
-    )
+def test_names_and_shapes_that_differ(rule):
+    parts = ({"body": part["body"], "tail": part["head"]} for part in (GOOD.mean, GOOD.variance))
+    other = GaussianPosterior(*parts)
     for clients in ([GOOD, other], [other, GOOD]):
         with pytest.raises(FusionError, match=r"(?s)name different parameters.*(head|tail).*same network"):
             fuse(rule, clients, previous=PREVIOUS)
-
-
-@pytest.mark.parametrize("rule", KINDS)
-def test_shapes_that_differ(rule):
     with pytest.raises(FusionError, match=r"'head' has shape \(2, 3\).*\(3, 2\) in client 1.*same network"):
         fuse(rule, [GOOD, two_layers(head=(3, 2))], previous=PREVIOUS)
 

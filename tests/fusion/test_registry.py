@@ -34,6 +34,8 @@ def test_function_becomes_a_rule(temporary, clients):
     assert "temporary_alias" in fusion.available_fusions(aliases=True)
     for name in (temporary, "temporary_alias", rule):
         assert torch.equal(fuse(name, clients, [0.2, 0.8]).mean["w"], clients[1].mean["w"])
+    fusion.unregister_fusion(temporary)
+    assert not {temporary, "temporary_alias"} & set(fusion.available_fusions(aliases=True))
 
 
 def test_sum_type_rule_from_scratch(temporary, clients):
@@ -76,25 +78,15 @@ def test_only_rule_classes_and_functions_are_registered(temporary, thing):
         register_fusion(temporary)(thing)
 
 
-def test_unregistering_forgets_aliases(temporary):
-    register_fusion(temporary, ("temporary_alias",))(lambda posteriors, weights, previous: posteriors[0])
-    fusion.unregister_fusion(temporary)
-    assert not {temporary, "temporary_alias"} & set(fusion.available_fusions(aliases=True))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("reverse_kl", "reverse_kl_barycenter"), ("conflations", "conflation"), ("fedavgg", "fedavg"), ("dwcc", "dwc")],
+CLIENTS = [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
+test_what_is_no_rule_is_refused_with_the_nearest_name = refusals(
+    FusionError,
+    ("reverse_kl", r"unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'\?.*wasserstein"),
+    ("fedavgg", "did you mean 'fedavg'"),
+    ("dwcc", "did you mean 'dwc'"),
+    *((thing, "no fusion rule: give a name") for thing in (3, None, ["conflation"], fusion.LinearPool)),
+    call=lambda thing: fuse(thing, CLIENTS),
 )
-def test_unknown_name_gets_the_nearest(wrong, right, clients):
-    with pytest.raises(FusionError, match=rf"unknown fusion rule '{wrong}': did you mean '{right}'\?.*wasserstein"):
-        fuse(wrong, clients)
-
-
-@pytest.mark.parametrize("thing", [3, None, ["conflation"], fusion.LinearPool], ids=repr)
-def test_what_is_no_rule_is_refused(thing, clients):
-    with pytest.raises(FusionError, match="no fusion rule: give a name"):
-        fuse(thing, clients)
 
 
 def test_names_have_the_arguments():

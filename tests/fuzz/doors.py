@@ -17,15 +17,12 @@ from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.clients import privacy
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
-from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.messages import ClientFailure
 from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, clients_of, labels_of
-from lightning_fedbayes.data.partition.base import Split, counts_table
 from lightning_fedbayes.fusion import AutoFusion, available_fusions
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
-from lightning_fedbayes.server import KnownOverlap, aggregation, plan, weighting
-from lightning_fedbayes.trainer import ClientParallelStrategy
+from lightning_fedbayes.server import KnownOverlap, aggregation
 
 LABELS = torch.arange(60) % 3
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
@@ -309,7 +306,6 @@ def door(function, **given):
 
 
 DOORS = {
-    "FederationSettings": door(FederationSettings),
     "FederatedBayes": door(fb.FederatedBayes),
     "Safeguards": door(fb.Safeguards),
     "Asynchronous": door(
@@ -359,8 +355,6 @@ DOORS = {
     "SizesPartition": door(partial(split, fb.SizesPartition), sizes=(3, 4)),
     "ClassPartition.split": door(fb.ClassPartition(3, 2).split, labels=LABELS, seed=0, num_examples=60),
     "IIDPartition.split": door(fb.IIDPartition(3).split, labels=None, seed=0, num_examples=60),
-    "Split.from_indices": door(Split.from_indices, indices=[[0, 1], [2]], labels=LABELS),
-    "counts_table": door(counts_table, indices=[torch.tensor([0]), torch.tensor([1])], labels=LABELS),
     "ClientDatasets": door(ClientDatasets, datasets={"north": table(3), "south": table(5)}),
     "clients_of": door(clients_of, dataset=table(), partition=fb.IIDPartition(3), seed=0),
     "labels_of": door(labels_of, dataset=table()),
@@ -416,7 +410,6 @@ DOORS = {
     ),
     "Method": door(fb.Method, rule="linear_pool"),
     "UncertaintyReport": door(fb.UncertaintyReport, samples=2),
-    "ClientParallelStrategy": door(ClientParallelStrategy, start_method="spawn"),
     "ClientUpdate": door(
         admit,
         client=0,
@@ -444,11 +437,6 @@ DOORS = {
         buffers={"running": torch.zeros(2)},
         update=update(),
     ),
-    "client_weights": door(
-        weighting.client_weights, weighting="train_size", facts=[weighting.ClientFacts.of(update(), posterior())]
-    ),
-    "effective_clients": door(weighting.effective_clients, weights=[0.5, 0.5]),
-    "choose_cohort": door(plan.choose_cohort, round=0, clients=4, fraction=0.5, seed=0),
     "temperature_message": door(calibration.temperature_message, logits=SAMPLES, targets=TARGET, temperature=1.5),
     "TemperatureMessage": door(
         lambda **sums: calibration.TemperatureSearch().after([calibration.TemperatureMessage(**sums)]),

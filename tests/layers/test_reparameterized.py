@@ -30,7 +30,7 @@ def case(request):
     return build(), inputs()
 
 
-def test_samples_differ_and_the_mean_is_the_module_itself(case):
+def test_samples_differ_the_mean_is_the_module_itself_and_names_are_its_paths(case):
     module, inputs = case
     layer = layers.Reparameterized(module, posterior_std=0.1)
     assert not torch.equal(first(layer(*inputs)), first(layer(*inputs)))
@@ -40,11 +40,7 @@ def test_samples_differ_and_the_mean_is_the_module_itself(case):
     first(layer(*inputs)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), layer.module.parameters()))
-
-
-def test_posterior_names_are_the_means_own_paths_and_round_trip(case):
-    module, _ = case
-    network = nn.ModuleDict({"part": layers.Reparameterized(module)})
+    network = nn.ModuleDict({"part": layer})
     posterior = layers.read_posterior(network)
     assert set(posterior.names) == {f"part.module.{name}" for name, _ in module.named_parameters()}
     before = {name: value.clone() for name, value in network.state_dict().items()}

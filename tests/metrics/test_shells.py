@@ -101,32 +101,19 @@ def assert_equal(value, expected):
 
 
 @every_metric
-def test_batches_of_any_size_give_the_value_on_all_data(build, inputs, function):
-    metric = build()
-    for part in (slice(0, 1), slice(1, 50), slice(50, BATCH)):
+def test_batches_of_any_size_forward_resets_and_merged_processes_give_the_value_on_all_data(build, inputs, function):
+    metric, second = build(), build()
+    for part in (slice(0, 1), slice(1, 50)):
         metric.update(*example_slices(inputs, part))
+    last = example_slices(inputs, slice(50, BATCH))
+    assert_equal(metric(*last), function(*last))
     assert_equal(metric.compute(), function(*inputs))
     metric.reset()
-    metric.update(*example_slices(inputs, slice(0, 40)))
-    assert_equal(metric.compute(), function(*example_slices(inputs, slice(0, 40))))
-
-
-@every_metric
-def test_forward_gives_the_batch_and_compute_gives_all(build, inputs, function):
-    metric = build()
-    for part in (slice(0, 30), slice(30, BATCH)):
-        batch = example_slices(inputs, part)
-        assert_equal(metric(*batch), function(*batch))
+    metric.update(*example_slices(inputs, slice(0, 50)))
+    assert_equal(metric.compute(), function(*example_slices(inputs, slice(0, 50))))
+    second.update(*last)
+    metric.merge_state(second)
     assert_equal(metric.compute(), function(*inputs))
-
-
-@every_metric
-def test_processes_merge(build, inputs, function):
-    first, second = build(), build()
-    first.update(*example_slices(inputs, slice(0, 60)))
-    second.update(*example_slices(inputs, slice(60, BATCH)))
-    first.merge_state(second)
-    assert_equal(first.compute(), function(*inputs))
 
 
 @pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)

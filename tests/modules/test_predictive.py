@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
-from lightning_fedbayes.metrics.likelihoods import said_by
 from lightning_fedbayes.modules import mlp
 from tests.federations import trainer
 from tests.refusals import refusals
@@ -131,17 +130,6 @@ def test_validation_scores_the_predictive_of_the_federation(engine):
     expected = torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(data.tensors[1])
     assert float(run.callback_metrics["val/nll"]) == pytest.approx(-float(expected.mean()), rel=1e-5)
     assert float(prediction.epistemic.min()) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_residual_variance_follows_the_squared_error(engine):
-    """Noise of standard deviation 0.3 around a line that is learnt."""
-    data = examples(4000)
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", learning_rate=0.02)
-    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg", engine=engine)
-    trainer(3, [federation]).fit(model, DataLoader(data, 10, shuffle=True))
-    assert float(said_by(model).noise) == pytest.approx(0.3, rel=0.07)
 
 
 def test_interval_holds_its_share_of_a_gaussian():

@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.loader import FederatedLoader
-from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, pooled
 from lightning_fedbayes.modules import mlp
@@ -161,27 +159,6 @@ def assert_filled(module, dataset):
     y, (mean, std) = dataset.tensors[1], module.scaler.target_units
     assert mean.item() == pytest.approx(y.mean().item(), rel=1e-10)
     assert std.item() == pytest.approx(y.std(correction=0).item(), rel=1e-10)
-
-
-def test_processes_add_up_clients_of_their_own():
-    class Half:
-        size, bytes_sent = 2, 0
-
-        def __init__(self, rank, notes):
-            self.rank, self.notes = rank, notes
-
-        def all_gather(self, own):
-            self.notes[self.rank] = own
-            return list(self.notes.values())
-
-    class Loader:
-        collate_fn = staticmethod(torch.utils.data.default_collate)
-        clients = fb.data.clients.clients_of(data(5.0, 2.0), fb.IIDPartition(5), 0)
-
-    modules, notes = [regressor(), regressor()], {}
-    for rank, module in enumerate(modules):
-        FederatedLoader.fill_scalers(Loader(), module, Half(rank, notes), Door())
-    assert_filled(modules[1], data(5.0, 2.0))
 
 
 def test_a_fit_without_a_federation_fills_it():

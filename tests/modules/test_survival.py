@@ -131,23 +131,6 @@ def test_logged_scores_take_all_batches_together(stage):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_clients_train_a_model_stratified_by_client(engine):
-    """Times of each client are in another unit, which a partial likelihood within clients does not see."""
-    clients = {}
-    for number, unit in enumerate((1, 24, 365)):
-        inputs, targets = simulated(120).tensors
-        clients[f"hospital {number}"] = TensorDataset(inputs, targets * torch.tensor([1, unit]))
-    model = linear()
-    callback = FederatedBayes(fusion="reverse_kl_barycenter", engine=engine, local_epochs=2)
-    run = trainer(12, [callback])
-    run.fit(model, loader(ClientDatasets(clients), 60), loader(simulated(60), 60))
-    weight = fb.read_posterior(model.network).mean["weight"].flatten()
-    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.4)
-    assert run.callback_metrics["val/c_index"] > 0.75
-
-
 def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
     data = ClientDatasets({str(k): simulated(60) for k in range(2)})
     model, callback = linear(), FederatedBayes(fusion="auto")

@@ -13,7 +13,7 @@ from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.flower.test_scale import PARTITION, data, make
 from tests.nvflare.local import clients, run, same
-from tests.transport.federation import BlobData, hybrid, in_process
+from tests.transport.federation import BlobData, calibrated, hybrid, in_process
 
 
 def plain():
@@ -65,15 +65,10 @@ def test_clients_calibrate_as_in_one_process(tmp_path):
     def make():
         return hybrid(learning_rate=0.03)
 
-    over, alone, data, path = both(), both(), OwnData(), tmp_path / "server.pt"
+    over, alone, path = both(), both(), tmp_path / "server.pt"
     answering = clients(3, make, OwnData, partition=None)
     run(answering, make=make, rounds=2, seed=3, calibration=over, checkpoint=path)
-    module = make()
-    federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
-    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
-    options = {"batch_size": 16, "seed": 3}
-    alone[0].fit_from(module, data.val_dataloader().dataset, **options)
-    alone[1].fit_from(module, data.val_dataloader().dataset, temperature=alone[0].temperature, **options)
+    module = calibrated(make, OwnData(), alone)
     assert over[0].temperature == alone[0].temperature != 1
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
     fresh, state = both(), load_checkpoint(module, path)

@@ -179,11 +179,7 @@ def loop_of_plain_fits(case: Case) -> dict[str, Tensor]:
 
 
 def federated(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> tuple[dict[str, Tensor], fb.FederatedBayes]:
-    """Train as a federation.
-
-    Raises:
-        FedBayesError: it is refused.
-    """
+    """Train as a federation, or raise FedBayesError."""
     module = case.module()
     options = {"fusion": "weighted_average", **case.federation}
     federation = fb.FederatedBayes(engine=engine, **options)  # pyright: ignore[reportArgumentType]

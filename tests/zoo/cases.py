@@ -169,10 +169,8 @@ def step(name: str, function: Any = None, vectorized: str = REFUSED, **options: 
 
 step("returns a dict", lambda self, batch, batch_idx: {"loss": self.loss(batch), "x": batch[0]}, vectorized=EQUAL)
 step("takes no batch_idx", lambda self, batch: self.loss(batch), vectorized=EQUAL)
-step(
-    "returns None at every second batch",
-    lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch),
-    vectorized=EQUAL,
+step("returns None at every second batch", vectorized=EQUAL)(
+    lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch)
 )
 step("returns None always", lambda self, batch, batch_idx: None, vectorized=EQUAL)
 step("batch_idx in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + batch_idx), vectorized=EQUAL)
@@ -181,10 +179,8 @@ step(
     lambda self, batch, batch_idx: self.loss(batch) * (2 if self.trainer.is_last_batch else 1),
 )
 step("global_step in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + self.global_step), rounds=1)
-step(
-    "current_epoch in the loss",
-    lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch),
-    vectorized=EQUAL,
+step("current_epoch in the loss", vectorized=EQUAL)(
+    lambda self, batch, batch_idx: self.loss(batch) / (1 + self.current_epoch)
 )
 
 
@@ -218,11 +214,8 @@ class OwnGenerator(Net):
 
 step("NumPy's global generator", lambda self, batch, batch_idx: self.loss(batch) * np.random.rand())
 step("Python's global generator", lambda self, batch, batch_idx: self.loss(batch) * random.random())
-step(
-    "torch's global generator",
-    lambda self, batch, batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1])),
-    vectorized=EQUAL,
-    noisy=True,
+step("torch's global generator", vectorized=EQUAL, noisy=True)(
+    lambda self, batch, batch_idx: self.loss((batch[0] + 0.1 * torch.randn(batch[0].shape), batch[1]))
 )
 
 
@@ -327,16 +320,12 @@ def evaluates(first):
 ENDS = {"loading": {"drop_last": True}}
 add(STEP, "eval() of a BatchNorm at a step", evaluates(1), **ALONE, **ENDS)
 add(STEP, "eval() of a BatchNorm at every step", evaluates(0), **ENDS)
-step(
-    "control flow on data",
-    lambda self, batch, batch_idx: self.loss(batch) * (2 if batch[0].mean() > 0 else 1),
-    vectorized=EQUAL,
+step("control flow on data", vectorized=EQUAL)(
+    lambda self, batch, batch_idx: self.loss(batch) * (2 if batch[0].mean() > 0 else 1)
 )
 step(".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
-step(
-    "torch.where on data",
-    lambda self, batch, batch_idx: self.loss(batch) * torch.where(batch[0].mean() > 0, 2.0, 1.0),
-    vectorized=EQUAL,
+step("torch.where on data", vectorized=EQUAL)(
+    lambda self, batch, batch_idx: self.loss(batch) * torch.where(batch[0].mean() > 0, 2.0, 1.0)
 )
 
 
@@ -582,11 +571,8 @@ add(HOOKS, "on_fit_start changes the weights", net(on_fit_start=lambda self: sca
 add(HOOKS, "on_train_start changes the weights", net(on_train_start=lambda self: scale(self, 0.5)), rounds=1)
 add(HOOKS, "on_train_epoch_start changes the weights", net(on_train_epoch_start=lambda self: scale(self, 0.9)))
 add(HOOKS, "on_train_epoch_end changes the weights", net(on_train_epoch_end=lambda self: scale(self, 0.9)))
-add(
-    HOOKS,
-    "on_validation_epoch_end changes the weights",
-    net(on_validation_epoch_end=lambda self: scale(self, 0.9)),
-    validates=True,
+hook("on_validation_epoch_end changes the weights", "on_validation_epoch_end", validates=True)(
+    lambda self: scale(self, 0.9)
 )
 
 
@@ -620,23 +606,12 @@ class Resets(Hidden):
             self.hidden = torch.zeros(FEATURES)
 
 
-add(
-    HOOKS,
-    "on_train_batch_start returns -1 at batch 1",
-    net(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None),
-    **ALONE,
+hook("on_train_batch_start returns -1 at batch 1", "on_train_batch_start", **ALONE)(
+    lambda self, batch, batch_idx: -1 if batch_idx == 1 else None
 )
-add(
-    HOOKS,
-    "on_train_batch_start returns -1 at once",
-    net(on_train_batch_start=lambda self, batch, batch_idx: -1),
-    **ALONE,
-)
-add(
-    HOOKS,
-    "on_train_batch_end clamps the weights",
-    net(on_train_batch_end=lambda self, outputs, batch, batch_idx: clamp(self)),
-    **ALONE,
+hook("on_train_batch_start returns -1 at once", "on_train_batch_start", **ALONE)(lambda self, batch, batch_idx: -1)
+hook("on_train_batch_end clamps the weights", "on_train_batch_end", **ALONE)(
+    lambda self, outputs, batch, batch_idx: clamp(self)
 )
 
 
@@ -662,28 +637,17 @@ def every_second(self, epoch, batch_idx, optimizer, closure):
         closure()
 
 
-add(
-    HOOKS,
-    "optimizer_zero_grad keeps the gradients at odd batches",
-    net(optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()),
-    **ALONE,
+hook("optimizer_zero_grad keeps the gradients at odd batches", "optimizer_zero_grad", **ALONE)(
+    lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()
 )
-add(
-    HOOKS,
-    "configure_gradient_clipping",
-    net(
-        configure_gradient_clipping=lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: (
-            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        )
-    ),
-    **ALONE,
+hook("configure_gradient_clipping", "configure_gradient_clipping", **ALONE)(
+    lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: nn.utils.clip_grad_norm_(
+        self.parameters(), 0.1
+    )
 )
 add(HOOKS, "backward", net(backward=lambda self, loss: (2 * loss).backward()), **ALONE)
-add(
-    HOOKS,
-    "on_after_batch_transfer changes the batch",
-    net(on_after_batch_transfer=lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])),
-    **ALONE,
+hook("on_after_batch_transfer changes the batch", "on_after_batch_transfer", **ALONE)(
+    lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])
 )
 
 
@@ -722,50 +686,35 @@ class Iterates(Net):
 
 
 CALLBACKS = "Callbacks"
-add(
-    CALLBACKS,
-    "on_train_start changes the weights",
-    callbacks=callback(on_train_start=lambda self, trainer, module: scale(module, 0.5)),
-    rounds=1,
+
+
+def reacts(name: str, method: str, **options: Any) -> Callable[[Any], None]:
+    """Decorate a method of a callback."""
+    return lambda function: add(CALLBACKS, name, callbacks=callback(**{method: function}), **options)
+
+
+reacts("on_train_start changes the weights", "on_train_start", rounds=1)(
+    lambda self, trainer, module: scale(module, 0.5)
 )
-add(
-    CALLBACKS,
-    "on_train_epoch_start changes the weights",
-    callbacks=callback(on_train_epoch_start=lambda self, trainer, module: scale(module, 0.9)),
+reacts("on_train_epoch_start changes the weights", "on_train_epoch_start")(
+    lambda self, trainer, module: scale(module, 0.9)
 )
-add(
-    CALLBACKS,
-    "on_validation_epoch_end changes the weights",
-    callbacks=callback(on_validation_epoch_end=lambda self, trainer, module: scale(module, 0.9)),
-    validates=True,
+reacts("on_validation_epoch_end changes the weights", "on_validation_epoch_end", validates=True)(
+    lambda self, trainer, module: scale(module, 0.9)
 )
-add(
-    CALLBACKS,
-    "on_train_batch_start changes the weights",
-    callbacks=callback(on_train_batch_start=lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)),
-    **ALONE,
+reacts("on_train_batch_start changes the weights", "on_train_batch_start", **ALONE)(
+    lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)
 )
-add(
-    CALLBACKS,
-    "on_train_batch_start changes the batch in place",
-    callbacks=callback(on_train_batch_start=lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)),
-    **ALONE,
+reacts("on_train_batch_start changes the batch in place", "on_train_batch_start", **ALONE)(
+    lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)
 )
-add(
-    CALLBACKS,
-    "on_train_batch_start sets the learning rate by batch_idx",
-    callbacks=callback(
-        on_train_batch_start=lambda self, trainer, module, batch, batch_idx: (
-            trainer.optimizers[0].param_groups[0].update(lr=0.1 / (1 + batch_idx))
-        )
-    ),
-    **ALONE,
+reacts("on_train_batch_start sets the learning rate by batch_idx", "on_train_batch_start", **ALONE)(
+    lambda self, trainer, module, batch, batch_idx: (
+        trainer.optimizers[0].param_groups[0].update(lr=0.1 / (1 + batch_idx))
+    )
 )
-add(
-    CALLBACKS,
-    "on_train_batch_end clamps the weights",
-    callbacks=callback(on_train_batch_end=lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)),
-    **ALONE,
+reacts("on_train_batch_end clamps the weights", "on_train_batch_end", **ALONE)(
+    lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)
 )
 
 

@@ -170,12 +170,15 @@ def test_the_solution_solves_a_badly_conditioned_system():
     )
 
 
-def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
+def drawn_terms(count):
+    """Pairs of factors, (5, 5) and (3, 3)."""
     generator = torch.Generator().manual_seed(0)
-    terms = [
-        tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
-        for _ in range(3)
-    ]
+    roots = [[torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (5, 3)] for _ in range(count)]
+    return [tuple(root @ root.T for root in pair) for pair in roots]
+
+
+def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
+    terms = drawn_terms(3)
     target, rows = torch.randn(3, 5, dtype=torch.float64), torch.randn(2, 4, 3, 5, dtype=torch.float64)
     small = KroneckerSystem(terms, 0.1)
     direct = small.solve(target), small.covariance(rows), small.eigenvalues()
@@ -196,11 +199,7 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
 @pytest.mark.parametrize(("count", "dense"), [(1, 1024), (3, 1024), (3, 0)])
 def test_the_covariance_of_a_linear_layer(monkeypatch, count, dense):
     monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", dense)
-    generator = torch.Generator().manual_seed(0)
-    terms = [
-        tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
-        for _ in range(count)
-    ]
+    terms, generator = drawn_terms(count), torch.Generator().manual_seed(1)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     whole = torch.linalg.inv(sum(torch.kron(b, a) for a, b in terms) + 0.1 * torch.eye(15).double())
     jacobian = torch.stack([torch.kron(torch.eye(3).double(), each) for each in x])
