@@ -11,6 +11,7 @@ from lightning_fedbayes.flower.wire import from_arrays
 from tests.federations import Plain, loader, network, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import BlobData
 
 pytestmark = pytest.mark.slow
@@ -90,14 +91,9 @@ def test_under_privacy_nobody_scores(tmp_path, caplog):
     assert "fewer than two clients have trained in this run and scored all models" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"fusion": "sites"}, "its clients send no posterior of their own"),
-        ({"fusion": "sums"}, "its clients send no posterior of their own"),
-        ({"across": "yes"}, "across="),
-    ],
+test_what_cannot_be_is_refused = refusals(
+    FederationError,
+    ({"fusion": "sites"}, "its clients send no posterior of their own"),
+    ({"across": "yes"}, "across="),
+    call=lambda options: FusionStrategy(**{"across": True, **options}),
 )
-def test_what_cannot_be_is_refused(options, says):
-    with pytest.raises(FederationError, match=says):
-        FusionStrategy(**{"across": True, **options})

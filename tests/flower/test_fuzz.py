@@ -7,14 +7,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import message_in, to_arrays
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.messages import read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
-from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
+from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update
 
 PROBABILISTIC = {"w", "b"}
 ONES = [np.ones((1, 2), dtype) for dtype in (np.float16, np.float64, np.complex64, np.int64, bool)]
@@ -83,17 +82,8 @@ def replies(draw):
     return reply(ArrayRecord(arrays), metrics, config)
 
 
-GOOD_STRATEGY = {
-    "fusion": "linear_pool",
-    "weighting": "equal",
-    "fraction": 1.0,
-    "safeguards": fb.Safeguards(),
-    "wait_for": 2,
-    "evaluate": False,
-    "across": False,
-    "checkpoint": None,
-    "seed": 0,
-}
+WAYS = {"fraction": 1.0, "safeguards": fb.Safeguards(), "evaluate": False, "across": False, "seed": 0}
+_, GOOD_STRATEGY = door(FusionStrategy, wait_for=2, checkpoint=None, **WAYS)
 
 
 @given(name=st.sampled_from(sorted(GOOD_STRATEGY)), value=st.sampled_from(POOL))

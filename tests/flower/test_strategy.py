@@ -8,11 +8,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import hybrid, in_process
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
@@ -196,18 +197,10 @@ def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     assert "partition-id is None" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
-        ({"fraction": 0}, FederationError, "fraction=0"),
-        (
-            {"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5},
-            FederationError,
-            "a round has only 2 of 4 clients",
-        ),
-    ],
+test_bad_arguments_are_refused_at_once = refusals(
+    fb.FedBayesError,
+    ({"fusion": "conflatoin"}, "did you mean 'conflation'"),
+    ({"fraction": 0}, "fraction=0"),
+    ({"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5}, "a round has only 2 of 4 clients"),
+    call=lambda arguments: FusionStrategy(**arguments),
 )
-def test_bad_arguments_are_refused_at_once(arguments, error, says):
-    with pytest.raises(error, match=says):
-        FusionStrategy(**arguments)

@@ -148,6 +148,10 @@ def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
         assert error < 0.1
 
 
+ROBUST = [
+    *("geometric_median", "coordinate_median", "krum", "multi_krum", "trimmed_mean"),
+    *("nearest_neighbour_mixing", "norm_clipping"),
+]
 SENT = {
     "one client": normal(1, 30),
     "identical clients": normal(1, 30).expand(5, 30),
@@ -165,19 +169,7 @@ SENT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *RULES,
-        "geometric_median",
-        "coordinate_median",
-        "krum",
-        "multi_krum",
-        "trimmed_mean",
-        "nearest_neighbour_mixing",
-        "norm_clipping",
-    ],
-)
+@pytest.mark.parametrize("name", [*RULES, *ROBUST])
 @pytest.mark.parametrize(("kind", "dtype"), list(zip(SENT, [torch.float32, torch.float64] * len(SENT))))
 def test_bad_input_has_a_defined_answer(name, kind, dtype):
     sent = SENT[kind].to(dtype)

@@ -16,7 +16,7 @@ from lightning_fedbayes.nvflare.wire import answer_of, message_in, question_in
 from lightning_fedbayes.transport.messages import read_update, tensors_of
 from tests.federations import Plain
 from tests.fuzz import many, only_own_errors
-from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
+from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update
 from tests.nvflare.local import carried, clients, prepared, run
 from tests.refusals import refusals
 from tests.transport.federation import BlobData, hybrid
@@ -24,18 +24,8 @@ from tests.transport.federation import BlobData, hybrid
 SECRET = "patient 4711"
 
 
-OPTIONS = {
-    "module": hybrid(),
-    "num_rounds": 1,
-    "timeout": 1.0,
-    "checkpoint": None,
-    "calibration": (),
-    "buffers": "average",
-    "local_parameters": (),
-    "posterior": None,
-    "wait_for": 2,
-    "evaluate": False,
-}
+KEPT = {"buffers": "average", "local_parameters": (), "posterior": None, "checkpoint": None, "evaluate": False}
+_, OPTIONS = door(FusionController, module=hybrid(), num_rounds=1, timeout=1.0, calibration=(), wait_for=2, **KEPT)
 
 
 class Broken(BlobData):
