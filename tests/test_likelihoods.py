@@ -210,12 +210,7 @@ def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, 
 
 
 def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_groups():
-    r"""Groups of 2 and 2 without ties: the score has one root in :math:`r = e^\beta`, that of a polynomial.
-
-    Times 1 (treated), 2 (not), 3 (treated), 4 (not), all of them events, so
-    :math:`L = \frac{r}{2r + 2} \cdot \frac{1}{r + 2} \cdot \frac{r}{r + 1} \cdot 1`, and
-    :math:`2 / r = 2 / (r + 1) + 1 / (r + 2)`, which is :math:`r^2 - r - 4 = 0`.
-    """
+    r"""Times 1 (treated), 2, 3 (treated), 4, all events: the score's root is that of :math:`r^2 - r - 4`, r = e^β."""
     beta = torch.tensor((1 + 17**0.5) / 2, dtype=torch.float64).log().requires_grad_()
     treated = torch.tensor([0.0, 1, 0, 1], dtype=torch.float64)
     y = torch.tensor([[1.0, 4], [1, 1], [1, 2], [1, 3]], dtype=torch.float64)

@@ -7,6 +7,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import message_in, to_arrays

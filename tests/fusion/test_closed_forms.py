@@ -106,7 +106,7 @@ def test_table_is_complete_and_aliases_are_the_same_rules():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("rule", KINDS)
-def test_dtype_and_shape_are_kept(rule, dtype):
+def test_dtype_and_shape_are_kept_and_no_parameters_are_none(rule, dtype):
     shapes = {"scalar": (), "vector": (3,), "empty": (0,), "flat": (2, 0), "image": (1, 2, 2)}
     clients = [
         GaussianPosterior(
@@ -123,6 +123,8 @@ def test_dtype_and_shape_are_kept(rule, dtype):
             assert tensor.shape == shape
             assert bool(torch.isfinite(tensor).all())
     assert fused.names == clients[0].names
+    nothing = GaussianPosterior({}, {})
+    assert fuse(rule, [nothing, nothing], previous=nothing).names == ()
 
 
 @pytest.mark.slow
@@ -134,12 +136,6 @@ def test_half_precision_is_summed_in_double(rule):
     )
     fused = fuse(rule, [client] * 1000, previous=client)
     assert fused.mean["w"].item() == 100
-
-
-@pytest.mark.parametrize("rule", KINDS)
-def test_no_parameters_at_all(rule):
-    nothing = GaussianPosterior({}, {})
-    assert fuse(rule, [nothing, nothing], previous=nothing).names == ()
 
 
 @pytest.mark.slow
