@@ -1,5 +1,6 @@
 """Exact heads: pooled and federated alike, evidence as published, mode and variational posterior of a softmax."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -328,3 +329,19 @@ def test_it_arrives_from_everywhere_and_stays(inference, start, large, monkeypat
     assert max(usual.exchanges, other.exchanges) < 100
     assert other.prior_precision == pytest.approx(usual.prior_precision, rel=0.02)
     torch.testing.assert_close(other.weights, usual.weights, atol=0.02, rtol=0.02)
+
+
+def test_the_variational_evidence_finds_the_prior_that_weights_were_drawn_from():
+    """Laplace's is too tight where posteriors are wide; means over draws, in logarithms."""
+    found = {"laplace": [], "variational": []}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(100, 30, generator=generator, dtype=torch.float64)
+        weights = torch.randn(31, 3, generator=generator, dtype=torch.float64) / 2
+        y = torch.multinomial((x @ weights[:-1] + weights[-1]).softmax(1), 1, generator=generator).squeeze(1)
+        for inference, precisions in found.items():
+            fit = fb.BayesianHead(3, inference=inference).fit_clients([(x, y)])
+            precisions.append(math.log(fit.prior_precision / 4))
+    laplace, variational = (sum(each) / 4 for each in found.values())
+    assert abs(variational) < 0.3
+    assert laplace > 1

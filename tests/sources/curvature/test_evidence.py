@@ -1,5 +1,6 @@
 """The prior that the evidence chooses: closed forms, laplace-torch, linear regression, its own prior, bounds."""
 
+import math
 import warnings
 
 import numpy as np
@@ -34,6 +35,28 @@ def test_nothing_to_learn_from_gives_the_prior_s_own():
     assert chosen_precision([zero], [zero]) == pytest.approx(1)
     assert evident_precision(torch.ones(4), zero) < LARGEST
     assert chosen_precision([one * 1e30], [one * 1e30]) == pytest.approx(1 / LARGEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [20, 60])
+@pytest.mark.parametrize("rank", [2, 6])
+def test_few_data_on_collinear_features_keep_a_width(examples, rank):
+    """Evidence alone has its maximum at s = 0 in some of these, where half of the uncertainty and more is gone."""
+    spread, least = [], 1.0
+    for seed in range(12):
+        draws = torch.Generator().manual_seed(seed)
+        x = (torch.randn(examples, rank, generator=draws) @ torch.randn(rank, 19, generator=draws) / rank**0.5).relu()
+        logits = torch.cat([x, torch.ones(examples, 1)], 1) @ torch.randn(20, 2, generator=draws)  # s = 1
+        y = (torch.rand(examples, generator=draws) < logits.softmax(1)[:, 1]).long()
+        found = []
+        for prior_std in (None, 1.0):
+            fit = fb.BayesianHead(2, prior_std=prior_std).fit_clients([(x, y)])
+            probs = fb.PosteriorPredictive(fit.linear(), fit.posterior, 300).sample(x, 300).softmax(-1)
+            found.append(float(fb.metrics.functional.mutual_information(probs).mean()))
+            spread.append(math.log(fit.prior_precision))
+        least = min(least, found[0] / found[1])
+    assert least > 0.5
+    assert max(spread) < math.log(100)
 
 
 def test_is_the_maximum_of_the_evidence_of_laplace_torch():
