@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedbayes.core.errors import FederationError
-
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -190,31 +188,6 @@ HUGGING_FACE_DATA = """
   module, loader = Texts(), DataLoader(data, batch_size=4)
 PREDICT
 """
-GAN = """
-+ import lightning_fedbayes as fb
-  class Generator(L.LightningModule):
-      def __init__(self):
-          super().__init__()
-          self.automatic_optimization = False
-          self.maker, self.critic = nn.Linear(2, 4), nn.Linear(4, 1)
-
-      def training_step(self, batch, batch_idx):
-          of_maker, of_critic = self.optimizers()
-          made = self.maker(torch.randn(len(batch[0]), 2))
-          of_critic.zero_grad()
-          self.manual_backward((self.critic(made.detach()) - self.critic(batch[0])).mean())
-          of_critic.step()
-          of_maker.zero_grad()
-          self.manual_backward(-self.critic(made).mean())
-          of_maker.step()
-
-      def configure_optimizers(self):
-          return torch.optim.Adam(self.maker.parameters()), torch.optim.Adam(self.critic.parameters())
-
-- trainer = L.Trainer(max_epochs=2, **quiet)
-+ trainer = L.Trainer(max_epochs=2, callbacks=[fb.FederatedBayes(fb.IIDPartition(2))], **quiet)
-  trainer.fit(Generator(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
-"""
 ROWS = {
     "LoRA BERT": (LORA_BERT, 4, ["peft", "transformers"]),
     "frozen timm": (FROZEN_TIMM, 4, ["timm"]),
@@ -280,11 +253,3 @@ def test_an_authors_module_predicts_with_uncertainty(name, monkeypatch, tmp_path
         uncertainty = torch.cat([each.epistemic for each in after["predictions"]])
     assert len(uncertainty) == len(after["loader"].dataset)
     assert bool((uncertainty > 0).all())
-
-
-def test_manual_optimization_is_refused_with_the_reason(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert changed_lines(GAN) == 2
-    run(version(GAN, "-"))
-    with pytest.raises(FederationError, match=r"automatic_optimization"):
-        run(version(GAN, "+"))

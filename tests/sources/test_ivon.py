@@ -77,7 +77,8 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
     x = torch.cat([torch.randn(150, 4), torch.ones(150, 1)], 1)
     y = (torch.rand(150) < torch.sigmoid(x @ torch.tensor([1.5, -1.0, 0.5, 0.0, 0.3]))).float()
     mean, log_std = torch.zeros(5, requires_grad=True), torch.full((5,), -1.0, requires_grad=True)
-    nodes, weights = (torch.tensor(each, dtype=torch.float32) for each in hermite(21))
+    nodes, weights = map(torch.Tensor, np.polynomial.hermite_e.hermegauss(21))  # of the density of N(0, 1)
+    weights = weights / weights.sum()
     solver = torch.optim.LBFGS([mean, log_std], max_iter=300, line_search_fn="strong_wolfe")
 
     def negative_elbo():
@@ -99,13 +100,6 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
         fb.GaussianPosterior({"w": mean.detach()}, {"w": (2 * log_std.detach()).exp()})
     )
     assert distance / 5 < 0.02
-
-
-def hermite(count):
-    """Nodes and weights of the expectation under N(0, 1)."""
-
-    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
-    return nodes, weights / weights.sum()
 
 
 def digits(seed):
