@@ -7,6 +7,6 @@ collect_ignore = (
     if find_spec("nvflare")
     else [
         "lightning_fedbayes/nvflare",
-        *(f"tests/nvflare/{name}.py" for name in ("kills", "local", "simulated")),
+        *(f"tests/nvflare/{name}.py" for name in ("local", "simulated")),
     ]
 )

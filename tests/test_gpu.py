@@ -1,10 +1,7 @@
 """On a GPU, or skipped: the same results as on the CPU, the same bits in every run, and after a crash."""
 
-from __future__ import annotations
-
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -206,15 +203,7 @@ def test_heads_are_fitted_on_the_gpu_as_on_the_cpu():
     def fit(**where):
         torch.manual_seed(0)
         module = fb.HeadModule(mlp(FEATURES, 4), fb.BayesianHead(CLASSES, "one_hot"), 4)
-        made = L.Trainer(
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[fb.FederatedBayes(fb.IIDPartition(3))],
-            **{"accelerator": "cpu", **where},
-        )
+        made = federations.trainer(1, [fb.FederatedBayes(fb.IIDPartition(3))], **where)
         made.fit(module, loader())
         return module.cpu().eval()(blobs(12).tensors[0])
 

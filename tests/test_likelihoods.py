@@ -1,7 +1,5 @@
 """What a network may put out: ten outputs, by their posteriors, through every report, prediction and calibration."""
 
-from __future__ import annotations
-
 import math
 
 import lightning as L
@@ -66,9 +64,10 @@ CALIBRATED = [output for output, (_, _, known) in OUTPUTS.items() if known.by_ex
 class Own(L.LightningModule):
     """A user's own module, which says what its outputs mean and nothing else."""
 
-    def __init__(self, output, posterior):
+    def __init__(self, output, posterior, likelihood=None):
         super().__init__()
-        make, _, self.likelihood = OUTPUTS[output]
+        make, _, self.known = OUTPUTS[output]
+        self.likelihood = likelihood or self.known
         network = make()
         self.network = fb.bayesianize(network, types=[nn.Linear]) if posterior == "layers" else network
         self.posterior = posterior
@@ -78,7 +77,7 @@ class Own(L.LightningModule):
 
     def training_step(self, batch, number):
         x, y = batch
-        return self.likelihood.loss(self(x), y) + fb.kl_divergence(self.network) / 60
+        return self.known.loss(self(x), y) + fb.kl_divergence(self.network) / 60
 
     def validation_step(self, batch, number):
         pass
@@ -86,7 +85,7 @@ class Own(L.LightningModule):
     test_step = validation_step
 
     def predict_step(self, batch, number=0):
-        return self.likelihood.predict(self(batch[0]).unsqueeze(0))
+        return self.known.predict(self(batch[0]).unsqueeze(0))
 
     def configure_optimizers(self):
         if self.posterior == "ivon":
@@ -143,22 +142,6 @@ def test_every_output_goes_through_everything(output, posterior, engine):
         assert conformal.predictions[0].shape == (*found[0].mean.shape, 2)
 
 
-class Named(Own):
-    """A user's own module that says by name what its outputs mean."""
-
-    likelihood = "cox"
-
-    def __init__(self, output, posterior):
-        super().__init__(output, posterior)
-        del self.likelihood
-
-    def training_step(self, batch, number):
-        return fb.Cox().loss(self(batch[0]), batch[1]) + fb.kl_divergence(self.network) / 60
-
-    def predict_step(self, batch, number=0):
-        return fb.Cox().predict(self(batch[0]).unsqueeze(0))
-
-
 def partial_nll(log_risk, targets):
     """By the definition: of each event, the logarithm of the share of its risk in that of those who are still there."""
     event, time = targets.T
@@ -171,16 +154,11 @@ def partial_nll(log_risk, targets):
 def test_risks_go_through_reports_tables_and_predictions(posterior, engine):
     """By name, as by object; figures of clients are those of the clients' own pairs and risk sets."""
     held_out = data_of("risks", (40, 44), 1)
-    module = Named("risks", posterior)
+    module = Own("risks", posterior, "cox")
     callback = fb.FederatedBayes(engine=engine, posterior=fb.SWAG() if posterior == "swag" else None)
-    made = federate(
-        module,
-        callback,
-        2,
-        DataLoader(data_of("risks"), 16),
-        DataLoader(held_out, 16),
-        callbacks=[fb.UncertaintyReport(samples=4), fb.ClientReport()],
-    )
+    reports = [fb.UncertaintyReport(samples=4), fb.ClientReport()]
+    train, val = DataLoader(data_of("risks"), 16), DataLoader(held_out, 16)
+    made = federate(module, callback, 2, train, val, callbacks=reports)
     assert {f"val/draws/clients/{name}" for name in ("c_index", "c_index_worst", "nll", "nll_spread")} <= {
         *made.callback_metrics
     }
@@ -225,26 +203,14 @@ def test_what_needs_single_examples_is_refused_of_risks_before_training(beside, 
     before = module.network.weight.detach().clone()
     callback = fb.FederatedBayes(engine=engine, posterior=beside.get("posterior"))
     others = [beside["callback"]] if "callback" in beside else []
+    train, val = (DataLoader(data_of("risks"), 16) for _ in range(2))
     with pytest.raises(fb.FedBayesError, match=f"likelihood 'cox': what an example says depends on.*{why}"):
-        federate(
-            module,
-            callback,
-            2,
-            DataLoader(data_of("risks"), 16),
-            DataLoader(data_of("risks"), 16),
-            callbacks=others,
-            num_sanity_val_steps=0,
-        )
+        federate(module, callback, 2, train, val, callbacks=others, num_sanity_val_steps=0)
     assert torch.equal(module.network.weight, before)
 
 
 def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_groups():
-    r"""Groups of 2 and 2 without ties: the score has one root in :math:`r = e^\beta`, that of a polynomial.
-
-    Times 1 (treated), 2 (not), 3 (treated), 4 (not), all of them events, so
-    :math:`L = \frac{r}{2r + 2} \cdot \frac{1}{r + 2} \cdot \frac{r}{r + 1} \cdot 1`, and
-    :math:`2 / r = 2 / (r + 1) + 1 / (r + 2)`, which is :math:`r^2 - r - 4 = 0`.
-    """
+    r"""Times 1 (treated), 2, 3 (treated), 4, all events: the score's root is that of :math:`r^2 - r - 4`, r = e^β."""
     beta = torch.tensor((1 + 17**0.5) / 2, dtype=torch.float64).log().requires_grad_()
     treated = torch.tensor([0.0, 1, 0, 1], dtype=torch.float64)
     y = torch.tensor([[1.0, 4], [1, 1], [1, 2], [1, 3]], dtype=torch.float64)

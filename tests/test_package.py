@@ -1,7 +1,5 @@
 """The package as a stranger gets it: built, installed beside nothing of this folder, and run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -40,16 +38,8 @@ def test_readmes_example_runs_where_only_the_wheel_is_installed(built, tmp_path)
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         tops = {name.split("/")[1] for name in archive.getnames()}
-    assert tops == {
-        "lightning_fedbayes",
-        "README.md",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "LICENSE",
-        "pyproject.toml",
-        "PKG-INFO",
-        ".gitignore",
-    }
+    files = ("README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore")
+    assert tops == {"lightning_fedbayes", *files}
     with ZipFile(wheel) as archive:
         names = archive.namelist()
         (file,) = (name for name in names if name.endswith("/METADATA"))

@@ -1,7 +1,4 @@
-"""Models of other packages, unchanged, federate with IVON; each is skipped where its package is not installed.
-
-pip install --group models && python -m pytest tests/test_peer_models.py
-"""
+"""Models of other packages, unchanged, federate with IVON: ``pip install --group models`` first."""
 
 import lightning as L
 import pytest
@@ -62,17 +59,6 @@ def test_timm(name):
     assert predictive.predict_step(data.tensors[0]).probs.shape == (8, 3)
 
 
-def test_transformers():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    words = TensorDataset(torch.randint(0, 50, (12, 7)), torch.arange(12) % 2)
-    predictive = federated(Own(transformers.BertForSequenceClassification(config)), words)
-    assert predictive.predict_step(words.tensors[0]).epistemic.min() >= 0
-
-
 class Words(Own):
     """A user's module around a transformer: batches are the dicts of its tokenizer."""
 
@@ -83,20 +69,13 @@ class Words(Own):
         return self.network(**batch).loss
 
 
-def bert(seed=0):
+def bert():
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            num_labels=2,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+        transformers.BertConfig(vocab_size=50, num_labels=2, **small, **still)
     )
 
 
@@ -169,36 +148,6 @@ def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
         torch.testing.assert_close(ours.variance[name], wanted.variance[name], rtol=1e-4, atol=1e-5)
 
 
-def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
-    module, calls = Words(bert()), []
-    mean = {name: p.detach().clone() for name, p in module.named_parameters()}
-    posterior = fb.GaussianPosterior(
-        mean,
-        {
-            name: torch.full_like(p, 0.01 if "layer.1" in name or "classifier" in name else 0.0)
-            for name, p in mean.items()
-        },
-    )
-    module.network.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append("BatchedTensor" in repr(_[2])))
-    batch = next(iter(sentences()))
-    made = fb.PosteriorPredictive(module, posterior, 5)
-    torch.manual_seed(0)
-    found = made.predict_step(batch)
-    assert calls[0] is False  # one pass, then that of the mean for the comparison of the first batch
-    made._one_by_one = True
-    torch.manual_seed(0)
-    torch.testing.assert_close(found.probs, made.predict_step(batch).probs, rtol=1e-5, atol=1e-5)
-
-
-def test_segmentation_models():
-    smp = pytest.importorskip("segmentation_models_pytorch")
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 2, (8, 32, 32)))
-    network = smp.Unet("resnet18", encoder_weights=None, classes=2)
-    predictive = federated(Own(network), data)
-    assert predictive.sample(data.tensors[0][:2], 2).shape == (2, 2, 2, 32, 32)
-
-
 def test_torch_geometric():
     pytest.importorskip("torch_geometric")
     from torch_geometric.data import Data
@@ -265,20 +214,8 @@ LENGTHS = [7, 7, 7, 7, 3, 5, 7, 4, 6, 7, 2, 5]  # of the texts: the first batch 
 
 def lora_bert(rank=2, **options):
     """A tiny BERT with LoRA, whose loss Hugging Face computes from the labels in the batch."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    bert = transformers.BertForSequenceClassification(config)
-    return peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
+    peft, network = pytest.importorskip("peft"), bert()
+    return peft.get_peft_model(network, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
 
 
 def texts(kind=dict, padded=True):
@@ -345,26 +282,6 @@ def test_lora_ends_equal_by_either_engine(method, stack):
 def test_lora_with_ivon_has_a_posterior_of_what_trains(method, engine):
     module = Tuned(lora_bert(), fb.IVON)
     posterior = tuned(module, engine, fusion=method).posterior
-    for name, parameter in module.named_parameters():
-        assert bool((posterior.variance[name] > 0).all()) == parameter.requires_grad, name
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_laplace_of_lora(engine):
-    class Pairs(Tuned):
-        def forward(self, inputs):
-            return self.network(**inputs).logits
-
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self(batch[0]), batch[1])
-
-    def pairs(examples):
-        batch = torch.utils.data.default_collate(examples)
-        return batch, batch.pop("labels")
-
-    module, data = Pairs(lora_bert(), torch.optim.Adam), texts().dataset
-    loader = DataLoader(data, batch_size=4, collate_fn=pairs)
-    posterior = tuned(module, engine, loader, fusion="sites", posterior=fb.Laplace()).posterior
     for name, parameter in module.named_parameters():
         assert bool((posterior.variance[name] > 0).all()) == parameter.requires_grad, name
 

@@ -1,7 +1,5 @@
 """Private names of other libraries stay in the files made for them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

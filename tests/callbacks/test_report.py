@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.report import worst_loss
+from lightning_fedbayes.callbacks.report import ClientRecords
+from lightning_fedbayes.core.messages import ClientOutcome
 from tests.federations import Plain, federate, loader
 
 BARS = {
@@ -91,4 +92,7 @@ def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
 
 @pytest.mark.parametrize(("first", "worst"), [(2.3, 4.6), (0.1, 1.1), (-3.0, 0.0), (50.0, 100.0)])
 def test_the_worst_loss_is_above_the_first_by_its_size(first, worst):
-    assert worst_loss(first) == pytest.approx(worst)
+    for above in (-1e-6, 1e-6):
+        records = ClientRecords(1)
+        outcomes = [ClientOutcome(0, None, 1.0, 1, metrics={"train_loss": loss}) for loss in (first, worst + above)]
+        assert [records.note(each) for each in outcomes] == [False, above > 0]

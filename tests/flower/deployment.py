@@ -1,7 +1,5 @@
 """Real Flower on loopback: a SuperLink with TLS and SuperNodes that authenticate themselves; or a simulation."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import os
@@ -125,23 +123,10 @@ class Deployment:
 
     def start_node(self, number: int) -> None:
         """Start the SuperNode of a registered key, for the first time or again."""
-        self.nodes[number] = self._spawn(
-            f"node{number}",
-            "flower-supernode",
-            "--superlink",
-            f"{LOOPBACK}:{self.port}",
-            "--root-certificates",
-            "server.pem",
-            "--auth-supernode-private-key",
-            f"node{number}",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(free_port()),
-            *TLS,
-            "--node-config",
-            f"partition-id={number}",
-        )
+        link = ("--superlink", f"{LOOPBACK}:{self.port}", "--root-certificates", "server.pem")
+        own = ("--host", LOOPBACK, "--port", str(free_port()), "--node-config", f"partition-id={number}")
+        key = ("--auth-supernode-private-key", f"node{number}")
+        self.nodes[number] = self._spawn(f"node{number}", "flower-supernode", *link, *key, *own, *TLS)
 
     def start_simulation(self, count: int) -> None:
         """A simulation: all nodes share two processes."""
@@ -153,33 +138,14 @@ class Deployment:
 
     def flwr(self, *arguments: str) -> str:
         """Run the command line and return its output."""
-        done = subprocess.run(
-            [BIN / "flwr", *arguments],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
+        options = {"env": self.environment, "cwd": self.folder, "timeout": 250}
+        done = subprocess.run([BIN / "flwr", *arguments], capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done.stdout + done.stderr
 
     def run(self, app: Path, config: str) -> str:
         """Run an app to its end and return its log."""
         return self.flwr("run", str(app), "loopback", "--run-config", config, "--stream")
-
-    def revive(self) -> None:
-        """Start the SuperNodes again that have ended; the SuperLink takes none back before it has missed it."""
-        for number, process in self.nodes.items():
-            if process.poll() is not None:
-                self.start_node(number)
-
-    def server_apps(self) -> list[int]:
-        """Return the processes that run a ServerApp now."""
-        table = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-        own = {child for process in self._processes for child in descendants(process.pid)}
-        rows = (line.split(maxsplit=1) for line in table.splitlines())
-        return [int(row[0]) for row in rows if int(row[0]) in own and "flwr-serverapp" in row[1]]
 
     def stop(self) -> None:
         """End every process and all that they have started, as a power cut would."""
@@ -208,16 +174,8 @@ class Deployment:
 
     def _spawn(self, name: str, command: str, *arguments: str) -> subprocess.Popen:
         with (self.folder / f"{name}.log").open("a") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [BIN / command, *arguments],
-                    env=self.environment,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self.folder,
-                    start_new_session=True,
-                )
-            )
+            options = {"env": self.environment, "cwd": self.folder, "start_new_session": True}
+            self._processes.append(subprocess.Popen([BIN / command, *arguments], stdout=log, stderr=log, **options))
         return self._processes[-1]
 
 

@@ -1,7 +1,5 @@
 """A Flower grid in one process: messages are put through ClientApps, as they would arrive over a network."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,17 +15,28 @@ Change = Callable[[Message], "Message | None"]
 
 
 class LocalGrid:
-    """Every client has its ClientApp; what it answers to a training message can be changed on the way, or lost.
+    """Every client has its ClientApp; what it answers can be changed on the way, or lost.
 
     Args:
         apps: one per client.
-        change: client → what becomes of its training replies; None loses them.
+        change: client → what becomes of its replies; None loses them.
         numbers: the numbers that nodes go by, if they are not those of the clients.
+        kinds: types of messages whose replies are changed; None: all.
+
+    Attributes:
+        asked: type of each batch of messages, and the clients that it went to.
+        seen: client, message and reply, in their order.
     """
 
     def __init__(
-        self, apps: Iterable[App], change: dict[int, Change] | None = None, numbers: list[Any] | None = None
+        self,
+        apps: Iterable[App],
+        change: dict[int, Change] | None = None,
+        numbers: list[Any] | None = None,
+        kinds: tuple[str, ...] | None = ("train",),
     ) -> None:
+        self.kinds = kinds
+        self.seen: list[tuple[int, Message, Message | None]] = []
         self.apps = dict(enumerate(apps))
         self.change = change or {}
         self.numbers = list(self.apps) if numbers is None else numbers
@@ -53,9 +62,14 @@ class LocalGrid:
             reply = self.apps[client](message, context)
         except Exception as error:
             reply = Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
-        if message.metadata.message_type == "train" and client in self.change:
-            return self.change[client](reply)
+        if client in self.change and (self.kinds is None or message.metadata.message_type in self.kinds):
+            reply = self.change[client](reply)
+        self.seen.append((client, message, reply))
         return reply
+
+    def of(self, kind: str) -> list[tuple[int, Message, Any]]:
+        """What was seen of messages of a type."""
+        return [each for each in self.seen if each[1].metadata.message_type == kind]
 
 
 class SlowGrid(LocalGrid):

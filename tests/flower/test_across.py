@@ -1,18 +1,17 @@
 """Each client's posterior on every client's data, over Flower: only where it is asked for by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import Subset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app
+from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import from_arrays
 from tests.federations import Plain, loader, network, trainer
-from tests.flower.clients import run
-from tests.flower.grid import NODE, LocalGrid
+from tests.flower.clients import client_apps, run
+from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import BlobData
 
 pytestmark = pytest.mark.slow
@@ -26,34 +25,32 @@ def plain() -> Plain:
 
 
 def apps(**settings):
-    return [client_app(plain(), BlobData(part), trainer={"accelerator": "cpu"}, **settings) for part in DATA]
+    return [
+        client_apps(1, plain, data=lambda part=part: BlobData(part), partition=None, **settings)[0] for part in DATA
+    ]
 
 
-class Tap(LocalGrid):
-    """Keeps what each client has sent last, and what posteriors each has been sent."""
+def sent(grid):
+    """What each client has sent last."""
+    return {
+        client: from_arrays(reply.content["arrays"], "a client")[0] for client, _, reply in grid.of("train") if reply
+    }
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.sent, self.told = {}, []
 
-    def _answer(self, message):
-        reply, client = super()._answer(message), NODE - message.metadata.dst_node_id
-        if message.metadata.message_type == "train" and reply is not None:
-            self.sent[client] = from_arrays(reply.content["arrays"], "a client")[0]
-        if message.metadata.message_type == "evaluate":
-            self.told.append((client, from_arrays(message.content["arrays"], "the server")[0]))
-        return reply
+def told(grid):
+    """The posteriors that clients were told to score."""
+    return [from_arrays(message.content["arrays"], "the server")[0] for _, message, _ in grid.of("evaluate")]
 
 
 def test_the_table_is_of_what_each_client_has_sent_last():
-    grid, strategy = Tap(apps()), FusionStrategy("weighted_average", wait_for=3, across=True)
+    grid, strategy = LocalGrid(apps()), FusionStrategy("weighted_average", wait_for=3, across=True)
     run(grid, strategy, rounds=2, make=plain)
     found = strategy.cross_scores
     assert found is not None
     assert found.names == ("0", "1", "2")
     for i in range(3):
         model = plain()
-        model.load_state_dict(grid.sent[i].mean)
+        model.load_state_dict(sent(grid)[i].mean)
         for j, part in enumerate(DATA):
             expected = trainer().validate(model, loader(part, shuffle=False), verbose=False)[0]["val/nll"]
             assert float(found.values["val/nll"][i, j]) == pytest.approx(expected, rel=1e-5)
@@ -63,24 +60,24 @@ def test_the_table_is_of_what_each_client_has_sent_last():
 
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_clients_see_no_posterior_of_another_unless_it_is_asked_for(evaluate):
-    grid, strategy = Tap(apps()), FusionStrategy("weighted_average", wait_for=3, evaluate=evaluate)
+    grid, strategy = LocalGrid(apps()), FusionStrategy("weighted_average", wait_for=3, evaluate=evaluate)
     run(grid, strategy, rounds=2, make=plain)
     assert strategy.cross_scores is None
     assert strategy._own == {}
-    for _, told in grid.told:
-        for own in grid.sent.values():
-            assert not torch.equal(told.mean["net.0.weight"], own.mean["net.0.weight"])
+    for each in told(grid):
+        for own in sent(grid).values():
+            assert not torch.equal(each.mean["net.0.weight"], own.mean["net.0.weight"])
 
 
 def test_a_client_that_fails_in_the_last_round_is_scored_by_what_was_admitted_before():
     def lost(reply):
         return reply if int(reply.metadata.group_id) < 2 else None
 
-    grid, strategy = Tap(apps(), {1: lost}), FusionStrategy("weighted_average", wait_for=3, across=True)
+    grid, strategy = LocalGrid(apps(), {1: lost}), FusionStrategy("weighted_average", wait_for=3, across=True)
     run(grid, strategy, rounds=2, make=plain)
-    own = [told for _, told in grid.told[3:6]]
-    assert len(grid.told) == 9
-    assert all(torch.equal(each.mean["net.0.weight"], grid.sent[1].mean["net.0.weight"]) for each in own)
+    own = told(grid)[3:6]
+    assert len(told(grid)) == 9
+    assert all(torch.equal(each.mean["net.0.weight"], sent(grid)[1].mean["net.0.weight"]) for each in own)
     assert strategy.cross_scores is not None
     assert strategy.cross_scores.names == ("0", "1", "2")
 
@@ -94,14 +91,9 @@ def test_under_privacy_nobody_scores(tmp_path, caplog):
     assert "fewer than two clients have trained in this run and scored all models" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"fusion": "sites"}, "its clients send no posterior of their own"),
-        ({"fusion": "sums"}, "its clients send no posterior of their own"),
-        ({"across": "yes"}, "across="),
-    ],
+test_what_cannot_be_is_refused = refusals(
+    FederationError,
+    ({"fusion": "sites"}, "its clients send no posterior of their own"),
+    ({"across": "yes"}, "across="),
+    call=lambda options: FusionStrategy(**{"across": True, **options}),
 )
-def test_what_cannot_be_is_refused(options, says):
-    with pytest.raises(FederationError, match=says):
-        FusionStrategy(**{"across": True, **options})

@@ -11,9 +11,9 @@ from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.schedule import read_arrivals
-from tests.flower.clients import client_apps
+from tests.flower.clients import assert_same, client_apps
 from tests.flower.grid import NODE, SlowGrid
-from tests.flower.test_parity import Learned, Scheduled, assert_same
+from tests.flower.test_parity import Learned, Scheduled
 from tests.flower.test_strategy import in_rounds, lost, nan
 from tests.transport.federation import hybrid, in_process
 
@@ -202,21 +202,6 @@ def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
     assert_same(strategy, in_process(3, fusion="sites", seed=3))
 
 
-# -- best round, early stop --------------------------------------------------------------------------------------------
-
-
-def scored(monkeypatch, values):
-    """Let clients find these losses, round by round."""
-
-    def evaluate(self, trainer, module, datamodule, task):
-        return {"val/nll": values[task.round]}, 10
-
-    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 REFUSED = {
     "delays of a simulation": ({"schedule": fb.Asynchronous(delays=fb.Delays(2.0))}, "over a network the real ones"),
     "a small buffer": ({"schedule": BY_TWO, "safeguards": fb.Safeguards(min_clients=3)}, "every fusion would have too"),
@@ -224,7 +209,6 @@ REFUSED = {
     "no schedule": ({"schedule": "fast"}, r"give fb\.Asynchronous"),
     "nothing scored": ({"schedule": None, "monitor": "val/nll"}, "nothing is scored; give evaluate=True"),
     "patience for nothing": ({"schedule": None, "patience": 3}, "say which figure"),
-    "a mode": ({"schedule": None, "mode": "least"}, "mode='least'"),
 }
 
 
@@ -239,7 +223,6 @@ SECOND = {**GOOD, "fusion": 2}
 BROKEN = {
     "another number": [SECOND],
     "of the future": [{**GOOD, "arrived": [[0, 1]]}],
-    "a text": [{**GOOD, "clients": "2"}],
     "no order": [{"fusion": 1}],
     "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
     "begun too early": [GOOD, SECOND],

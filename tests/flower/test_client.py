@@ -114,25 +114,19 @@ def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
     assert state(tmp_path, 5, 4).messages == {1.0: 4}
 
 
+STATE = {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {}}
 WRONG_STATES = {
     "nothing": {},
     "a list": [],
-    "a number": 3,
     "another file": {"state_dict": {"w": torch.zeros(2)}},
-    "no federation": {"round": 1, "messages": {}, "before": {}, "after": {}},
-    "no messages": {"federation": "a", "round": 1, "messages": None, "before": {}, "after": {}},
-    "a word for a count": {"federation": "a", "round": 1, "messages": {1.0: "x"}, "before": {}, "after": {}},
-    "another round": {"federation": "a", "round": None, "messages": {}, "before": {}, "after": {}},
-    "another state": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"weights": 1}}},
-    "no tensors": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"local": {"w": 1}}}},
-    "no client": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {"x": {}}},
-    "half a posterior": {
-        "federation": "a",
-        "round": 3,
-        "messages": {},
-        "before": {},
-        "after": {7: {"own": {"mean": {}}}},
-    },
+    "no federation": {name: value for name, value in STATE.items() if name != "federation"},
+    "no messages": {**STATE, "messages": None},
+    "a word for a count": {**STATE, "messages": {1.0: "x"}},
+    "another round": {**STATE, "round": None},
+    "another state": {**STATE, "after": {7: {"weights": 1}}},
+    "no tensors": {**STATE, "after": {7: {"local": {"w": 1}}}},
+    "no client": {**STATE, "after": {"x": {}}},
+    "half a posterior": {**STATE, "after": {7: {"own": {"mean": {}}}}},
 }
 
 

@@ -1,7 +1,5 @@
 """What is frozen at both ends is not sent; only a digest is, by which a client knows that its own is the server's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -36,11 +34,7 @@ def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (frozen, {}),
-        (frozen, {"fusion": FedProx(0.1)}),
-        (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
-    ],
+    [(frozen, {}), (frozen, {"fusion": FedProx(0.1)}), (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"})],
     ids=["averaged", "FedProx", "IVON by sites"],
 )
 def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, tmp_path):

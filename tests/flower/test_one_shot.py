@@ -1,7 +1,5 @@
 """Federations without rounds over Flower: the result is that of the same calls in one process."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
@@ -11,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from lightning_fedbayes.flower import client_app
 from tests.federations import Plain, federate
-from tests.flower.grid import LocalGrid
+from tests.flower.clients import client_apps, one_shot
 from tests.transport.federation import BlobData
 
 pytestmark = pytest.mark.slow
@@ -37,19 +35,10 @@ class Schools(L.LightningDataModule):
         return DataLoader(fb.ClientDatasets(schools()), batch_size=4, shuffle=True)
 
 
-def ask(apps, method, make, change=None, **options):
-    grid = LocalGrid(apps)
-    if change is not None:
-        answer = grid._answer
-        grid._answer = lambda message: change(answer(message), message)
-    strategy = FusionStrategy(wait_for=len(apps), **options)
-    return strategy.one_shot(grid, initial_arrays(make()), method, timeout=1)
-
-
 def test_a_linear_mixed_model_is_that_of_one_process():
     method = fb.HierarchicalLinearRegression(random=[0])
     apps = [client_app(Plain(), Schools(), one_shot=method)] * SCHOOLS
-    found = ask(apps, method, Plain)
+    found = one_shot(apps, method, Plain)
     alone = method.fit(
         {str(number): fb.modules.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())}
     )
@@ -74,8 +63,8 @@ def test_one_shot_with_kronecker_factors_is_that_of_one_process():
     parts = fb.DirichletPartition(clients=3, alpha=1.0)
     method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
     data = BlobData()
-    apps = [client_app(plain(), data, partition=parts, one_shot=method, trainer={"accelerator": "cpu"})] * 3
-    found = ask(apps, method, plain)
+    apps = client_apps(3, plain, partition=parts, one_shot=method)
+    found = one_shot(apps, method, plain)
 
     class Heard(Plain):
         needs_client_posteriors = True
@@ -102,24 +91,22 @@ def test_one_shot_with_kronecker_factors_is_that_of_one_process():
 
 
 def spoilt(value):
-    def change(reply, message):
-        if "arrays" in reply.content and 1000 - message.metadata.dst_node_id == 1:
+    def change(reply):
+        if "arrays" in reply.content:
             arrays = reply.content["arrays"]
             name = next(key for key in arrays if key.startswith("mean/") and key.endswith("0.weight"))
             arrays[name] = type(arrays[name])(value(arrays[name].numpy()))
         return reply
 
-    return change
+    return {1: change}
 
 
 @pytest.mark.parametrize("value", [lambda v: v * float("nan"), lambda v: v[:3].copy()])
 def test_a_client_that_cannot_be_used_is_left_out(value, caplog):
     caplog.set_level("INFO")
     method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
-    apps = [
-        client_app(plain(), BlobData(), partition=fb.IIDPartition(3), one_shot=method, trainer={"accelerator": "cpu"})
-    ] * 3
-    found = ask(apps, method, plain, spoilt(value))
+    apps = client_apps(3, plain, partition=fb.IIDPartition(3), one_shot=method)
+    found = one_shot(apps, method, plain, spoilt(value))
     assert all(bool(mean.isfinite().all()) for mean in found.mean.values())
     assert "Client 1 is left out: FusionError: client 1: its weights" in caplog.text
 
@@ -134,14 +121,14 @@ def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(c
         ({"one_shot": method, **private}, "NotSent"),
     ):
         with pytest.raises(FederationError, match=f"client 0 failed in training: {error}"):
-            ask([client_app(Plain(), Schools(), **options)] * SCHOOLS, method, Plain)
+            one_shot([client_app(Plain(), Schools(), **options)] * SCHOOLS, method, Plain)
     assert "sums over its examples, for a linear model, exactly" in caplog.text
     of_examples = {"callbacks": [fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)]}
     with pytest.raises(FederationError, match="client 0 failed in training: NotSent"):
-        ask([client_app(Plain(), Schools(), one_shot=method, trainer=of_examples)] * SCHOOLS, method, Plain)
+        one_shot([client_app(Plain(), Schools(), one_shot=method, trainer=of_examples)] * SCHOOLS, method, Plain)
     allowed = client_app(Plain(), Schools(), one_shot=method, exact=["statistics"], **private)
-    assert len(ask([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
+    assert len(one_shot([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
     with pytest.raises(FederationError, match=r"give an fb\.KroneckerLaplace, an"):
-        ask([allowed] * SCHOOLS, "kronecker", Plain)
+        one_shot([allowed] * SCHOOLS, "kronecker", Plain)
     with pytest.raises(FederationError, match="exact='statistic': did you mean 'statistics'"):
         client_app(Plain(), Schools(), exact=["statistic"])

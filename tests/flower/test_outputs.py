@@ -5,12 +5,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import FusionStrategy, client_app
-from tests.federations import federate
-from tests.flower.clients import run
+from lightning_fedbayes.flower import FusionStrategy
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.test_likelihoods import OUTPUTS, Own, data_of
-from tests.transport.federation import BlobData
+from tests.transport.federation import BlobData, calibrated
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +39,12 @@ def test_an_output_is_calibrated_over_flower_as_in_one_process(output):
         torch.manual_seed(7)
         return Own(output, "layers")
 
-    def app():
-        return client_app(make(), OwnData(output), trainer={"accelerator": "cpu"})
-
     strategy = FusionStrategy("weighted_average", wait_for=CLIENTS, seed=3)
-    grid = LocalGrid([app() for _ in range(CLIENTS)])
+    grid = LocalGrid(client_apps(CLIENTS, make, data=lambda: OwnData(output), partition=None))
     result = run(grid, strategy, rounds=2, make=make)
     remote = both()
     strategy.calibrate(grid, result.arrays, remote, timeout=1)
-    data, module, here = OwnData(output), make(), both()
-    federation = fb.FederatedBayes(engine="sequential", fusion="weighted_average", seed=3)
-    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
-    held_out, options = data.val_dataloader().dataset, {"batch_size": 16, "seed": 3}
-    here[0].fit_from(module, held_out, **options)
-    here[1].fit_from(module, held_out, temperature=here[0].temperature, **options)
+    here = both()
+    calibrated(make, OwnData(output), here, "weighted_average")
     assert remote[0].temperature == pytest.approx(here[0].temperature, rel=1e-6)
     assert remote[1].threshold == pytest.approx(here[1].threshold, rel=1e-5)

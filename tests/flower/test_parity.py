@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from flwr.app import Error, Message
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
+from lightning_fedbayes.flower import FusionStrategy, personal_posterior
 from lightning_fedbayes.methods import Averaging, FedProx
 from tests.federations import Plain, blobs, federate, loader, network
-from tests.flower.clients import client_apps, run
+from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
 from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
@@ -47,53 +46,32 @@ class Headed(fb.HeadModule):
         super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
 
 
-def assert_same(strategy, federation):
-    """Bit by bit."""
-    ours, theirs = strategy.server.posterior, federation.posterior
-    assert ours.names == theirs.names
-    assert ours.linearised == theirs.linearised
-    for name in ours.names:
-        assert torch.equal(ours.mean[name], theirs.mean[name]), name
-        assert torch.equal(ours.variance[name], theirs.variance[name]), name
-
-
+SITES, HALF, PAGE = {"fusion": "sites"}, {"fraction": 0.5}, {"fusion": OWN(0.1)}
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
     "dwc": (hybrid, {"fusion": Averaging("dwc", "global")}, {"fusion": Averaging("dwc", "global")}),
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
-    "cohorts": (hybrid, {"fraction": 0.5}, {}),
-    "sites": (hybrid, {"fusion": "sites", "weighting": "equal"}, {"fusion": "sites"}),
-    "sites of cohorts": (
-        hybrid,
-        {"fusion": "sites", "weighting": "equal", "fraction": 0.5},
-        {"fusion": "sites", "local_epochs": 2},
-    ),
-    "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
+    "cohorts": (hybrid, HALF, {}),
+    "sites": (hybrid, {**SITES, "weighting": "equal"}, SITES),
+    "sites of cohorts": (hybrid, {**SITES, "weighting": "equal", **HALF}, {**SITES, "local_epochs": 2}),
+    "sites of no Gaussian": (Scheduled, {**SITES, **HALF}, SITES),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
-    "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
+    "cohorts that keep": (Scheduled, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),
-    "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
-    "IVON that keeps": (Learned, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
+    "IVON with sites": (Learned, {**SITES, **HALF}, SITES),
+    "IVON that keeps": (Learned, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": FedProx(0.3)}),
-    "Laplace with sites": (
-        Scheduled,
-        {"fusion": "sites", "fraction": 0.5},
-        {"fusion": "sites", "posterior": fb.Laplace()},
-    ),
-    "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
+    "Laplace with sites": (Scheduled, {**SITES, **HALF}, {**SITES, "posterior": fb.Laplace()}),
+    "population": (hybrid, {"fusion": "population", **HALF}, {"fusion": "population"}),
     "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
-    "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
+    "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", **HALF}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
-    "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
-    "the method of docs/methods.md": (
-        hybrid,
-        {"fusion": OWN(0.1), "fraction": 0.5},
-        {"fusion": OWN(0.1), "local_epochs": 2},
-    ),
+    "Ditto of cohorts": (hybrid, {"fusion": "ditto", **HALF}, {"fusion": "ditto", "local_epochs": 2}),
+    "the method of docs/methods.md": (hybrid, {**PAGE, **HALF}, {**PAGE, "local_epochs": 2}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -127,14 +105,6 @@ class Asked(fb.HeadModule):
         super().__init__(torch.nn.Linear(6, 5), fb.BayesianHead(3, **options), 5)
 
 
-def one_shot(apps, make, change=None):
-    grid = LocalGrid(apps)
-    if change is not None:
-        answer = grid._answer
-        grid._answer = lambda message: change(answer(message), message)
-    return FusionStrategy(wait_for=len(apps)).one_shot(grid, initial_arrays(make()), make().head, timeout=1)
-
-
 def features_of_clients(module):
     with torch.inference_mode():
         return [
@@ -153,14 +123,7 @@ def assert_same_head(found, alone):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"inference": "laplace"},
-        {"likelihood": "one_hot"},
-        {"prior_std": 0.5, "exchanges": 4},
-    ],
-    ids=str,
+    "options", [{}, {"inference": "laplace"}, {"likelihood": "one_hot"}, {"prior_std": 0.5, "exchanges": 4}], ids=str
 )
 @pytest.mark.parametrize("large", [False, True])
 def test_a_head_that_is_asked_for_is_that_of_one_process(options, large, monkeypatch):
@@ -168,22 +131,24 @@ def test_a_head_that_is_asked_for_is_that_of_one_process(options, large, monkeyp
         monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
     make = partial(Asked, **options)
     apps = client_apps(make=make, one_shot=make().head)
-    found, alone = one_shot(apps, make), make().head.fit_clients(features_of_clients(make()))
+    found, alone = one_shot(apps, make().head, make), make().head.fit_clients(features_of_clients(make()))
     assert found.exchanges == 0 if "likelihood" in options else found.exchanges > 2
     assert_same_head(found, alone)
 
 
 def test_a_head_begins_anew_without_a_client_that_fails_on_the_way():
-    asked = []
+    counts = [0, 0]
 
-    def fail(reply, message):
-        asked.append(1000 - message.metadata.dst_node_id)
-        if asked.count(1) > 2 and asked[-1] == 1:
-            return Message(Error(0, "gone"), reply_to=message)
-        return reply
+    def counted(client, last):
+        def change(reply):
+            counts[client] += 1
+            return reply if counts[client] <= last else None
 
-    found = one_shot(client_apps(make=Asked, one_shot=Asked().head), Asked, fail)
-    assert asked.count(1) == 3 < asked.count(0)
+        return change
+
+    apps, change = client_apps(make=Asked, one_shot=Asked().head), {0: counted(0, 999), 1: counted(1, 2)}
+    found = one_shot(apps, Asked().head, Asked, change)
+    assert counts[1] == 3 < counts[0]
     rest = [each for client, each in enumerate(features_of_clients(Asked())) if client != 1]
     assert_same_head(found, Asked().head.fit_clients(rest))
 
@@ -198,12 +163,10 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
     federate(make(), federation, 6, BlobData().train_dataloader())
     assert sum(row["outlying_clients"] for row in federation.history) > 3
     options = {"wait_for": number, "safeguards": bound, "seed": 3, "checkpoint": tmp_path / "server.pt"}
-    app = client_app(
-        make(), BlobData(), partition=partition, fusion="sites", state_folder=tmp_path, trainer={"accelerator": "cpu"}
-    )
+    apps = client_apps(number, make, partition=partition, fusion="sites", state_folder=tmp_path)
     for rounds in (3, 6):
         strategy = FusionStrategy("sites", **options)
-        run(LocalGrid([app] * number), strategy, rounds, make=make)
+        run(LocalGrid(apps), strategy, rounds, make=make)
     assert_same(strategy, federation)
     for client, kept in federation.state_dict()["clients"].items():
         for name, value in strategy.server.sites[client].items():
@@ -230,11 +193,7 @@ def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"keep": ["posterior"], "local_parameters": ["network.0.*"]},
-        {"fusion": "population"},
-        {"fusion": "ditto"},
-    ],
+    [{"keep": ["posterior"], "local_parameters": ["network.0.*"]}, {"fusion": "population"}, {"fusion": "ditto"}],
 )
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
     local = options.get("local_parameters", ())

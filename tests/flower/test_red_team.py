@@ -1,7 +1,5 @@
 """A server that reads everything: what leaves clients under UpdatePrivacy is what the page on privacy lists."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from fnmatch import fnmatchcase
@@ -124,6 +122,15 @@ def listed(private=True):
     return table
 
 
+def check_fields(replies, table):
+    for reply in replies:
+        patterns = table[reply["config"]["kind"]]
+        assert reply.keys() <= {"arrays", "metrics", "config"}
+        for record, content in reply.items():
+            for name in content:
+                assert any(fnmatchcase(name, pattern) for pattern in patterns[record]), (reply["config"], name)
+
+
 def test_the_page_lists_what_the_door_knows():
     table = listed()
     assert {"introduction", "update", "counts", "failure"} == set(table)  # all others are refused
@@ -152,12 +159,7 @@ def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
     assert kinds.count("update") == 2 * ROUNDS - 2
     assert kinds.count("failure") == 2 + 2 * ROUNDS + 6  # two careless clients, every evaluation, three requests
     assert kinds.count("counts") == 2
-    for reply in replies:
-        patterns = table[reply["config"]["kind"]]
-        assert reply.keys() <= {"arrays", "metrics", "config"}
-        for record, content in reply.items():
-            for name in content:
-                assert any(fnmatchcase(name, pattern) for pattern in patterns[record]), (reply["config"], name)
+    check_fields(replies, table)
 
 
 def test_no_text_of_an_exception_leaves_a_client(seen):
@@ -230,25 +232,14 @@ def test_without_privacy_too_no_field_leaves_a_client_that_the_page_does_not_lis
     curvature = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
     told = {"share_errors": shared, "one_shot": curvature}
     apps = client_apps(make=Careless, keep=["posterior"], state_folder=tmp_path, **told)
-    grid, seen = LocalGrid(apps), []
-    answer = grid._answer
-
-    def tapped(message):
-        reply = answer(message)
-        assert not reply.has_error()
-        seen.append({name: dict(record) for name, record in reply.content.items()})
-        return reply
-
-    grid._answer = tapped
+    grid = LocalGrid(apps)
     strategy = FusionStrategy("rklb", wait_for=4, evaluate=True)
     arrays = run(grid, strategy, make=Careless).arrays
     strategy.calibrate(grid, arrays, [fb.FederatedTemperature(), fb.FederatedConformal(0.8)], timeout=1)
     strategy.one_shot(grid, initial_arrays(Careless()), curvature, timeout=1)
+    assert not any(reply.has_error() for *_, reply in grid.seen)
+    seen = [{name: dict(record) for name, record in reply.content.items()} for *_, reply in grid.seen]
     table, kinds = listed(private=False), {reply["config"]["kind"] for reply in seen}
     assert kinds == set(table) - {"statistics", "scale"}  # sums, in test_one_shot.py and test_scale.py
-    for reply in seen:
-        patterns = table[reply["config"]["kind"]]
-        for record, content in reply.items():
-            for name in content:
-                assert any(fnmatchcase(name, pattern) for pattern in patterns[record]), (reply["config"], name)
+    check_fields(seen, table)
     assert any("doe" in str(reply["config"].get("text", "")) for reply in seen) == shared

@@ -6,10 +6,10 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
+from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from lightning_fedbayes.modules import mlp
 from tests.federations import blobs, federate
-from tests.flower.clients import run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData
 
@@ -28,13 +28,12 @@ def make(**options):
     return fb.HybridBayesianRegressor(mlp(6, 1, (5,)), learning_rate=1e-2, **options)
 
 
-def apps(**settings):
-    def app(message, context):  # a new one per message, as in a deployment
-        return client_app(make(), BlobData(data()), partition=PARTITION, trainer={"accelerator": "cpu"}, **settings)(
-            message, context
-        )
+def blob_data():
+    return BlobData(data())
 
-    return [app] * 4
+
+def apps(**settings):
+    return client_apps(**{"make": make, **settings}, shared=False, data=blob_data, partition=PARTITION)
 
 
 def test_a_federation_over_flower_is_that_of_one_process(tmp_path):
@@ -58,50 +57,31 @@ def test_a_federation_over_flower_is_that_of_one_process(tmp_path):
 def test_clients_send_no_scale_with_their_updates():
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     grid = LocalGrid(apps())
-    sent, answer = [], grid._answer
-
-    def noted(message):
-        reply = answer(message)
-        sent.append((message.metadata.message_type, sorted(reply.content.get("arrays", {}))))
-        return reply
-
-    grid._answer = noted
     run(grid, strategy, 1, make)
-    streams = ["moments/inputs", "moments/targets"]
-    assert [arrays for kind, arrays in sent if kind == "query.once"] == [streams] * 4
-    assert not any("scale" in name for kind, arrays in sent if kind == "train" for name in arrays)
+    once, train = ([sorted(reply.content["arrays"]) for *_, reply in grid.of(kind)] for kind in ("query.once", "train"))
+    assert once == [["moments/inputs", "moments/targets"]] * 4
+    assert not any("scale" in name for arrays in train for name in arrays)
 
 
 def fixed(**options):
     return make(noise="fixed", noise_std=100.0, **options)  # no buffer that privacy refuses
 
 
-def private(folder, module=None, **settings):
-    privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)
-    return lambda message, context: client_app(
-        module or fixed(),
-        BlobData(data()),
-        partition=PARTITION,
-        trainer={"accelerator": "cpu"},
-        privacy=privacy,
-        state_folder=folder,
-        **settings,
-    )(message, context)
+def private(folder, make=fixed, **settings):
+    return apps(make=make, privacy=fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0), state_folder=folder, **settings)
 
 
-def test_a_private_client_sends_none_unless_it_is_allowed(tmp_path, caplog):
+def test_a_private_client_sends_none_unless_it_is_allowed_and_trains_where_the_scale_is_known(tmp_path, caplog):
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
     with pytest.raises(FederationError, match="no client's answer can be used"):
-        run(LocalGrid([private(tmp_path)] * 4), strategy, 1, fixed)
+        run(LocalGrid(private(tmp_path)), strategy, 1, fixed)
     assert "exact=['scale'] at the client would allow it" in caplog.text
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
-    run(LocalGrid([private(tmp_path, exact=["scale"])] * 4), strategy, 1, fixed)
+    run(LocalGrid(private(tmp_path, exact=["scale"])), strategy, 1, fixed)
 
-
-def test_a_private_client_trains_where_the_scale_is_known_without_data(tmp_path):
     def known():
         return fixed(scaler=fb.FederatedScaler(targets=(1e4, 500.0)))
 
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
-    run(LocalGrid([private(tmp_path, known())] * 4), strategy, 1, known)
+    run(LocalGrid(private(tmp_path, known)), strategy, 1, known)
     assert strategy.server.rounds == 1

@@ -8,11 +8,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
-from tests.federations import Plain, assert_equal, network
-from tests.flower.clients import client_apps, run
+from tests.federations import Plain, network
+from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import hybrid, in_process
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
@@ -45,32 +46,21 @@ BAD = {
     "NaN": (nan, "not finite at 1 of 30"),
     "extra key": (lambda r: resend(r, arrays={"mean/extra": Array(np.zeros(2, "f4"))}), "only client 1 has"),
     "key of no kind": (lambda r: resend(r, arrays={"extra": Array(np.zeros(2, "f4"))}), "is none of mean/"),
-    "missing key": (lambda r: resend(r, arrays={MEAN: None}), "only the global model has"),
-    "wrong shape": (with_mean(np.zeros((2, 2), "f4")), "has shape"),
     "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
     "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
     "an archive": (
         lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
         "be read",
     ),
-    "unreadable": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"x")}), "read"),
     "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
-    "certain of a deterministic parameter": (
-        lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5, 6), 1e-9, "f4"))}),
-        "must send the variances",
-    ),
-    "negative variance": (lambda r: resend(r, arrays={VARIANCE: Array(np.full((3, 5), -1, "f4"))}), "is negative"),
     "buffer of another dtype": (
         lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}),
         "dtypes",
     ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
-    "no figures": (lambda r: resend(r, drop=["metrics"]), "num-examples=0"),
     "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
     "no arrays": (lambda r: resend(r, drop=["arrays"]), "no arrays"),
     "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=0"),
-    "negative size": (lambda r: resend(r, metrics={"num-examples": -5}), "num-examples=-5"),
-    "no number": (lambda r: resend(r, metrics={"num-examples": float("nan")}), "num-examples=nan"),
     "death": (lambda r: None, "no reply within 1 s"),
 }
 
@@ -112,8 +102,7 @@ def test_a_bad_client_is_left_out_of_its_round(change, says, without, caplog):
     assert strategy.server.history[1]["failed_clients"] == 1
     assert strategy.server.accepted == {0: 2, 1: 1, 2: 2, 3: 2}
     assert says in caplog.text
-    assert_equal(strategy.server.posterior.mean, without.posterior.mean)
-    assert_equal(strategy.server.posterior.variance, without.posterior.variance)
+    assert_same(strategy, without)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -171,17 +160,12 @@ def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fus
     assert set(result.train_metrics_clientapp) == {3, 4}
     assert [figures["round"] for figures in resumed.server.history] == [1, 2, 3, 4]
     assert [figures["round"] for figures in result.train_metrics_clientapp.values()] == [3, 4]
-    for name, mean in whole.server.posterior.mean.items():
-        assert torch.equal(resumed.server.posterior.mean[name], mean), name
-        assert torch.equal(resumed.server.posterior.variance[name], whole.server.posterior.variance[name]), name
+    assert_same(resumed, whole.server)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ({"seed": 1}, r"seed=1 \(was 0\)"),
-        ({"make": lambda: Plain(network())}, "name different parameters"),
-    ],
+    [({"seed": 1}, r"seed=1 \(was 0\)"), ({"make": lambda: Plain(network())}, "name different parameters")],
 )
 def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
     path = tmp_path / "server.pt"
@@ -213,20 +197,10 @@ def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     assert "partition-id is None" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
-        ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
-        ({"fraction": 0}, FederationError, "fraction=0"),
-        ({"safeguards": 3}, FederationError, "safeguards=3"),
-        (
-            {"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5},
-            FederationError,
-            "a round has only 2 of 4 clients",
-        ),
-    ],
+test_bad_arguments_are_refused_at_once = refusals(
+    fb.FedBayesError,
+    ({"fusion": "conflatoin"}, "did you mean 'conflation'"),
+    ({"fraction": 0}, "fraction=0"),
+    ({"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5}, "a round has only 2 of 4 clients"),
+    call=lambda arguments: FusionStrategy(**arguments),
 )
-def test_bad_arguments_are_refused_at_once(arguments, error, says):
-    with pytest.raises(error, match=says):
-        FusionStrategy(**arguments)

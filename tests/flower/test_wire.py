@@ -6,81 +6,29 @@ from functools import partial
 import pytest
 import torch
 from flwr.app import Message, RecordDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays
-from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
+from lightning_fedbayes.flower.wire import message_in, records_of
 from lightning_fedbayes.sources.curvature import KroneckerSite
 from tests.federations import Plain, blobs, loader
-from tests.flower.clients import client_apps, run
+from tests.flower.clients import client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
+from tests.flower.test_parity import Headed
 from tests.transport.federation import PARTITION, BlobData, hybrid
-
-SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
-
-
-@given(SHAPES, st.lists(st.booleans(), min_size=3, max_size=3))
-@settings(deadline=None)
-def test_float32_comes_back_bit_by_bit(shapes, probabilistic):
-    mean = {f"layer.{i}/w": torch.randn(shape) for i, shape in enumerate(shapes)}
-    variance = {
-        name: torch.rand(value.shape) if random else torch.zeros(()).expand(value.shape)
-        for (name, value), random in zip(mean.items(), probabilistic)
-    }
-    sent = GaussianPosterior(mean, variance)
-    came, _ = from_arrays(to_arrays(sent, {}), "client 0")
-    assert came.names == sent.names
-    for name in sent.names:
-        assert torch.equal(came.mean[name], sent.mean[name])
-        assert torch.equal(came.variance[name], sent.variance[name])
-        assert is_zero(came.variance[name]) or not is_zero(sent.variance[name])
-
-
-@pytest.mark.parametrize("linearised", [True, False])
-def test_a_posterior_of_laplace_stays_one(linearised):
-    sent = GaussianPosterior({"w": torch.ones(2)}, {"w": torch.ones(2)}, linearised)
-    came, buffers = from_arrays(to_arrays(sent, {"b": torch.ones(1)}), "client 0")
-    assert came.linearised == linearised
-    assert came.names == ("w",)
-    assert list(buffers) == ["b"]
-
-
-@pytest.mark.parametrize("value", [torch.tensor(7), torch.tensor([True]), torch.tensor([1, 2], dtype=torch.uint8)])
-def test_buffers_that_are_no_floats_keep_their_dtype(value):
-    _, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(1)}), {"b": value}), "client 0")
-    assert buffers["b"].dtype == value.dtype
-    assert torch.equal(buffers["b"], value)
 
 
 def ivon() -> Plain:
     return Plain(optimizer=fb.IVON)
 
 
-def noted(replies: list[Message], reply: Message) -> Message:
-    replies.append(reply)
-    return reply
-
-
 @pytest.mark.parametrize("make", [hybrid, ivon, Plain])
 def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_sites(tmp_path, make):
     """Single precision: a mean and a gradient for each parameter, and a precision for each Gaussian one."""
-    asked, replies = [], []
     grid = LocalGrid(client_apps(make=make, fusion="sites", state_folder=str(tmp_path)))
-    answer = grid._answer
-
-    def noted_both(message):
-        if message.metadata.message_type == "train":
-            asked.append(set(message.content["arrays"]))
-        return answer(message)
-
-    grid._answer = noted_both
-    grid.change = dict.fromkeys(range(4), partial(noted, replies))
     strategy = FusionStrategy(fusion="sites", wait_for=4)
     run(grid, strategy, make=make)
     posterior = strategy.server.posterior
@@ -89,7 +37,9 @@ def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_
     gaussian = [name for name, variance in posterior.variance.items() if variance.any()]
     entries = sum(posterior.mean[name].numel() for name in gaussian)
     told = {f"buffer/method/{name}" for name in ("slope", "examples", "clients", "age")}
-    assert len(asked) == len(replies) == 12
+    asked = [set(message.content["arrays"]) for _, message, _ in grid.of("train")]
+    replies = [reply for *_, reply in grid.of("train")]
+    assert len(asked) == 12
     assert all(arrays == means | own | told | {f"variance/{name}" for name in gaussian} for arrays in asked)
     for reply in replies:
         arrays = {key: array.numpy() for key, array in reply.content["arrays"].items()}
@@ -101,21 +51,13 @@ def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_
 
 @pytest.mark.parametrize(
     ("fusion", "beside"),
-    [
-        ("fedprox", set()),
-        ("ditto", set()),
-        ("population", set()),
-        ("fednova", {"steps"}),
-        ("scaffold", None),
-    ],
+    [("fedprox", set()), ("ditto", set()), ("population", set()), ("fednova", {"steps"}), ("scaffold", None)],
 )
 def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
     """Beside a posterior FedNova a number of steps, SCAFFOLD one tensor per mean; all others nothing."""
-    replies: list[Message] = []
     grid = LocalGrid(client_apps(make=Plain, fusion=fusion, state_folder=str(tmp_path)))
-    grid.change = dict.fromkeys(range(4), partial(noted, replies))
     run(grid, FusionStrategy(fusion=fusion, wait_for=4), make=Plain)
-    for reply in replies:
+    for *_, reply in grid.of("train"):
         arrays = {key.partition("/")[::2] for key in reply.content["arrays"]}
         means = {name for kind, name in arrays if kind == "mean"}
         sent = {name.removeprefix("method/") for kind, name in arrays if kind == "buffer"}
@@ -123,21 +65,15 @@ def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
         assert {kind for kind, _ in arrays} <= {"mean", "buffer"}
 
 
-class Headed(fb.HeadModule):
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
-
-
 @pytest.mark.parametrize("private", [False, True])
 def test_a_head_sends_its_sums_and_under_privacy_none_exactly(private, tmp_path, monkeypatch):
     monkeypatch.setattr(BlobData, "train_dataloader", lambda self: loader(self.dataset))
-    clip, noise, replies = 50.0, 0.5, []
+    clip, noise = 50.0, 0.5
     options = {"privacy": fb.UpdatePrivacy(clip, noise)} if private else {}
     grid = LocalGrid(client_apps(make=Headed, fusion="sums", state_folder=str(tmp_path), **options))
-    grid.change = dict.fromkeys(range(4), partial(noted, replies))
     run(grid, FusionStrategy(fusion="sums", wait_for=4), rounds=1, make=Headed)
     split = PARTITION.split(blobs().tensors[1], seed=0)
-    for reply, rows in zip(replies, split.indices, strict=True):
+    for (*_, reply), rows in zip(grid.of("train"), split.indices, strict=True):
         arrays, kept = reply.content["arrays"], reply.content["metrics"]
         assert set(arrays) == {"mean/sums.gram", "mean/sums.moment", "mean/sums.square"}
         exact = Headed().head.sums(*(each[rows] for each in blobs().tensors))
@@ -165,18 +101,11 @@ class Softmax(fb.HeadModule):
 def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
     if large:
         monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
-    make, asked, replies = partial(Softmax, inference), [], []
+    make = partial(Softmax, inference)
     grid = LocalGrid(client_apps(make=make, one_shot=make().head))
-    answer = grid._answer
-
-    def noted_both(message):
-        asked.append(set(message.content["told"]) if "told" in message.content else set())
-        replies.append(answer(message))
-        return replies[-1]
-
-    grid._answer = noted_both
     FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(make()), make().head)
-    replies = [each for each in replies if "arrays" in each.content]
+    asked = [set(message.content["told"]) if "told" in message.content else set() for _, message, _ in grid.seen]
+    replies = [reply for *_, reply in grid.seen if "arrays" in reply.content]
     covariance = {"inner", "outer", "prior_precision"} if inference == "variational" else set()
     assert {frozenset(each) for each in asked} == {frozenset(), frozenset({"weights", *covariance})}
     sent = {frozenset(each.content["arrays"]) for each in replies}
@@ -189,9 +118,8 @@ def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
 
 def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
     options = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": str(tmp_path)}
-    grid = LocalGrid(client_apps(make=Softmax, one_shot=Softmax().head, **options))
     with pytest.raises(FederationError, match="NotSent"):
-        FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(Softmax()), Softmax().head)
+        one_shot(client_apps(make=Softmax, one_shot=Softmax().head, **options), Softmax().head, Softmax)
 
 
 SENT = [

@@ -11,7 +11,6 @@ from lightning_fedbayes.fusion import ServerOptimizer, SumRule, available_fusion
 
 RULES = [name for name in available_fusions() if name != "first_client"]
 WEIGHTED = [name for name in RULES if get_rule(name).uses_weights]
-UNWEIGHTED = [name for name in RULES if not get_rule(name).uses_weights]
 STEPS = [name for name in RULES if isinstance(get_rule(name), ServerOptimizer)]
 KINDS = ["linear_pool", "distributed_weight_consolidation", "coordinate_median", "krum", "icov_mle", "fedadam"]
 """One rule of each kind: sum, with the previous posterior, by columns, by distances, inferred, with steps."""

@@ -6,18 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes import GaussianPosterior, fusion
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.exchange import Collective
-from lightning_fedbayes.fusion import (
-    Cohort,
-    FusionRule,
-    NearestNeighbourMixing,
-    NormClipping,
-    Reliability,
-    SumRule,
-    get_rule,
-)
 from lightning_fedbayes.fusion.accumulator import fuse_distributed
 
 from .strategies import RULES, assert_same
@@ -45,27 +36,27 @@ class Threads(Collective):
         return received
 
 
-class Whole(FusionRule):
+class Whole(fusion.FusionRule):
     """A rule that needs whole clients: the one of the smallest norm."""
 
     def fuse(self, posteriors, weights, previous):
         return min(posteriors, key=lambda posterior: float(posterior.flatten()[0].norm()))
 
 
-CASES = {name: get_rule(name) for name in RULES if not isinstance(get_rule(name), SumRule)} | {
-    "mixed median": NearestNeighbourMixing("coordinate_median"),
-    "clipped icov_vb": NormClipping("icov_vb"),
-    "reliable pool": Reliability("ivar_vb", then="linear_pool"),
-    "reliable whole": Reliability("ivar_vb", then=Whole()),
+CASES = {name: fusion.get_rule(name) for name in RULES if not isinstance(fusion.get_rule(name), fusion.SumRule)} | {
+    "mixed median": fusion.NearestNeighbourMixing("coordinate_median"),
+    "clipped icov_vb": fusion.NormClipping("icov_vb"),
+    "reliable pool": fusion.Reliability("ivar_vb", then="linear_pool"),
+    "reliable whole": fusion.Reliability("ivar_vb", then=Whole()),
     "whole": Whole(),
 }
 
 
-def clients(variance=1.0):
+def clients():
     random = torch.Generator().manual_seed(0)
     for _ in range(len(WHERE) + 1):
         mean = {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in SHAPES.items()}
-        yield GaussianPosterior(mean, {name: variance * torch.rand_like(value) for name, value in mean.items()})
+        yield GaussianPosterior(mean, {name: torch.rand_like(value) for name, value in mean.items()})
 
 
 def several(rule, cohort, state):
@@ -74,7 +65,7 @@ def several(rule, cohort, state):
 
     def one(rank):
         own = [k for k, process in enumerate(WHERE) if process == rank]
-        part = Cohort(
+        part = fusion.Cohort(
             [cohort.posteriors[k] for k in own],
             cohort.weights[own],
             cohort.previous,
@@ -88,13 +79,12 @@ def several(rule, cohort, state):
 
 def cohort_of(*posteriors, previous):
     weights = torch.arange(1.0, len(posteriors) + 1, dtype=torch.float64)
-    return Cohort(posteriors, weights / weights.sum(), previous, NUMBERS)
+    return fusion.Cohort(posteriors, weights / weights.sum(), previous, NUMBERS)
 
 
 @pytest.mark.parametrize("rule", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("variance", [1.0])
-def test_fusion_does_not_depend_on_where_clients_are(rule, variance):
-    *posteriors, previous = clients(variance)
+def test_fusion_does_not_depend_on_where_clients_are(rule):
+    *posteriors, previous = clients()
     cohort, state = cohort_of(*posteriors, previous=previous), rule.init()
     for _ in range(2):  # the second with the state of the first
         expected = rule.apply(cohort, state)
@@ -113,5 +103,5 @@ def test_an_error_in_one_shard_is_raised_in_every_process():
         posterior.variance["scalar"].fill_(50.0)
     variance = {"a": torch.full((4, 3), 1e3), "b": torch.full((5,), 1e3), "scalar": torch.tensor(10.0)}
     before = GaussianPosterior(previous.mean, {name: value.double() for name, value in variance.items()})
-    errors = several(NearestNeighbourMixing("dwc"), cohort_of(*posteriors, previous=before), {})
+    errors = several(fusion.NearestNeighbourMixing("dwc"), cohort_of(*posteriors, previous=before), {})
     assert all(isinstance(error, FusionError) and "fused precision is not positive" in str(error) for error in errors)

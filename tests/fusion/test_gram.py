@@ -1,15 +1,11 @@
 """The Gram matrix keeps the distances of honest clients, whatever the others send."""
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort
-from lightning_fedbayes.fusion.gram import combine, squared_distances_to
 from lightning_fedbayes.fusion.gram import gram_of as gram_of_cohort
 
 from .strategies import posterior
@@ -64,48 +60,6 @@ def test_distances_are_those_of_the_differences(size, dtype, offset, far, hidden
     honest = slice(OUTLIERS, None)
     torch.testing.assert_close(found[honest, honest], expected[honest, honest], rtol=1e-9, atol=0)
     torch.testing.assert_close(found[honest, :OUTLIERS], expected[honest, :OUTLIERS], rtol=1e-9, atol=0)
-
-
-@given(clients=st.integers(1, 6), size=st.integers(0, 9), seed=st.integers(0, 2**32 - 1), with_previous=st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_products_differ_from_those_of_the_rows_by_the_centre_alone(clients, size, seed, with_previous):
-    random = np.random.default_rng(seed)
-    rows = torch.tensor(random.normal(0, 3, (clients + 1, size)))
-    if not with_previous:
-        rows[-1] = 0
-    previous = clients_of(rows[-1:])[0] if with_previous else None
-    gram = gram_of(clients_of(rows[:-1]), previous)
-    assert gram.size == size
-    assert torch.equal(gram.products, gram.products.T)
-    seen = [c for c in range(clients) if not gram.products[c].any()]  # the centre sees itself at 0
-    assert any(torch.allclose(gram.products, (rows - rows[c]) @ (rows - rows[c]).T, atol=1e-9) for c in seen)
-    distances = gram.squared_distances()
-    assert not distances.diagonal().any()
-    assert bool((distances >= 0).all())
-
-
-@given(clients=st.integers(1, 5), size=st.integers(0, 7), seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=60)
-def test_distances_to_a_combination_are_those_to_the_combined_parameters(clients, size, seed):
-    random = np.random.default_rng(seed)
-    rows = torch.tensor(random.normal(0, 3, (clients + 1, size)))
-    posteriors, (previous,) = clients_of(rows[:-1]), clients_of(rows[-1:])
-    coefficients = torch.tensor(random.normal(0, 1, clients))
-    point = combine(posteriors, coefficients, previous)
-    affine = torch.cat([coefficients, 1 - coefficients.sum()[None]])
-    torch.testing.assert_close(point, affine @ rows)
-    found = squared_distances_to(gram_of(posteriors, previous).products, affine)
-    torch.testing.assert_close(found, (rows - point).square().sum(1))
-
-
-def test_origin_is_zero_without_a_previous_posterior():
-    clients = [posterior([3.0, 4.0], 0.0), posterior([6.0, 8.0], 0.0)]
-    half = torch.tensor([0.5, 0.0], dtype=torch.float64)
-    assert combine(clients, half, None).tolist() == [1.5, 2.0]
-    assert combine(clients, half, posterior([1.0, 0.0], 0.0)).tolist() == [2.0, 2.0]
-    assert combine(clients, torch.zeros(2, dtype=torch.float64), None).tolist() == [0.0, 0.0]
-    affine = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
-    assert squared_distances_to(gram_of(clients, None).products, affine).tolist() == [6.25, 56.25, 6.25]
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

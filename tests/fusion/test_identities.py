@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import get_rule
 
-from .strategies import (
-    CLOSED_FORMS,
-    RULES,
-    STEPS,
-    WEIGHTED,
-    Cohort,
-    assert_at_most,
-    assert_same,
-    cohorts,
-)
+from .strategies import CLOSED_FORMS, RULES, STEPS, WEIGHTED, Cohort, assert_at_most, assert_same, cohorts
 
 TO_THE_LAST_DIGIT = [rule for rule in RULES if rule != "ivar_mle" and not rule.startswith("icov")]
 """All but those whose search may pass a saddle, where rounding decides which way it goes on: see their own tests."""
@@ -124,12 +115,3 @@ def test_variances_are_ordered_as_power_means(cohort):
     for smaller, larger in itertools.pairwise(fused):
         assert_at_most(smaller, larger)
     assert_at_most(cohort.fuse("weighted_sum"), cohort.fuse("weighted_average"))
-
-
-@given(cohort=cohorts(clients=MANY))
-@FEW
-def test_gaussian_fit_is_the_equal_linear_pool_of_point_masses(cohort):
-    points = [GaussianPosterior.point_mass(client.mean) for client in cohort.clients]
-    pooled = fuse("linear_pool", points)
-    assert_same(fuse("gaussian_fit", points), pooled)
-    assert_same(fuse("gaussian_fit", cohort.clients), pooled)

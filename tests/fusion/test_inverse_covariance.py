@@ -8,21 +8,8 @@ import torch
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
+from lightning_fedbayes.fusion import inverse_covariance as icov
 from lightning_fedbayes.fusion.inferred import centred_products
-from lightning_fedbayes.fusion.inverse_covariance import (
-    Latent,
-    as_far_as_certain,
-    bounded_average,
-    climb,
-    expectation_maximisation,
-    free_energy,
-    lacking,
-    least_squares,
-    plausible,
-    posterior_of_truth,
-    standard_error,
-    update_spread,
-)
 
 from .untrusted import distances_of, error, independent, normal, origin, overlapping, point_masses
 
@@ -37,7 +24,7 @@ TWO_GROUPS = [
 
 def some_latent(clients=5, count=2):
     root = 0.3 * normal(clients, count, count, seed=1)
-    return Latent(
+    return icov.Latent(
         features=normal(clients, count, seed=2),
         spread=root @ root.mT + 0.1 * torch.eye(count, dtype=torch.float64),
         feature_variance=torch.tensor(0.8, dtype=torch.float64),
@@ -54,7 +41,7 @@ def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
     """Term by term, from the definition, with one q(y, u) for each of three parameters."""
     latent, size = some_latent(), 3
     x = normal(5, size, seed=4)
-    precision, rows = posterior_of_truth(latent)
+    precision, rows = icov.posterior_of_truth(latent)
     covariance = torch.linalg.inv(precision)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(size):
@@ -74,13 +61,13 @@ def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
             torch.zeros(2, dtype=torch.float64), latent.feature_variance * torch.eye(2, dtype=torch.float64)
         )
         total -= torch.distributions.kl_divergence(q, prior)
-    torch.testing.assert_close(free_energy(latent, x @ x.T / size, size) * size, total)
+    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / size, size) * size, total)
 
 
 def test_free_energy_without_features_is_the_log_density():
     latent, x = some_latent(count=0), normal(5, 7, seed=4)
     expected = log_normal(x.T, torch.zeros(5, dtype=torch.float64), latent.signal + torch.diag(latent.noise)).mean()
-    torch.testing.assert_close(free_energy(latent, x @ x.T / 7, 7), expected)
+    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / 7, 7), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -91,9 +78,12 @@ def test_free_energy_never_falls(seed, latent):
     products = updates @ updates.T / 300 / scale
     reached = []
     for _ in range(4):
-        for step in (lambda model: update_spread(model, products, 300), lambda m: climb(m, products, 300, least, 5)):
+        for step in (
+            lambda model: icov.update_spread(model, products, 300),
+            lambda m: icov.climb(m, products, 300, least, 5),
+        ):
             model = step(model)
-            reached.append(float(free_energy(model, products, 300)))
+            reached.append(float(icov.free_energy(model, products, 300)))
     assert all(later >= earlier - 1e-10 for earlier, later in pairwise(reached))
 
 
@@ -105,9 +95,9 @@ def test_features_satisfy_their_equation_where_the_search_ends():
     scale, model, least = rule.begin(distances_of(updates))
     products = updates @ updates.T / size / scale
     for _ in range(20):
-        model = climb(update_spread(model, products, size), products, size, least, 100)
-    model = update_spread(model, products, size)
-    precision, rows = posterior_of_truth(model)
+        model = icov.climb(icov.update_spread(model, products, size), products, size, least, 100)
+    model = icov.update_spread(model, products, size)
+    precision, rows = icov.posterior_of_truth(model)
     inverse = torch.linalg.inv(precision)
     towards = inverse @ rows.T
     with_data = (towards @ products)[1:]
@@ -122,7 +112,7 @@ def test_clients_that_share_data_count_once(shares, latent):
     size = 20_000
     truth, updates, covariance = overlapping(shares, size)
     clients, previous = point_masses(updates), origin(size)
-    oracle = float((least_squares(covariance) @ updates - truth).square().mean())
+    oracle = float((icov.least_squares(covariance) @ updates - truth).square().mean())
     inferred = error(fuse(InverseCovarianceVB(latent), clients, previous=previous), truth)
     assert inferred < 1.06 * oracle
     assert 2 * inferred < error(fuse("ivar_vb", clients, previous=previous), truth)
@@ -137,7 +127,7 @@ def test_four_of_eight_clients_share_an_error(variance, seed):
     group = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
     truth, shared, own = normal(size, seed=seed), normal(size, seed=100 + seed), normal(8, size, seed=200 + seed)
     updates = truth + variance**0.5 * group[:, None] * shared + noise.sqrt()[:, None] * own
-    best = least_squares(variance * group[:, None] * group + torch.diag(noise)) @ updates
+    best = icov.least_squares(variance * group[:, None] * group + torch.diag(noise)) @ updates
     oracle = float((best - truth).square().mean())
     reached = error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
     assert reached < 1.1 * oracle
@@ -203,7 +193,7 @@ def test_a_client_is_opposite_from_three_standard_errors_on(size, counts):
     """Its cosine with the average is -0.1: 2.7 standard errors of 700 parameters, 3.2 of 1,000."""
     products = torch.tensor([[1.0, 1.0, -0.582], [1.0, 1.0, -0.582], [-0.582, -0.582, 1.0]], dtype=torch.float64)
     assert float(products[2].sum() / products.sum().sqrt()) == pytest.approx(-0.1, abs=1e-3)
-    assert (bounded_average(products, size)[2] > 0) == counts
+    assert (icov.bounded_average(products, size)[2] > 0) == counts
 
 
 def products_of(gains, noise, shared=0.0, first=0):
@@ -227,7 +217,10 @@ def products_of(gains, noise, shared=0.0, first=0):
 )
 def test_a_client_lacks_y_where_most_say_so(gains, shared, first, size, expected):
     products = products_of(gains, 0.5, shared, first)
-    assert lacking(products, torch.ones(len(gains), dtype=torch.float64), size).nonzero().flatten().tolist() == expected
+    assert (
+        icov.lacking(products, torch.ones(len(gains), dtype=torch.float64), size).nonzero().flatten().tolist()
+        == expected
+    )
 
 
 RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
@@ -247,7 +240,7 @@ RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
     ],
 )
 def test_only_those_who_hold_all_of_y_are_plausible(case, products):
-    assert plausible(RIGHT, products, 10**6) == case.startswith("share")
+    assert icov.plausible(RIGHT, products, 10**6) == case.startswith("share")
 
 
 @pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])
@@ -268,7 +261,7 @@ def test_doubt_is_the_standard_error_of_a_regression(size):
     sampled = ((truth + apart) * apart).sum(1) / apart.square().sum(1)
     products = torch.tensor([[1.0, 1.0], [1.0, 1.25]], dtype=torch.float64)
     first, second = torch.eye(2, dtype=torch.float64)
-    part = float(as_far_as_certain(second, first, products, size)[0])
+    part = float(icov.as_far_as_certain(second, first, products, size)[0])
     assert 1 - part == pytest.approx(float(sampled.std()), rel=0.03)
 
 
@@ -277,7 +270,7 @@ def test_standard_error_of_a_form_of_products():
     root, size, draws = normal(3, 3, seed=1), 40, 20_000
     updates = root @ normal(draws, 3, size, seed=2)
     sampled = ((updates @ updates.mT / size) * form).sum((1, 2)).std()
-    assert standard_error(form, root @ root.T, size) == pytest.approx(float(sampled), rel=0.02)
+    assert icov.standard_error(form, root @ root.T, size) == pytest.approx(float(sampled), rel=0.02)
 
 
 def test_error_approaches_the_oracle_as_parameters_grow():
@@ -285,7 +278,7 @@ def test_error_approaches_the_oracle_as_parameters_grow():
     for size in (300, 3000, 30_000):
         _, updates, covariance = overlapping(FOUR_SHARE, size)
         fused = fuse(InverseCovarianceVB(1), point_masses(updates), previous=origin(size))
-        excess.append(error(fused, least_squares(covariance) @ updates))
+        excess.append(error(fused, icov.least_squares(covariance) @ updates))
     assert excess[0] > excess[1] > excess[2]
     assert excess[2] < 5e-4
 
@@ -316,7 +309,7 @@ def test_maximum_likelihood_never_falls_and_its_gradients_vanish():
     residual = centred_products(distances_of(updates)[:-1, :-1], shares) + 0.01 * torch.eye(6, dtype=torch.float64)
     features, noise, reached = 0.1 * normal(6, 1), residual.diagonal().clone(), []
     for _ in range(3000):
-        features, noise = expectation_maximisation(features, noise, residual)
+        features, noise = icov.expectation_maximisation(features, noise, residual)
         covariance = features @ features.T + torch.diag(noise)
         reached.append(float(-torch.logdet(covariance) - (torch.linalg.inv(covariance) * residual).sum()))
     assert all(later >= earlier - 1e-10 for earlier, later in pairwise(reached))

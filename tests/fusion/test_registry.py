@@ -3,16 +3,9 @@
 import pytest
 import torch
 
-from lightning_fedbayes import fuse, register_fusion
+from lightning_fedbayes import fuse, fusion, register_fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import (
-    LinearPool,
-    SumRule,
-    available_fusions,
-    get_rule,
-    rule_name,
-    unregister_fusion,
-)
+from tests.refusals import refusals
 
 from .strategies import posterior
 
@@ -27,8 +20,8 @@ def temporary():
     """A name that is forgotten after the test."""
     name = "temporary_rule"
     yield name
-    if name in available_fusions():
-        unregister_fusion(name)
+    if name in fusion.available_fusions():
+        fusion.unregister_fusion(name)
 
 
 def test_function_becomes_a_rule(temporary, clients):
@@ -36,18 +29,20 @@ def test_function_becomes_a_rule(temporary, clients):
     def rule(posteriors, weights, previous):
         return posteriors[int(weights.argmax())]
 
-    assert temporary in available_fusions()
-    assert "temporary_alias" not in available_fusions()
-    assert "temporary_alias" in available_fusions(aliases=True)
+    assert temporary in fusion.available_fusions()
+    assert "temporary_alias" not in fusion.available_fusions()
+    assert "temporary_alias" in fusion.available_fusions(aliases=True)
     for name in (temporary, "temporary_alias", rule):
         assert torch.equal(fuse(name, clients, [0.2, 0.8]).mean["w"], clients[1].mean["w"])
+    fusion.unregister_fusion(temporary)
+    assert not {temporary, "temporary_alias"} & set(fusion.available_fusions(aliases=True))
 
 
 def test_sum_type_rule_from_scratch(temporary, clients):
     """A rule of two sums, as the documentation of ``SumRule`` has it."""
 
     @register_fusion(temporary)
-    class MeanOfSquares(SumRule):
+    class MeanOfSquares(fusion.SumRule):
         def update(self, statistics, mean, variance, weight):
             for key, value in (("weight", mean.new_tensor(weight)), ("sum", weight * mean**2)):
                 statistics[key] = statistics.get(key, 0) + value
@@ -58,7 +53,7 @@ def test_sum_type_rule_from_scratch(temporary, clients):
 
     fused = fuse(temporary, iter(clients), [3.0, 1.0])
     torch.testing.assert_close(fused.mean["w"], torch.tensor([3.0, 3.25], dtype=torch.float64))
-    rule, halves = get_rule(temporary), [{}, {}]
+    rule, halves = fusion.get_rule(temporary), [{}, {}]
     for half, client, weight in zip(halves, clients, (3.0, 1.0)):
         rule.update(half, *client.flatten(), weight)
     rule.merge(halves[0], halves[1])
@@ -70,33 +65,50 @@ def test_taken_names_are_refused_and_nothing_is_registered(temporary, taken):
     for name, aliases in ((taken, ()), (temporary, (taken,)), (temporary, ("free_alias", taken))):
         with pytest.raises(FusionError, match=rf"'{taken}' is registered already.*another name"):
             register_fusion(name, aliases)(lambda posteriors, weights, previous: posteriors[0])
-    assert temporary not in available_fusions()
-    assert "free_alias" not in available_fusions(aliases=True)
-    assert rule_name("wc") == "weighted_conflation"
+    assert temporary not in fusion.available_fusions()
+    assert "free_alias" not in fusion.available_fusions(aliases=True)
+    assert fusion.rule_name("wc") == "weighted_conflation"
 
 
-@pytest.mark.parametrize("thing", [int, 3, LinearPool(), "conflation"], ids=["class", "number", "object", "name"])
+@pytest.mark.parametrize(
+    "thing", [int, 3, fusion.LinearPool(), "conflation"], ids=["class", "number", "object", "name"]
+)
 def test_only_rule_classes_and_functions_are_registered(temporary, thing):
     with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
         register_fusion(temporary)(thing)
 
 
-def test_unregistering_forgets_aliases(temporary):
-    register_fusion(temporary, ("temporary_alias",))(lambda posteriors, weights, previous: posteriors[0])
-    unregister_fusion(temporary)
-    assert not {temporary, "temporary_alias"} & set(available_fusions(aliases=True))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("reverse_kl", "reverse_kl_barycenter"), ("conflations", "conflation"), ("fedavgg", "fedavg"), ("dwcc", "dwc")],
+CLIENTS = [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
+test_what_is_no_rule_is_refused_with_the_nearest_name = refusals(
+    FusionError,
+    ("reverse_kl", r"unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'\?.*wasserstein"),
+    ("fedavgg", "did you mean 'fedavg'"),
+    ("dwcc", "did you mean 'dwc'"),
+    *((thing, "no fusion rule: give a name") for thing in (3, None, ["conflation"], fusion.LinearPool)),
+    call=lambda thing: fuse(thing, CLIENTS),
 )
-def test_unknown_name_gets_the_nearest(wrong, right, clients):
-    with pytest.raises(FusionError, match=rf"unknown fusion rule '{wrong}': did you mean '{right}'\?.*wasserstein"):
-        fuse(wrong, clients)
 
 
-@pytest.mark.parametrize("thing", [3, None, ["conflation"], LinearPool], ids=repr)
-def test_what_is_no_rule_is_refused(thing, clients):
-    with pytest.raises(FusionError, match="no fusion rule: give a name"):
-        fuse(thing, clients)
+def test_names_have_the_arguments():
+    inner = "norm_clipping(then=krum(byzantine=1, keep=1), radius=2.0)"
+    rules = [
+        "rklb",
+        fusion.AlphaBarycenter(0.25),
+        fusion.NormClipping(fusion.Krum(1), 2.0),
+        fusion.Reliability("krum", then="nwa"),
+    ]
+    assert fusion.AutoFusion(rules).names == (
+        "reverse_kl_barycenter",
+        "alpha_barycenter(alpha=0.25)",
+        inner,
+        "Reliability(by=krum(keep=1), then=weighted_average)",
+    )
+
+
+test_candidates_that_cannot_be_chosen_from_are_refused = refusals(
+    FusionError,
+    (["wb"], "give two or more"),
+    (["rklb", "llp"], "names a rule twice"),
+    (["rklb", "rklp"], "did you mean 'rklb'"),
+    call=fusion.AutoFusion,
+)

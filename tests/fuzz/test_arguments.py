@@ -23,71 +23,16 @@ VALUES = st.one_of(
     st.dictionaries(st.text(max_size=3), st.sampled_from(POOL), max_size=3),
     st.recursive(st.none() | st.booleans(), lambda inner: st.lists(inner, max_size=3) | st.tuples(inner), max_leaves=5),
 )
-NO_DOORS = frozenset(
-    [
-        "CalibrationBins",
-        "ClassPrediction",
-        "Clients",
-        "Cohort",
-        "Estimator",
-        "Fused",
-        "GaussianParameter",
-        "Gram",
-        "HierarchicalFit",
-        "HonestMoments",
-        "Knowledge",
-        "Prior",
-        "RegressionPrediction",
-        "RetainedCurve",
-        "RoundResult",
-        "RuleState",
-        "Statistics",
-        "SurvivalPrediction",
-        "gram_of",
-        "outputs_with",
-        "BayesianLayer",
-        "FusionRule",
-        "GramRule",
-        "InferredRule",
-        "LearnedPosterior",
-        "Likelihood",
-        "LikelihoodModule",
-        "PosteriorSource",
-        "Preaggregation",
-        "ReliabilityRule",
-        "ServerOptimizer",
-        "SplitDataModule",
-        "SumRule",
-        "TensorDataModule",
-        "Bernoulli",
-        "Cox",
-        "KwonAleatoric",
-        "BrierScore",
-        "CoordinateMedian",
-        "DeterminantSharpness",
-        "EnsembleCRPS",
-        "KwonEpistemic",
-        "GaussianCRPS",
-        "GaussianFit",
-        "GaussianNLL",
-        "HellingerBarycenter",
-        "LinearPool",
-        "LogVarianceAverage",
-        "MutualInformation",
-        "NegativeLogLikelihood",
-        "OutOfDistributionAUROC",
-        "Population",
-        "Sums",
-        "ReverseKLBarycenter",
-        "ClientReport",
-        "WassersteinBarycenter",
-        "WeightedAverage",
-        "WeightedConflation",
-        "WeightedSum",
-        "Conflation",
-        "FusionAccumulator",
-    ]
-)
+NO_DOORS = """
+BayesianLayer Bernoulli BrierScore CalibrationBins ClassPrediction ClientReport Clients Cohort Conflation
+CoordinateMedian Cox DeterminantSharpness EnsembleCRPS Estimator Fused FusionAccumulator FusionRule GaussianCRPS
+GaussianFit GaussianNLL GaussianParameter Gram GramRule HellingerBarycenter HierarchicalFit HonestMoments
+InferredRule Knowledge KwonAleatoric KwonEpistemic LearnedPosterior Likelihood LikelihoodModule LinearPool
+LogVarianceAverage MutualInformation NegativeLogLikelihood OutOfDistributionAUROC Population PosteriorSource
+Preaggregation Prior RegressionPrediction ReliabilityRule RetainedCurve ReverseKLBarycenter RoundResult RuleState
+ServerOptimizer SplitDataModule Statistics SumRule Sums SurvivalPrediction TensorDataModule WassersteinBarycenter
+WeightedAverage WeightedConflation WeightedSum gram_of outputs_with
+"""
 """Values that the package makes, types, base classes whose subclasses are doors, and callables without arguments."""
 ran = 0
 
@@ -127,7 +72,7 @@ def test_the_good_call_of_every_door_works():
 
 def test_every_public_callable_is_a_door():
     """The list of doors is complete: what is left out is named, and why."""
-    known = {name.partition(" ")[0].partition(".")[0] for name in DOORS} | NO_DOORS
+    known = {name.partition(" ")[0].partition(".")[0] for name in DOORS} | set(NO_DOORS.split())
     for room in (fb, calibration, data, functional, fusion, layers, metrics, modules):
         public = {name: getattr(room, name) for name in room.__all__ if callable(getattr(room, name))}
         missing = {n for n, e in public.items() if not (inspect.isclass(e) and issubclass(e, Exception))} - known

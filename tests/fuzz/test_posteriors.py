@@ -17,7 +17,10 @@ from tests.fuzz.doors import POOL, admit, aggregate, bayesian, begun, posterior
 
 NETWORK = bayesian()
 OWN = fb.read_posterior(NETWORK)
+DTYPES = (torch.complex64, torch.int64, torch.half, torch.double)
 BREAKS = {
+    **{str(dtype): lambda value, dtype=dtype: value.to(dtype) for dtype in DTYPES},
+    **{f"{x}": lambda value, x=x: torch.full_like(value, x) for x in (torch.nan, torch.inf, 1e-45, 1e38, 0.0)},
     "nothing": lambda value: value,
     "None": lambda value: None,
     "number": lambda value: 1.0,
@@ -25,17 +28,8 @@ BREAKS = {
     "list": lambda value: value.tolist(),
     "sparse": lambda value: value.to_sparse(),
     "meta": lambda value: value.to("meta"),
-    "complex": lambda value: value.to(torch.complex64),
-    "integers": lambda value: value.to(torch.int64),
     "bools": lambda value: value > 0,
-    "half": lambda value: value.half(),
-    "double": lambda value: value.double(),
-    "NaN": lambda value: torch.full_like(value, torch.nan),
-    "infinite": lambda value: torch.full_like(value, torch.inf),
     "negative": lambda value: -value.abs() - 1,
-    "tiny": lambda value: torch.full_like(value, 1e-45),
-    "huge": lambda value: torch.full_like(value, 1e38),
-    "zero": torch.zeros_like,
     "with a gradient": lambda value: value.clone().requires_grad_(),
     "a parameter": lambda value: torch.nn.Parameter(value.clone()),
     "another shape": lambda value: value.unsqueeze(0),

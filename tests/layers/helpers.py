@@ -4,12 +4,6 @@ import torch
 
 from lightning_fedbayes import layers
 
-SUFFIX = {
-    "reparameterization": "Reparameterization",
-    "local_reparameterization": "LocalReparameterization",
-    "flipout": "Flipout",
-}
-
 # (name of the deterministic layer, constructor arguments, input of two examples)
 KINDS = {
     "Linear": ((3, 2), {}, (2, 3)),
@@ -28,7 +22,8 @@ KINDS = {
 
 def make(kind, estimator="reparameterization", **extra):
     positional, keywords, _ = KINDS[kind]
-    return getattr(layers, kind + SUFFIX[estimator])(*positional, **keywords, **extra)
+    suffix = "".join(word.capitalize() for word in estimator.split("_"))
+    return getattr(layers, kind + suffix)(*positional, **keywords, **extra)
 
 
 def example(kind):

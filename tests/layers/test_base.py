@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import (
-    Conv2dFlipout,
-    LinearFlipout,
-    LinearReparameterization,
-    NormalPrior,
-    TiedMeanPrior,
-    kl,
-    kl_divergence,
-    mean_only,
-)
+from lightning_fedbayes.layers import kl
 
 from .helpers import KINDS, draws, example, make
 
@@ -33,7 +25,7 @@ def test_mean_only_equals_the_deterministic_layer_exactly(kind, estimator):
     with torch.no_grad():
         for each, p in zip(layer.gaussian_parameters(), deterministic.parameters()):
             p.copy_(each.mean)
-    with mean_only(layer):
+    with layers.mean_only(layer):
         assert torch.equal(layer(x), deterministic(x))
 
 
@@ -53,7 +45,7 @@ def test_bias_variants(kind, estimator, bias, bayesian_bias):
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_are_equal_and_independent(kind, estimator, clone):
-    layer = make(kind, estimator, prior=TiedMeanPrior(0.3))
+    layer = make(kind, estimator, prior=layers.TiedMeanPrior(0.3))
     twin, x = clone(layer), example(kind)
     torch.manual_seed(1)
     y = layer(x)
@@ -75,9 +67,9 @@ def test_bfloat16_autocast(kind, estimator):
 
 
 def test_half_precision_autocast_keeps_small_variances():
-    layer = LinearReparameterization(4, 3, bias=False, posterior_rho_init=math.log(math.expm1(1e-5)))
+    layer = layers.LinearReparameterization(4, 3, bias=False, posterior_rho_init=math.log(math.expm1(1e-5)))
     x = torch.ones(2, 4)
-    with torch.no_grad(), mean_only(layer):
+    with torch.no_grad(), layers.mean_only(layer):
         layer.mu_weight.zero_()
     layer.estimator = "local_reparameterization"
     with torch.autocast("cpu", dtype=torch.float16):
@@ -97,10 +89,10 @@ def test_stacked_clients_have_independent_noise_and_their_own_parameters(kind, e
             for p in client.parameters():
                 p.add_(k)
     parameters, _ = stack_module_state(clients)
-    with mean_only(template):
+    with layers.mean_only(template):
         outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
     for client, output in zip(clients, outputs):
-        with mean_only(client):
+        with layers.mean_only(client):
             torch.testing.assert_close(output, client(x), rtol=1e-4, atol=1e-4)
 
 
@@ -112,15 +104,15 @@ class Objective(nn.Module):
         self.network, self.noise = network, noise
 
     def forward(self, x):
-        with nullcontext() if self.noise else mean_only(self.network):
-            return self.network(x).square().mean() + kl_divergence(self.network)
+        with nullcontext() if self.noise else layers.mean_only(self.network):
+            return self.network(x).square().mean() + layers.kl_divergence(self.network)
 
 
 @pytest.mark.parametrize("small", [0, 2**14])
 def test_gradients_of_stacked_clients_are_those_of_each_alone(estimator, small, monkeypatch):
     """The backward pass outside ``vmap``, as an engine takes it."""
     monkeypatch.setattr(kl, "SMALL", small)
-    network = nn.Sequential(make("Linear", estimator), nn.ReLU(), LinearFlipout(2, 1))
+    network = nn.Sequential(make("Linear", estimator), nn.ReLU(), layers.LinearFlipout(2, 1))
     clients = [Objective(copy.deepcopy(network), noise=False) for _ in range(3)]
     with torch.no_grad():
         for k, client in enumerate(clients):
@@ -157,8 +149,8 @@ def test_a_training_step_compiles_to_one_graph(estimator, small, monkeypatch):
     "arguments",
     [
         {"prior_variance": 1.0, "prior_std": 1.0},
-        {"prior": NormalPrior(), "prior_std": 1.0},
-        {"prior": NormalPrior(), "prior_mean": 1.0},
+        {"prior": layers.NormalPrior(), "prior_std": 1.0},
+        {"prior": layers.NormalPrior(), "prior_mean": 1.0},
         {"prior_variance": 0.0},
         {"prior_std": -1.0},
         {"prior_std": math.inf},
@@ -166,7 +158,7 @@ def test_a_training_step_compiles_to_one_graph(estimator, small, monkeypatch):
 )
 def test_contradictory_or_improper_priors_are_refused(arguments):
     with pytest.raises(ConversionError, match="prior"):
-        LinearReparameterization(2, 2, **arguments)
+        layers.LinearReparameterization(2, 2, **arguments)
 
 
 BT = {
@@ -191,20 +183,8 @@ def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_
     ours.load_state_dict(theirs.state_dict(), strict=True)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     x = torch.randn(shape)
-    with mean_only(ours), mean_only(theirs):
+    with layers.mean_only(ours), layers.mean_only(theirs):
         torch.testing.assert_close(ours(x), theirs(x, return_kl=False))
     with torch.no_grad():
         variance = torch.stack([theirs(x, return_kl=False) for _ in range(1000)]).var(0)
     torch.testing.assert_close(draws(lambda: ours(x), 20_000).var(0), variance, rtol=0.25, atol=0)
-
-
-def test_flipout_signs_are_never_zero_and_balanced():
-    from lightning_fedbayes.layers.base import random_signs
-
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        signs = random_signs((100_000,), torch.zeros((), dtype=dtype))
-        assert signs.dtype == dtype
-        assert set(signs.unique().tolist()) == {-1.0, 1.0}
-        assert abs(float(signs.double().mean())) < 0.02
-    shapes = Conv2dFlipout(2, 5, 3).sign_shapes(torch.zeros(7, 2, 8, 8))
-    assert shapes == ((7, 2, 1, 1), (7, 5, 1, 1))

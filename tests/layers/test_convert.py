@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fedbayes import with_mc_dropout
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import (
     BayesianLayer,
@@ -11,6 +12,7 @@ from lightning_fedbayes.layers import (
     LinearFlipout,
     LinearLocalReparameterization,
     LinearReparameterization,
+    MCDropout,
     Reparameterized,
     TiedMeanPrior,
     bayesianize,
@@ -18,6 +20,8 @@ from lightning_fedbayes.layers import (
     kl_divergence,
     mean_only,
 )
+from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
+from tests.refusals import refusals
 
 from .helpers import KINDS, example
 
@@ -195,38 +199,92 @@ class Block(Wall):
         self.inner = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("network", "arguments", "message"),
-    [
-        (LeNet(), {}, "exactly one"),
-        (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
-        (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
-        (LeNet(), {"last": -1}, "at least 0"),
-        (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
-        (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
-        (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
-        (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
-        (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
-        (LeNet(), {"types": ["Linear"]}, "must be classes"),
-        (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
-        (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
-        (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
-        (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
-        (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
-        (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
-        (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
-        (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
-        (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
-        (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
-        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
-        (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
-        (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
-        (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
-        (hooked(), {"last": 1}, "hooks"),
-        (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
-        (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
-    ],
+test_what_cannot_be_converted_is_refused_with_the_reason = refusals(
+    ConversionError,
+    (LeNet(), {}, "exactly one"),
+    (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
+    (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
+    (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
+    (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
+    (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
+    (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
+    (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
+    (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
+    (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
+    (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
+    (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
+    (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
+    (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
+    (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
+    (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
+    (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
+    (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
+    (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
+    (hooked(), {"last": 1}, "hooks"),
+    (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
+    (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
+    call=lambda network, arguments: bayesianize(network, **arguments),
 )
-def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
-    with pytest.raises(ConversionError, match=message):
-        bayesianize(network, **arguments)
+
+
+def masked(network):
+    """Names of the layers whose output is dropped."""
+    return [name.removesuffix(".mc_dropout") for name, m in network.named_modules() if isinstance(m, MCDropout)]
+
+
+def test_dropout_is_on_at_prediction_and_off_at_the_mean():
+    dropout, x = MCDropout(0.4).eval(), torch.ones(20_000)
+    y = dropout(x)
+    torch.testing.assert_close(y.unique(), torch.tensor([0.0, 1 / 0.6]))
+    assert abs(float((y == 0).float().mean()) - 0.4) < 0.02
+    with mean_only(dropout):
+        assert torch.equal(dropout(x), x)
+    assert not torch.equal(dropout(x), dropout(x))
+    with pytest.raises(ConversionError, match="p=1"):
+        MCDropout(1.0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_moments_of_a_linear_network(rate):
+    r"""Masks on the hidden units h alone: mean W h + b, covariance W diag(h² p/(1−p)) Wᵀ."""
+    network = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2)).double()
+    x = torch.randn(1, 3, dtype=torch.float64)
+    draws, size = sample_outputs(with_mc_dropout(network, rate), x, 40_000)[:, 0], 40_000
+    hidden, weight = network[0](x)[0].detach(), network[1].weight.detach()
+    covariance = weight * hidden.square() * rate / (1 - rate) @ weight.T
+    std = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - network(x)[0]).abs() < 5 * std / size**0.5).all()
+    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0.05, atol=0.05 * float(std.max()) ** 2)
+
+
+@pytest.mark.parametrize(("network", "shape"), [(lenet(), (2, 1, 28, 28)), (resnet20(), (2, 3, 8, 8))])
+def test_all_layers_but_the_last_are_masked_and_all_names_are_kept(network, shape):
+    network.eval()
+    dropped = with_mc_dropout(network, 0.2)
+    layers = [name for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert masked(dropped) == layers[:-1]
+    assert masked(network) == []
+    assert list(dropped.state_dict()) == list(network.state_dict())
+    for source, target in ((network, dropped), (dropped, network)):
+        target.load_state_dict({name: value + 1 for name, value in source.state_dict().items()})
+    dropped.load_state_dict(network.state_dict())
+    x = torch.randn(shape)
+    with mean_only(dropped):
+        assert torch.equal(dropped(x), network(x))
+    assert torch.equal(with_mc_dropout(network, 0.0)(x), network(x))
+    assert is_stochastic(dropped)
+    assert not torch.equal(dropped(x), dropped(x))  # in evaluation mode
+
+
+TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+test_what_cannot_be_converted_is_refused = refusals(
+    ConversionError,
+    (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),
+    (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
+    (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
+    (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
+    (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
+    call=with_mc_dropout,
+)

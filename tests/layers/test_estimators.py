@@ -4,15 +4,7 @@ import bayesian_torch.layers.flipout_layers.conv_flipout as bt_flipout
 import torch
 from torch.func import functional_call, grad, jacrev, vmap
 
-from lightning_fedbayes.layers import (
-    Conv2dFlipout,
-    LinearFlipout,
-    LinearLocalReparameterization,
-    LinearReparameterization,
-    gaussian_parameters,
-    mean_only,
-    use_estimator,
-)
+from lightning_fedbayes import layers
 
 from .helpers import covariance, draws, example, make
 
@@ -21,14 +13,14 @@ DRAWS = 40_000
 
 def randomise_std(layer):
     with torch.no_grad():
-        for each in gaussian_parameters(layer).values():
+        for each in layers.gaussian_parameters(layer).values():
             each.rho.copy_(torch.randn_like(each.rho) - 0.5)
 
 
 def sampled_weight_covariance(layer, x):
     """Exact covariance of the flat outputs under one weight sample: J diag(σ²) Jᵀ, for the layer is linear in w."""
     means = {each.mean_name: each.mean.detach() for each in layer.gaussian_parameters()}
-    with mean_only(layer):
+    with layers.mean_only(layer):
         jacobian = jacrev(lambda means: functional_call(layer, means, (x,)).flatten())(means)
     return sum(
         j.flatten(1).double() @ torch.diag(each.variance.detach().flatten().double()) @ j.flatten(1).double().T
@@ -40,7 +32,7 @@ def test_mean_and_full_covariance_match_theory(kind, estimator):
     layer, x = make(kind, estimator), example(kind)
     randomise_std(layer)
     samples = draws(lambda: layer(x), DRAWS)
-    with mean_only(layer), torch.no_grad():
+    with layers.mean_only(layer), torch.no_grad():
         mean = layer(x)
     exact = sampled_weight_covariance(layer, x)
     owner = torch.arange(mean.numel()) // mean[0].numel()
@@ -56,7 +48,7 @@ def test_mean_and_full_covariance_match_theory(kind, estimator):
 
 def test_pooled_map_has_the_variance_of_a_sampled_kernel_where_bayesian_torch_has_not():
     x = torch.ones(1, 1, 16, 16)
-    ours = Conv2dFlipout(1, 1, 3, padding=1, bias=False, posterior_rho_init=0.0)
+    ours = layers.Conv2dFlipout(1, 1, 3, padding=1, bias=False, posterior_rho_init=0.0)
     theirs = bt_flipout.Conv2dFlipout(1, 1, 3, padding=1, bias=False)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     exact = sampled_weight_covariance(ours, x)
@@ -72,12 +64,12 @@ def test_pooled_map_has_the_variance_of_a_sampled_kernel_where_bayesian_torch_ha
 
 
 def use(layer, estimator, x):
-    with use_estimator(layer, estimator):
+    with layers.use_estimator(layer, estimator):
         return layer(x)
 
 
 def test_time_steps_of_one_example_share_the_weight_under_flipout():
-    layer = LinearFlipout(3, 2, posterior_rho_init=0.0)
+    layer = layers.LinearFlipout(3, 2, posterior_rho_init=0.0)
     x = torch.randn(4, 1, 3).expand(4, 6, 3)
     y = layer(x)
     torch.testing.assert_close(y, y[:, :1].expand_as(y))
@@ -97,7 +89,7 @@ def gradients(layer, x, count):
 
 def test_gradient_estimators_agree_in_expectation_with_the_closed_form():
     x = torch.randn(4, 3)
-    layer = LinearReparameterization(3, 2, posterior_rho_init=0.0)
+    layer = layers.LinearReparameterization(3, 2, posterior_rho_init=0.0)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
 
     def expected(p):  # E Σ y² = Σ (x μ + b)² + x² σ² + σ_b²
@@ -106,7 +98,7 @@ def test_gradient_estimators_agree_in_expectation_with_the_closed_form():
         return (mean.square() + x.square() @ weight_var.T + bias_var).sum() / len(x)
 
     exact = torch.cat([value.flatten() for value in grad(expected)(parameters).values()])
-    for cls in (LinearReparameterization, LinearLocalReparameterization, LinearFlipout):
+    for cls in (layers.LinearReparameterization, layers.LinearLocalReparameterization, layers.LinearFlipout):
         other = cls(3, 2)
         other.load_state_dict(layer.state_dict())
         samples = gradients(other, x, 20_000)
@@ -121,15 +113,15 @@ def test_gradient_variance_falls_with_the_batch_under_flipout_only():
         ]
         return float(variances[0] / variances[1])
 
-    assert ratio(LinearReparameterization) < 2
-    assert ratio(LinearFlipout) > 5  # the magnitude of the shared perturbation remains
-    assert ratio(LinearLocalReparameterization) > 30
+    assert ratio(layers.LinearReparameterization) < 2
+    assert ratio(layers.LinearFlipout) > 5  # the magnitude of the shared perturbation remains
+    assert ratio(layers.LinearLocalReparameterization) > 30
 
 
 def test_initial_output_scale_is_that_of_the_deterministic_layer(kind, estimator):
     layer, x = make(kind, estimator), example(kind)
     samples = draws(lambda: layer(x), 500)
-    with mean_only(layer), torch.no_grad():
+    with layers.mean_only(layer), torch.no_grad():
         mean = layer(x)
     ratio = (samples.square().mean() / mean.square().mean()).sqrt()
     assert 0.97 < ratio < 1.06  # σ is a tenth of the standard deviation of the weights

@@ -3,17 +3,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import PosteriorError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.layers import (
-    Conv2dFlipout,
-    LinearReparameterization,
-    PosteriorView,
-    Reparameterized,
-    gaussian_parameters,
-    load_posterior,
-    read_posterior,
-)
 from lightning_fedbayes.layers.functional import smallest_std
 from tests.federations import of_bayesian_torch
 
@@ -21,11 +13,11 @@ from tests.federations import of_bayesian_torch
 def hybrid():
     return nn.Sequential(
         nn.Conv2d(1, 2, 3),
-        Conv2dFlipout(2, 2, 3),
+        layers.Conv2dFlipout(2, 2, 3),
         nn.BatchNorm2d(2),
         nn.Flatten(),
-        Reparameterized(nn.Linear(8, 3)),
-        LinearReparameterization(3, 2, bayesian_bias=False),
+        layers.Reparameterized(nn.Linear(8, 3)),
+        layers.LinearReparameterization(3, 2, bayesian_bias=False),
     )
 
 
@@ -35,7 +27,7 @@ def dnn_to_bnn_network():
 
 
 def test_names_order_and_kinds():
-    posterior = read_posterior(hybrid())
+    posterior = layers.read_posterior(hybrid())
     assert posterior.names == (
         "0.weight",
         "0.bias",
@@ -59,7 +51,7 @@ def test_names_order_and_kinds():
         dnn_to_bnn_network,
         lambda: bt.LSTMReparameterization(3, 2),
         lambda: nn.Linear(2, 2).double(),
-        lambda: LinearReparameterization(2, 2).bfloat16(),
+        lambda: layers.LinearReparameterization(2, 2).bfloat16(),
     ],
 )
 def test_loading_what_was_read_changes_no_bit(build):
@@ -68,20 +60,20 @@ def test_loading_what_was_read_changes_no_bit(build):
         for p in network.parameters():
             p.copy_(3 * torch.randn_like(p))
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    load_posterior(network, read_posterior(network).clone())
+    layers.load_posterior(network, layers.read_posterior(network).clone())
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
 
 
 def test_what_is_loaded_is_read_and_the_dtype_stays():
     network = hybrid()
-    read = read_posterior(network)
+    read = layers.read_posterior(network)
     target = GaussianPosterior(
         {n: torch.randn_like(m).double() for n, m in read.mean.items()},
         {n: torch.rand_like(m).double() + 1e-4 for n, m in read.mean.items()},
     )
-    load_posterior(network, target)
+    layers.load_posterior(network, target)
     assert {p.dtype for p in network.parameters()} == {torch.float32}
-    again = read_posterior(network)
+    again = layers.read_posterior(network)
     for name in target.names:
         torch.testing.assert_close(again.mean[name], target.mean[name].float())
         if not is_zero(again.variance[name]):
@@ -89,61 +81,65 @@ def test_what_is_loaded_is_read_and_the_dtype_stays():
 
 
 def test_only_entries_with_another_variance_get_another_rho():
-    layer = LinearReparameterization(2, 2, posterior_rho_init=0.123)
-    posterior = read_posterior(layer).clone()
+    layer = layers.LinearReparameterization(2, 2, posterior_rho_init=0.123)
+    posterior = layers.read_posterior(layer).clone()
     posterior.variance["weight"][0, 0] = 4.0
-    load_posterior(layer, posterior)
+    layers.load_posterior(layer, posterior)
     assert (layer.rho_weight == layer.rho_weight[1, 1]).sum() == 3
-    torch.testing.assert_close(gaussian_parameters(layer)["weight"].std[0, 0], torch.tensor(2.0))
+    torch.testing.assert_close(layers.gaussian_parameters(layer)["weight"].std[0, 0], torch.tensor(2.0))
 
 
 def test_variance_zero_becomes_the_smallest_std():
-    layer = LinearReparameterization(2, 2)
-    load_posterior(layer, GaussianPosterior.point_mass(read_posterior(layer).mean))
-    std = gaussian_parameters(layer)["weight"].std
+    layer = layers.LinearReparameterization(2, 2)
+    layers.load_posterior(layer, GaussianPosterior.point_mass(layers.read_posterior(layer).mean))
+    std = layers.gaussian_parameters(layer)["weight"].std
     assert std.max() <= 1.001 * smallest_std(torch.float32)
-    assert (read_posterior(layer).variance["weight"] > 0).all()
+    assert (layers.read_posterior(layer).variance["weight"] > 0).all()
 
 
 def test_a_tied_parameter_appears_once():
-    shared = LinearReparameterization(3, 3)
+    shared = layers.LinearReparameterization(3, 3)
     network = nn.Sequential(shared, nn.ReLU(), shared)
-    assert list(gaussian_parameters(network)) == ["0.weight", "0.bias"]
-    other = LinearReparameterization(3, 3)
+    assert list(layers.gaussian_parameters(network)) == ["0.weight", "0.bias"]
+    other = layers.LinearReparameterization(3, 3)
     for name in ("mu_weight", "rho_weight"):
         setattr(other, name, getattr(shared, name))
     network = nn.ModuleList([shared, other])
-    assert list(gaussian_parameters(network)) == ["0.weight", "0.bias", "1.bias"]
-    assert read_posterior(network).names == ("0.weight", "0.bias", "1.bias")
+    assert list(layers.gaussian_parameters(network)) == ["0.weight", "0.bias", "1.bias"]
+    assert layers.read_posterior(network).names == ("0.weight", "0.bias", "1.bias")
     linear = nn.Linear(2, 2)
-    assert read_posterior(nn.ModuleList([linear, linear])).names == ("0.weight", "0.bias")
+    assert layers.read_posterior(nn.ModuleList([linear, linear])).names == ("0.weight", "0.bias")
 
 
 def test_excluded_parameters_are_neither_read_nor_written():
     network = hybrid()
-    posterior = read_posterior(network, exclude={"1.kernel", "0.weight"})
+    posterior = layers.read_posterior(network, exclude={"1.kernel", "0.weight"})
     assert {"1.kernel", "0.weight"}.isdisjoint(posterior.names)
     kernel = network[1].mu_kernel.detach().clone()
     moved = GaussianPosterior({n: m + 1 for n, m in posterior.mean.items()}, posterior.variance)
-    load_posterior(network, moved, exclude={"1.kernel", "0.weight"})
+    layers.load_posterior(network, moved, exclude={"1.kernel", "0.weight"})
     assert torch.equal(network[1].mu_kernel, kernel)
-    assert torch.equal(read_posterior(network).mean["5.bias"], moved.mean["5.bias"])
+    assert torch.equal(layers.read_posterior(network).mean["5.bias"], moved.mean["5.bias"])
     with pytest.raises(PosteriorError, match=r"did you mean '1\.kernel'"):
-        PosteriorView(network, exclude=["1.mu_kernel"])
+        layers.PosteriorView(network, exclude=["1.mu_kernel"])
 
 
 def test_foreign_posteriors_are_refused_by_name_and_shape():
     network = nn.Linear(2, 1)
-    good = read_posterior(network)
+    good = layers.read_posterior(network)
     with pytest.raises(PosteriorError, match=r"lacks bias and has bia that"):
-        load_posterior(network, GaussianPosterior.point_mass({"weight": good.mean["weight"], "bia": torch.zeros(1)}))
+        layers.load_posterior(
+            network, GaussianPosterior.point_mass({"weight": good.mean["weight"], "bia": torch.zeros(1)})
+        )
     with pytest.raises(PosteriorError, match=r"'weight' has shape \(1, 1\)"):
-        load_posterior(network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
+        layers.load_posterior(
+            network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+        )
 
 
 def test_bayesian_torch_parameters_have_its_mean_and_std():
     network = dnn_to_bnn_network()
-    parameters = gaussian_parameters(network)
+    parameters = layers.gaussian_parameters(network)
     assert list(parameters) == ["0.kernel", "0.bias", "4.weight", "4.bias"]
     torch.testing.assert_close(parameters["0.kernel"].std, network[0].rho_kernel.exp().log1p())
-    assert list(gaussian_parameters(bt.LSTMFlipout(3, 2))) == ["ih.weight", "ih.bias", "hh.weight", "hh.bias"]
+    assert list(layers.gaussian_parameters(bt.LSTMFlipout(3, 2))) == ["ih.weight", "ih.bias", "hh.weight", "hh.bias"]

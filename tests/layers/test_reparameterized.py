@@ -5,14 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import (
-    LinearReparameterization,
-    Reparameterized,
-    load_posterior,
-    mean_only,
-    read_posterior,
-)
 
 from .helpers import covariance, draws
 
@@ -36,31 +30,27 @@ def case(request):
     return build(), inputs()
 
 
-def test_samples_differ_and_the_mean_is_the_module_itself(case):
+def test_samples_differ_the_mean_is_the_module_itself_and_names_are_its_paths(case):
     module, inputs = case
-    layer = Reparameterized(module, posterior_std=0.1)
+    layer = layers.Reparameterized(module, posterior_std=0.1)
     assert not torch.equal(first(layer(*inputs)), first(layer(*inputs)))
     layer.eval()
-    with mean_only(layer):
+    with layers.mean_only(layer):
         assert torch.equal(first(layer(*inputs)), first(module(*inputs)))
     first(layer(*inputs)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), layer.module.parameters()))
-
-
-def test_posterior_names_are_the_means_own_paths_and_round_trip(case):
-    module, _ = case
-    network = nn.ModuleDict({"part": Reparameterized(module)})
-    posterior = read_posterior(network)
+    network = nn.ModuleDict({"part": layer})
+    posterior = layers.read_posterior(network)
     assert set(posterior.names) == {f"part.module.{name}" for name, _ in module.named_parameters()}
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    load_posterior(network, posterior)
+    layers.load_posterior(network, posterior)
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
 
 
 def test_covariance_is_that_of_sampled_weights():
     block = nn.Linear(3, 2)
-    layer, x = Reparameterized(block, posterior_std=0.3), torch.randn(2, 3)
+    layer, x = layers.Reparameterized(block, posterior_std=0.3), torch.randn(2, 3)
     estimate, error = covariance(draws(lambda: layer(x), 40_000))
     shared = 0.09 * (x @ x.T + 1).double()
     exact = torch.kron(shared, torch.eye(2, dtype=torch.float64))
@@ -70,29 +60,29 @@ def test_covariance_is_that_of_sampled_weights():
 def test_buffers_stay_and_frozen_parameters_are_deterministic():
     norm = nn.BatchNorm1d(4)
     norm.bias.requires_grad_(False)
-    layer = Reparameterized(norm)
+    layer = layers.Reparameterized(norm)
     assert [each.path for each in layer.gaussian_parameters()] == ["module.weight"]
     layer(torch.randn(8, 4))
     assert norm.num_batches_tracked == 1
     assert norm.running_mean.abs().sum() > 0
-    posterior = read_posterior(layer)
+    posterior = layers.read_posterior(layer)
     assert not posterior.variance["module.bias"].any()
     assert posterior.variance["module.weight"].all()
 
 
 def test_nothing_to_sample_is_refused():
     with pytest.raises(ConversionError, match="no trainable"):
-        Reparameterized(nn.ReLU())
+        layers.Reparameterized(nn.ReLU())
     with pytest.raises(ConversionError, match="lazy"):
-        Reparameterized(nn.LazyLinear(3))
+        layers.Reparameterized(nn.LazyLinear(3))
     with pytest.raises(ConversionError, match="posterior_std"):
-        Reparameterized(nn.Linear(1, 1), posterior_std=-1.0)
+        layers.Reparameterized(nn.Linear(1, 1), posterior_std=-1.0)
     with pytest.raises(ConversionError, match="Bayesian layer"):
-        Reparameterized(nn.Sequential(LinearReparameterization(1, 1)))
+        layers.Reparameterized(nn.Sequential(layers.LinearReparameterization(1, 1)))
 
 
 def test_stacked_clients_have_their_own_parameters_and_noise():
-    template = nn.Sequential(Reparameterized(nn.LayerNorm(3), posterior_std=0.1), nn.Linear(3, 2))
+    template = nn.Sequential(layers.Reparameterized(nn.LayerNorm(3), posterior_std=0.1), nn.Linear(3, 2))
     clients = [copy.deepcopy(template) for _ in range(3)]
     with torch.no_grad():
         clients[2][0].module.bias.add_(5.0)
@@ -100,8 +90,8 @@ def test_stacked_clients_have_their_own_parameters_and_noise():
     x = torch.randn(4, 3)
     outputs = vmap(lambda p: functional_call(template, p, (x,)), randomness="different")(parameters)
     assert not torch.allclose(outputs[0], outputs[1])
-    with mean_only(template):
+    with layers.mean_only(template):
         outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
     for client, output in zip(clients, outputs):
-        with mean_only(client):
+        with layers.mean_only(client):
             torch.testing.assert_close(client(x), output)

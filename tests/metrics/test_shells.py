@@ -4,10 +4,12 @@ import pickle
 
 import pytest
 import torch
+from torchmetrics import MetricCollection
 
 from lightning_fedbayes import metrics as M
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
+from tests.refusals import refusals
 
 BATCH, CLASSES, SAMPLES = 90, 5, 4
 generator = torch.Generator().manual_seed(0)
@@ -38,6 +40,18 @@ def retained(correct, uncertainty):
     return (*F.accuracy_retained_curve(correct, uncertainty), F.accuracy_retained_area(correct, uncertainty))
 
 
+def sides(uncertainty, out):
+    return uncertainty[~out], uncertainty[out]
+
+
+OUT, EVENT = torch.rand(2, BATCH, generator=generator) < 0.5
+RISK, TIME = torch.randint(8, (2, BATCH), generator=generator).float()
+KEEPING = {
+    "auroc": (M.OutOfDistributionAUROC, (RISK, OUT), lambda *a: F.ood_auroc(*sides(*a))),
+    "fpr": (lambda: M.OutOfDistributionFPR(recall=0.7), (RISK, OUT), lambda *a: F.ood_fpr(*sides(*a), 0.7)),
+    "concordance": (M.ConcordanceIndex, (RISK, TIME, EVENT), F.concordance_index),
+}
+"""Metrics that keep all examples."""
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
     "entropy_in_nats": (
@@ -72,7 +86,9 @@ CASES = {
     ),
     "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
 }
-every_metric = pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
+every_metric = pytest.mark.parametrize(
+    ("build", "inputs", "function"), [*CASES.values(), *KEEPING.values()], ids=[*CASES, *KEEPING]
+)
 
 
 def assert_equal(value, expected):
@@ -85,38 +101,23 @@ def assert_equal(value, expected):
 
 
 @every_metric
-def test_batches_of_any_size_give_the_value_on_all_data(build, inputs, function):
-    metric = build()
-    for part in (slice(0, 1), slice(1, 50), slice(50, BATCH)):
+def test_batches_of_any_size_forward_resets_and_merged_processes_give_the_value_on_all_data(build, inputs, function):
+    metric, first, second = build(), build(), build()
+    for part in (slice(0, 1), slice(1, 50)):
         metric.update(*example_slices(inputs, part))
+    last = example_slices(inputs, slice(50, BATCH))
+    assert_equal(metric(*last), function(*last))
     assert_equal(metric.compute(), function(*inputs))
     metric.reset()
-    metric.update(*example_slices(inputs, slice(0, 40)))
-    assert_equal(metric.compute(), function(*example_slices(inputs, slice(0, 40))))
-
-
-@every_metric
-def test_forward_gives_the_batch_and_compute_gives_all(build, inputs, function):
-    metric = build()
-    for part in (slice(0, 30), slice(30, BATCH)):
-        batch = example_slices(inputs, part)
-        assert_equal(metric(*batch), function(*batch))
-    assert_equal(metric.compute(), function(*inputs))
-
-
-@every_metric
-def test_processes_merge_by_summing_their_states(build, inputs, function):
-    first, second = build(), build()
-    first.update(*example_slices(inputs, slice(0, 60)))
-    second.update(*example_slices(inputs, slice(60, BATCH)))
-    assert set(first._reductions.values()) == {torch.sum} or all(
-        getattr(f, "__name__", "") == "dim_zero_sum" for f in first._reductions.values()
-    )
+    metric.update(*example_slices(inputs, slice(0, 50)))
+    assert_equal(metric.compute(), function(*example_slices(inputs, slice(0, 50))))
+    first.update(*example_slices(inputs, slice(0, 50)))
+    second.update(*last)
     first.merge_state(second)
     assert_equal(first.compute(), function(*inputs))
 
 
-@every_metric
+@pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
 def test_state_is_of_constant_size_and_survives_pickling(build, inputs, function):
     metric = build()
     shapes = {name: value.shape for name, value in metric.metric_state.items()}
@@ -125,6 +126,20 @@ def test_state_is_of_constant_size_and_survives_pickling(build, inputs, function
     assert {name: value.shape for name, value in metric.metric_state.items()} == shapes
     assert_equal(pickle.loads(pickle.dumps(metric)).compute(), metric.compute())
     assert metric.full_state_update is False
+
+
+def test_one_side_at_a_time_and_in_one_collection():
+    measures = {"auroc": M.OutOfDistributionAUROC(), "fpr": M.OutOfDistributionFPR()}
+    collection = MetricCollection({**measures, "fpr_half": M.OutOfDistributionFPR(recall=0.5)})
+    inside, outside = sides(RISK, OUT)
+    collection.update(inside, False)
+    assert all(value.isnan() for value in collection.compute().values())
+    collection.update(outside, True)
+    assert collection.compute() == {
+        "auroc": F.ood_auroc(inside, outside),
+        "fpr": F.ood_fpr(inside, outside),
+        "fpr_half": F.ood_fpr(inside, outside, 0.5),
+    }
 
 
 def test_default_resolutions_are_close_to_the_exact_values():
@@ -140,36 +155,6 @@ def test_default_resolutions_are_close_to_the_exact_values():
     assert metric.compute().area.item() == pytest.approx(F.accuracy_retained_area(correct, tiny).item(), abs=5e-3)
 
 
-def test_counts_of_the_diagram_are_exact_and_its_ece_is_that_of_its_bins():
-    metric = M.CalibrationDiagram()
-    metric.update(MEAN_PROBS, TARGET)
-    diagram = metric.compute()
-    full = diagram.counts > 0
-    gap = (diagram.accuracy - diagram.confidence)[full].abs() * diagram.counts[full]
-    assert diagram.counts.sum() == BATCH
-    assert torch.allclose(gap.sum() / BATCH, diagram.ece)
-
-
-REAL = torch.linspace(-1, 1, 7)
-INPUTS = {
-    "AccuracyRetained": (CORRECT, ENTROPY),
-    "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
-    "BrierScore": (MEAN_PROBS, TARGET),
-    "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
-    "ConcordanceIndex": (REAL, REAL + 1, REAL > 0),
-    "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
-    "EnsembleCRPS": (torch.randn(4, 7), REAL),
-    "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
-    "CalibrationDiagram": (MEAN_PROBS, TARGET),
-    **dict.fromkeys(("OutOfDistributionAUROC", "OutOfDistributionFPR"), (REAL, REAL > 0)),
-    **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
-    **dict.fromkeys(
-        ("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"),
-        (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
-    ),
-}
-
-
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():
     metric = M.ClientAccuracy(4)
     metric.update(MEAN_PROBS, TARGET, 2)
@@ -179,18 +164,15 @@ def test_one_client_number_for_a_whole_batch_and_clients_without_data():
     assert F.weighted_accuracy(accuracies, torch.ones(4)) == accuracies[2] == F.worst_fraction_accuracy(accuracies)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
-        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY * torch.nan), "nan"),
-        (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
-        (lambda: M.ClientAccuracy(0), "clients=0"),
-        (lambda: M.CalibrationDiagram(0), "bins=0"),
-        (lambda: M.BrierScore().update(PROBS, TARGET), r"probs.mean\(0\)"),
-        (lambda: M.MutualInformation().update(MEAN_PROBS), "samples, batch, classes"),
-    ],
+test_errors = refusals(
+    FedBayesError,
+    (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
+    (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
+    (lambda: M.ClientAccuracy(0), "clients=0"),
+    (lambda: M.BrierScore().update(PROBS, TARGET), r"probs.mean\(0\)"),
+    (lambda: M.MutualInformation().update(MEAN_PROBS), "samples, batch, classes"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT.long()), "out is of torch.int64: give torch.bool"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT[1:]), "shapes differ"),
+    (lambda: M.OutOfDistributionAUROC().update(RISK * torch.nan, OUT), "uncertainty is NaN at 90 of 90"),
+    (lambda: M.ConcordanceIndex().update(RISK + 1, EVENT, TIME), "swapped with time"),
 )
-def test_errors(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()

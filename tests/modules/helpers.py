@@ -1,20 +1,9 @@
-"""Trainers that only train, and small random data."""
+"""Small random data, and a KL divergence by torch."""
 
-import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedbayes.layers import BayesianLayer
-
-
-def trainer(**options):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(accelerator="cpu", **{**quiet, **options})
 
 
 def labelled(examples, features=6, classes=3):

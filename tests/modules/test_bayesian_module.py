@@ -4,15 +4,19 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+import lightning_fedbayes as fb
 from lightning_fedbayes import ClientDatasets, FederatedBayes, HybridBayesianClassifier
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.layers import LinearFlipout
+from lightning_fedbayes.layers import LinearFlipout, LinearReparameterization
 from lightning_fedbayes.modules import BayesianModule, mlp
+from tests import federations
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, trainer
 
-from .helpers import labelled, loader, summed_kl, trainer
+from .helpers import labelled, loader, summed_kl
 
 PRIOR_STD = 0.3
 SIZES = (12, 25)  # examples of the two clients
@@ -41,14 +45,14 @@ def spied(**options):
 
 
 def fit_alone(model, rounds=1):
-    run = trainer(max_epochs=rounds)
+    run = trainer(rounds)
     run.fit(model, loader(labelled(sum(SIZES)), shuffle=True))
     return run
 
 
 def fit_federated(model, rounds=1):
     clients = ClientDatasets({str(n): labelled(n) for n in SIZES})
-    run = trainer(max_epochs=rounds, callbacks=[FederatedBayes(fusion="rklb")])
+    run = trainer(rounds, [FederatedBayes(fusion="rklb")])
     run.fit(model, loader(clients, shuffle=True))
     return run
 
@@ -117,10 +121,10 @@ def test_an_unknown_number_of_examples_is_an_error_with_a_remedy():
     with pytest.raises(FedBayesError, match=message):
         spied().training_step([torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64)], 0)
     with pytest.raises(FedBayesError, match=message):
-        trainer(max_epochs=1).fit(spied(), loader(Endless()))
+        trainer(1).fit(spied(), loader(Endless()))
     model = spied()
     model.num_examples = 1000
-    trainer(max_epochs=1).fit(model, loader(Endless()))
+    trainer(1).fit(model, loader(Endless()))
     (step,) = model.steps
     assert step.loss == pytest.approx(step.nll + step.kl / 1000)
 
@@ -148,7 +152,7 @@ def test_a_subclass_with_its_own_batches_and_likelihood_trains(callbacks):
     data = ClientDatasets({"a": Counts(), "b": Counts()}) if callbacks else Counts()
     model = Poisson(LinearFlipout(2, 1))
     before = [p.clone() for p in model.parameters()]
-    run = trainer(max_epochs=1, callbacks=callbacks)
+    run = trainer(1, callbacks)
     run.fit(model, loader(data, 4))
     assert float(run.callback_metrics["train/kl_factor"]) == pytest.approx(1 / 11)
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -163,9 +167,64 @@ def test_predict_mean_is_the_deterministic_forward(estimator):
     assert not torch.allclose(model(x), network(x))  # and afterwards it samples again
 
 
-X = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+WEIGHT = 0.3
 
 
-def predictions(model):
-    torch.manual_seed(4)
-    return model.eval().predict_step(X)
+class Mean(nn.Module):
+    """A Bayesian layer of weights at their means: losses without noise, with a KL divergence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = LinearReparameterization(FEATURES, CLASSES)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.layer.mu_weight, self.layer.mu_bias)
+
+
+class ByHand(Plain):
+    """Adds the KL of the client's share itself."""
+
+    def on_client_start(self, client):
+        self.n = client.num_examples
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + WEIGHT / self.n * fb.kl_divergence(self)
+
+
+def test_a_step_is_the_loss_and_the_kl_per_example():
+    plain = Plain(Mean())
+    module = fb.with_kl(plain, WEIGHT)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    batch = next(iter(federations.loader()))
+    module.kl_examples = 50
+    expected = plain.training_step(batch, 0) + WEIGHT / 50 * fb.kl_divergence(plain)
+    torch.testing.assert_close(module.training_step(batch, 0), expected)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_in_a_federation_it_is_what_one_would_write_by_hand(engine):
+    by_hand, added = ByHand(Mean()), fb.with_kl(Plain(Mean()), WEIGHT)
+    for module in (by_hand, added):
+        federate(module, fb.FederatedBayes(fb.SizesPartition((50, 30, 10)), engine=engine), 2, federations.loader())
+    assert_equal(dict(by_hand.state_dict()), dict(added.state_dict()))
+    assert not torch.equal(added.net.layer.rho_weight, Mean().layer.rho_weight)  # only the KL has a gradient there
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("module", "lines"),
+    [
+        (lambda: fb.bayesianize(Plain(), last=1), 1),
+        (lambda: fb.with_kl(fb.bayesianize(Plain(), last=1)), 0),
+        (lambda: ByHand(Mean()), 0),
+        (Plain, 0),
+    ],
+    ids=["bayesianize", "with_kl", "by hand", "deterministic"],
+)
+def test_a_loss_without_the_kl_of_its_layers_is_told_once(module, lines, engine, caplog):
+    with caplog.at_level("INFO"):
+        federate(module(), fb.FederatedBayes(fb.IIDPartition(3), engine=engine), 2, federations.loader())
+    told = [line for line in caplog.messages if "fb.kl_divergence(self) / n" in line]
+    assert len(told) == lines
+    assert all("net.2.mu_weight" in line or "net.2.weight" in line for line in told)

@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_fedbayes import HybridBayesianClassifier
-from lightning_fedbayes.core.errors import ConversionError, FedBayesError
-from lightning_fedbayes.layers import NormalPrior
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
+from tests.federations import trainer
 
-from .helpers import labelled, loader, trainer
+from .helpers import labelled, loader
 
 SAMPLES, EXAMPLES, CLASSES = 4, 90, 3
 SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic"}
@@ -25,9 +25,6 @@ SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleat
 
 def bayesian(**options):
     return HybridBayesianClassifier(mlp(6, 3, (5,)), bayesian_last=2, posterior_std=0.5, **options)
-
-
-# -- prediction --------------------------------------------------------------------------------------------------------
 
 
 def test_fields_of_a_prediction():
@@ -39,14 +36,6 @@ def test_fields_of_a_prediction():
     assert ((prediction.entropy >= 0) & (prediction.entropy <= 1)).all()
     assert (prediction.kwon_epistemic > 0).all()
     assert (prediction.epistemic > 0).all()
-
-
-def test_aleatoric_and_epistemic_make_the_variance_of_the_label():
-    """Traces of Kwon's two matrices sum to that of diag(p̄) − p̄p̄ᵀ."""
-    prediction = bayesian().predict_step(3 * torch.randn(20, 6))
-    covariance = prediction.probs.diag_embed() - prediction.probs.unsqueeze(2) * prediction.probs.unsqueeze(1)
-    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    assert torch.allclose(prediction.kwon_aleatoric + prediction.kwon_epistemic, trace, atol=1e-6)
 
 
 def test_a_deterministic_network_has_no_epistemic_uncertainty():
@@ -66,9 +55,6 @@ def test_the_mean_predictive_averages_probabilities_and_not_logits():
     draws = model.sample(x)
     torch.manual_seed(1)
     assert torch.allclose(model.predict_step([x, None]).probs, draws.softmax(-1).mean(0))
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 def table():
@@ -117,15 +103,12 @@ def test_the_sanity_check_leaves_no_trace_in_the_scores():
     probs, target = table()
     model = looked_up(probs)
     model.num_examples = EXAMPLES
-    run = trainer(max_epochs=1, num_sanity_val_steps=2)
+    run = trainer(1, num_sanity_val_steps=2)
     run.fit(model, loader(numbered(target)), loader(numbered(target), 16))
     logged = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("val/")}
     expected = expected_scores(probs, target)
     assert set(expected) == SCORES
     assert logged == pytest.approx({f"val/{name}": value for name, value in expected.items()}, rel=1e-4)
-
-
-# -- robustness --------------------------------------------------------------------------------------------------------
 
 
 def test_the_generalised_cross_entropy_lies_between_the_cross_entropy_and_the_error():
@@ -160,7 +143,7 @@ def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(ro
     before = [each.detach().clone() for each in model.parameters()]
     nll = nn.functional.cross_entropy(model(x), y).item()
     gradients = torch.autograd.grad(generalized_cross_entropy(model(x), y, robustness).mean(), [*model.parameters()])
-    run = trainer(max_epochs=1)
+    run = trainer(1)
     run.fit(model, loader(TensorDataset(x, y), 20))
     for start, gradient, end in zip(before, gradients, model.parameters(), strict=True):
         torch.testing.assert_close(end.detach(), start - gradient)
@@ -172,24 +155,3 @@ def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(ro
 def test_a_robustness_that_is_no_exponent_is_refused(robustness):
     with pytest.raises(FedBayesError, match=r"robustness=.*in \[0, 1\]"):
         bayesian(robustness=robustness)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
-        ({"bayesian_last": -1}, "last=-1"),
-        ({"bayesian_last": 1, "estimator": "flip"}, "estimator='flip'.*flipout"),
-        ({"bayesian_last": 1, "init": "pre-trained"}, "init='pre-trained'.*pretrained"),
-        ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
-        ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
-        ({"bayesian_last": 1, "prior_std": -1.0}, "prior_std=-1.0: .*standard deviation"),
-        ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "give no .*prior_std"),
-    ],
-)
-def test_arguments_of_the_conversion(options, message):
-    with pytest.raises(ConversionError, match=message):
-        HybridBayesianClassifier(mlp(6, 3, (5,)), **options)

@@ -5,25 +5,15 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
-from lightning_fedbayes.layers import MCDropout
+from lightning_fedbayes import FedBayesError
 from lightning_fedbayes.modules import DeepEnsembleRegressor, mlp
 from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
 from tests.federations import trainer
 
 FEATURES, MEMBERS = 3, 5
-BARYCENTERS = (
-    "weighted_average",
-    "linear_pool",
-    "reverse_kl_barycenter",
-    "wasserstein_barycenter",
-    "log_variance_average",
-    "hellinger_barycenter",
-)
 
 
 def networks(targets=1, members=MEMBERS):
@@ -80,17 +70,6 @@ def test_members_learn_as_they_would_alone():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_noise_that_depends_on_the_input_is_found():
-    x = torch.rand(4000, 1) * 2 - 1
-    y = x + torch.where(x > 0, 0.5, 0.05) * torch.randn_like(x)
-    model = DeepEnsembleRegressor([mlp(1, 2, (16,)) for _ in range(2)], learning_rate=0.01)
-    trainer(15).fit(model, DataLoader(TensorDataset(x, y), 50, shuffle=True))
-    left, right = model.eval().predict_step(torch.tensor([[-0.6], [0.6]])).variance.detach().sqrt().flatten().tolist()
-    assert left == pytest.approx(0.05, abs=0.04)
-    assert right == pytest.approx(0.5, abs=0.12)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_engines_agree(optimizer):
     members, ends = networks(), []
@@ -101,41 +80,6 @@ def test_engines_agree(optimizer):
         ends.append(dict(model.named_parameters()))
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_one_client_of_all_data_is_no_federation():
-    """With an optimizer that has no state, a federation of one client is plain training."""
-    members, data = networks(), examples()
-    plain, federated = (
-        DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: torch.optim.SGD(p, 0.01)) for _ in range(2)
-    )
-    trainer(2).fit(plain, DataLoader(data, len(data)))
-    trainer(2, [fb.FederatedBayes(fb.IIDPartition(1))]).fit(federated, DataLoader(data, len(data)))
-    x = torch.randn(5, FEATURES)
-    torch.testing.assert_close(federated.predict_step(x).mean, plain.predict_step(x).mean)
-
-
-# -- the other baselines need no class of their own --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fusion", BARYCENTERS)
-@pytest.mark.parametrize("method", ["dropout", "mean field"])
-def test_dropout_and_mean_field_have_epistemic_variance_after_every_barycenter(method, fusion):
-    torch.manual_seed(0)
-    if method == "dropout":
-        network = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), MCDropout(0.2), nn.Linear(8, 1))
-        model = HybridBayesianRegressor(network, samples=50)
-    else:
-        model = HybridBayesianRegressor(mlp(FEATURES, 1, (8,)), bayesian_last=2, samples=50)
-    federate(model, fusion=fusion)
-    with torch.no_grad():
-        prediction = model.eval().predict_step(torch.randn(6, FEATURES))
-    assert float(prediction.epistemic.min()) > 0
-    assert bool(prediction.variance.isfinite().all())
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_members_that_would_stay_alike_are_refused():

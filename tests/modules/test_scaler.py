@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.loader import FederatedLoader
-from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, pooled
 from lightning_fedbayes.modules import mlp
@@ -37,9 +35,6 @@ def assert_pooled(found, whole, rtol=1e-10):
     mean, std = found.units("targets")
     assert torch.allclose(mean, whole.mean(0).reshape(-1), rtol=rtol, atol=rtol)
     assert torch.allclose(std, whole.std(0, correction=0).reshape(-1), rtol=rtol, atol=0)
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -69,9 +64,6 @@ def test_missing_values_are_counted_and_left_out():
     assert scale(found)[1].item() == pytest.approx(math.sqrt(8 / 3))
 
 
-# -- clients that are not to be trusted --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lie", [1e3, 1e9, -1e140])
 def test_a_liar_counts_as_its_examples_at_a_bounded_distance(lie):
     honest = [torch.randn(50, dtype=torch.float64) + shift for shift in range(9)]
@@ -91,17 +83,7 @@ def test_honest_clients_whose_means_differ_are_not_touched():
     assert_pooled(pooled(sums(*columns)), torch.cat(columns).double())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        (3.0, 1.0, 1.0),
-        (-1.0, 1.0, 1.0),
-        (1.0, 1.0, -1.0),
-        (1.0, math.nan, 1.0),
-        (1.0, 1e200, 1.0),
-        (1.0, 1.0, math.inf),
-    ],
-)
+@pytest.mark.parametrize("wrong", [(3.0, 1.0, 1.0), (-1.0, 1.0, 1.0), (1.0, 1.0, -1.0), (1.0, 1.0, math.inf)])
 def test_sums_that_no_examples_have_are_refused(wrong):
     ScaleSums(2, {"targets": torch.ones(3, 1).double()})
     with pytest.raises(FedBayesError, match="targets"):
@@ -111,19 +93,10 @@ def test_sums_that_no_examples_have_are_refused(wrong):
             ScaleSums(2, other)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-# -- the module --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [(0.0, 0.0), (math.nan, 1.0), 3, ("a", 1.0), (1.0, -1.0), (1.0,)])
 def test_a_scale_that_is_none_is_refused(given):
     with pytest.raises(FedBayesError, match="targets="):
         fb.FederatedScaler(targets=given)
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def data(mean=0.0, std=1.0, examples=200):
@@ -186,27 +159,6 @@ def assert_filled(module, dataset):
     y, (mean, std) = dataset.tensors[1], module.scaler.target_units
     assert mean.item() == pytest.approx(y.mean().item(), rel=1e-10)
     assert std.item() == pytest.approx(y.std(correction=0).item(), rel=1e-10)
-
-
-def test_processes_add_up_clients_of_their_own():
-    class Half:
-        size, bytes_sent = 2, 0
-
-        def __init__(self, rank, notes):
-            self.rank, self.notes = rank, notes
-
-        def all_gather(self, own):
-            self.notes[self.rank] = own
-            return list(self.notes.values())
-
-    class Loader:
-        collate_fn = staticmethod(torch.utils.data.default_collate)
-        clients = fb.data.clients.clients_of(data(5.0, 2.0), fb.IIDPartition(5), 0)
-
-    modules, notes = [regressor(), regressor()], {}
-    for rank, module in enumerate(modules):
-        FederatedLoader.fill_scalers(Loader(), module, Half(rank, notes), Door())
-    assert_filled(modules[1], data(5.0, 2.0))
 
 
 def test_a_fit_without_a_federation_fills_it():

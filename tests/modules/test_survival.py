@@ -13,7 +13,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, FederatedBayes
 from lightning_fedbayes.metrics.functional import concordance_index, cox_loss
 from lightning_fedbayes.modules import mlp
-from tests.modules.helpers import loader, summed_kl, trainer
+from tests.federations import trainer
+from tests.modules.helpers import loader, summed_kl
+from tests.refusals import refusals
 
 TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
 EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
@@ -41,31 +43,12 @@ def gradient(function, log_risk, *others):
     return torch.autograd.grad(function(log_risk, *others), log_risk)[0]
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
-
-
 @given(rows)
 @settings(deadline=None)
 def test_loss_and_gradient_are_those_of_the_definition(examples):
     arguments = columns(examples)
     assert cox_loss(*arguments).item() == pytest.approx(by_definition(*arguments).item(), abs=1e-9)
     assert torch.allclose(gradient(cox_loss, *arguments), gradient(by_definition, *arguments), atol=1e-9)
-
-
-@given(rows, st.floats(-1e3, 1e3))
-@settings(deadline=None)
-def test_what_does_not_matter(examples, constant):
-    """A constant added to all log risks, a monotone map of time, and the order of examples, ties among them."""
-    log_risk, time, event = columns(examples)
-    loss = cox_loss(log_risk, time, event)
-    for same in (
-        cox_loss(log_risk + constant, time, event),
-        cox_loss(log_risk, time.double().exp(), event),
-        cox_loss(log_risk.flip(0), time.flip(0), event.flip(0).float()),
-    ):
-        torch.testing.assert_close(same, loss, atol=1e-9, rtol=1e-9)
-    assert loss >= 0
-    assert gradient(cox_loss, log_risk, time, event).sum().abs() < 1e-9
 
 
 def test_likelihood_and_its_maximum_are_those_of_lifelines():
@@ -86,29 +69,12 @@ def test_likelihood_and_its_maximum_are_those_of_lifelines():
     assert found.tolist() == pytest.approx(COEFFICIENTS, abs=1e-5)
 
 
-def test_without_events_the_loss_is_0_and_so_is_its_gradient():
-    log_risk = torch.randn(5, requires_grad=True)
-    loss = cox_loss(log_risk, torch.arange(5), torch.zeros(5))
-    loss.backward()
-    assert loss == 0
-    assert log_risk.grad.tolist() == [0] * 5
-
-
-@pytest.mark.parametrize(
-    ("log_risk", "time", "event", "says"),
-    [
-        (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
-        (torch.zeros(0), TIME[:0], EVENT[:0], "no entries"),
-        (torch.zeros(12), -TIME, EVENT, "time holds -5 among 12 of 12"),
-        (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
-    ],
+test_errors_of_the_loss = refusals(
+    FedBayesError,
+    (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
+    (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
+    call=cox_loss,
 )
-def test_errors_of_the_loss(log_risk, time, event, says):
-    with pytest.raises(FedBayesError, match=says):
-        cox_loss(log_risk, time, event)
-
-
-# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def simulated(examples=240, features=3):
@@ -165,62 +131,26 @@ def test_logged_scores_take_all_batches_together(stage):
         )
 
 
-def test_training_finds_the_hazard():
-    data = simulated()
-    model = linear()
-    trainer(max_epochs=25).fit(model, loader(data, 120))
-    weight = fb.read_posterior(model.network).mean["weight"].flatten()
-    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.3)
-    (scores,) = trainer().validate(model, loader(simulated()), verbose=False)
-    assert scores["val/c_index"] > 0.75
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_clients_train_a_model_stratified_by_client(engine):
-    """Times of each client are in another unit, which a partial likelihood within clients does not see."""
-    clients = {}
-    for number, unit in enumerate((1, 24, 365)):
-        inputs, targets = simulated(120).tensors
-        clients[f"hospital {number}"] = TensorDataset(inputs, targets * torch.tensor([1, unit]))
-    model = linear()
-    callback = FederatedBayes(fusion="reverse_kl_barycenter", engine=engine, local_epochs=2)
-    run = trainer(max_epochs=12, callbacks=[callback])
-    run.fit(model, loader(ClientDatasets(clients), 60), loader(simulated(60), 60))
-    weight = fb.read_posterior(model.network).mean["weight"].flatten()
-    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.4)
-    assert run.callback_metrics["val/c_index"] > 0.75
-
-
 def test_a_rule_is_chosen_by_the_partial_likelihood_of_held_out_data():
     data = ClientDatasets({str(k): simulated(60) for k in range(2)})
     model, callback = linear(), FederatedBayes(fusion="auto")
-    trainer(max_epochs=2, callbacks=[callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
+    trainer(2, [callback]).fit(model, loader(data, 60), loader(simulated(60), 60))
     losses = [value for name, value in callback.history[-1].items() if name.startswith("held_out_loss/")]
     assert len(losses) > 1
     assert all(math.isfinite(value) for value in losses)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
-        (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
-        (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
-        (lambda: linear(samples=0), "samples=0"),
-    ],
+test_errors_of_the_module = refusals(
+    FedBayesError,
+    (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
+    (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
+    (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
 )
-def test_errors_of_the_module(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()
 
 
 WRONG_TARGETS = {
     "swapped": (lambda event, time: (time, event), "event holds"),
-    "events coded 1 and 2": (lambda event, time: (event + 1, time), "event holds 2"),
     "events coded -1 and 1": (lambda event, time: (2 * event - 1, time), "event holds -1"),
-    "NaN": (lambda event, time: (event, time.where(time < time.max(), torch.nan)), "time holds nan"),
-    "infinite": (lambda event, time: (event, time.where(time < time.max(), torch.inf)), "time holds inf"),
     "negative": (lambda event, time: (event, time - time.mean()), "time holds -"),
 }
 
@@ -232,7 +162,7 @@ def test_training_refuses_wrong_targets_in_the_first_epoch(wrong, engine):
     change, says = WRONG_TARGETS[wrong]
     data = TensorDataset(inputs, torch.stack(change(*targets.T), 1))
     callbacks = [] if engine == "none" else [FederatedBayes(fb.IIDPartition(3), engine=engine)]
-    run, batches = trainer(max_epochs=2, callbacks=callbacks), loader(data, 4)
+    run, batches = trainer(2, callbacks), loader(data, 4)
     with pytest.raises(FedBayesError, match=says):
         run.fit(linear(), batches)
     assert run.current_epoch == 0

@@ -1,7 +1,5 @@
 """FLARE in one process: what controller and clients send goes through its own serialization, and no further."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Federations for FLARE's simulator: each a controller and what its clients need, known by its seed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -44,27 +42,15 @@ class Simulated(FusionController):
 
     def __init__(self) -> None:
         kind = type(self)
-        super().__init__(
-            kind.make(),
-            kind.fusion,
-            "equal",
-            num_rounds=kind.rounds,
-            seed=kind.seed,
-            checkpoint=FOLDER / f"{kind.seed}.pt",
-        )
+        options = {"num_rounds": kind.rounds, "seed": kind.seed, "checkpoint": FOLDER / f"{kind.seed}.pt"}
+        super().__init__(kind.make(), kind.fusion, "equal", **options)
 
     @classmethod
     def client(cls, site: str) -> FusionClient:
         """Return the client of a site."""
         data = OnceBroken if cls is Broken and site == "site-2" else BlobData
-        return FusionClient(
-            cls.make(),
-            data(),
-            partition=PARTITION,
-            fusion=cls.fusion,
-            trainer={"accelerator": "cpu"},
-            state_folder=FOLDER / str(cls.seed),
-        )
+        options = {"fusion": cls.fusion, "trainer": {"accelerator": "cpu"}, "state_folder": FOLDER / str(cls.seed)}
+        return FusionClient(cls.make(), data(), partition=PARTITION, **options)
 
 
 class Sites(Simulated):

@@ -4,14 +4,16 @@ import pytest
 
 pytest.importorskip("nvflare")
 
+import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import load_checkpoint, personal_posterior
 from tests.federations import Plain, federate, network
 from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER
+from tests.flower.test_scale import PARTITION, data, make
 from tests.nvflare.local import clients, run, same
-from tests.transport.federation import hybrid, in_process
+from tests.transport.federation import BlobData, calibrated, hybrid, in_process
 
 
 def plain():
@@ -63,15 +65,10 @@ def test_clients_calibrate_as_in_one_process(tmp_path):
     def make():
         return hybrid(learning_rate=0.03)
 
-    over, alone, data, path = both(), both(), OwnData(), tmp_path / "server.pt"
+    over, alone, path = both(), both(), tmp_path / "server.pt"
     answering = clients(3, make, OwnData, partition=None)
     run(answering, make=make, rounds=2, seed=3, calibration=over, checkpoint=path)
-    module = make()
-    federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
-    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
-    options = {"batch_size": 16, "seed": 3}
-    alone[0].fit_from(module, data.val_dataloader().dataset, **options)
-    alone[1].fit_from(module, data.val_dataloader().dataset, temperature=alone[0].temperature, **options)
+    module = calibrated(make, OwnData(), alone)
     assert over[0].temperature == alone[0].temperature != 1
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
     fresh, state = both(), load_checkpoint(module, path)
@@ -89,3 +86,18 @@ def test_clients_score_and_keep_their_own_posterior_as_in_one_process(tmp_path):
     scores = controller.client_scores
     assert scores.names == ("0", "1", "2", "3")
     assert {"val/nll", "personal/val/nll"} <= set(scores.values)
+
+
+@pytest.mark.slow
+def test_the_scale_of_the_data_is_that_of_one_process_and_stays_at_the_server():
+    def own():
+        return BlobData(data())
+
+    sent, alone = [], make()
+    made = clients(make=make, data=own, partition=PARTITION, fusion="weighted_average")
+    controller = run(made, "weighted_average", make=make, rounds=2, seed=3, sent=sent)
+    federation = fb.FederatedBayes(PARTITION, fusion="weighted_average", engine="sequential", seed=3)
+    federate(alone, federation, 2, own().train_dataloader())
+    assert torch.equal(controller.server.buffers["scale/target_units"], alone.scaler.target_units)
+    assert same(controller.server.posterior, federation.posterior)
+    assert [each.meta["kind"] for each in sent] == ["scale"] * 4 + ["update"] * 8

@@ -1,7 +1,4 @@
-"""Federations in FLARE's own simulator: its server, two clients in processes of their own, and its Client API.
-
-All in one start: the example of docs/nvflare.md, and others after it.
-"""
+"""Federations in FLARE's own simulator, all in one start: the example of docs/nvflare.md, and others after it."""
 
 import pytest
 

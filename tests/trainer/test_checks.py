@@ -1,58 +1,28 @@
 """Bad input is refused before training starts, with its value, the rule and the remedy."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
+from tests.refusals import refusals
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
-        ({"weighting": "train-size"}, "weighting='train-size': did you mean 'train_size'"),
-        ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
-        ({"fraction": 1.5}, r"fraction=1.5"),
-        ({"fraction": "0.5"}, r"fraction='0.5'"),
-        ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
-        ({"local_epochs": 1.5}, "local_epochs=1.5: give a whole number"),
-        ({"safeguards": {"min_clients": 2}}, "safeguards=.*give fb.Safeguards"),
-        ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
-        ({"engine": 0}, "engine=0: give at least 1"),
-        ({"engine": 2.5}, "engine=2.5"),
-        ({"keep": ["optimiser"]}, "keep='optimiser': did you mean 'optimizer'"),
-        ({"buffers": "mean"}, "buffers='mean'"),
-    ],
+test_arguments = refusals(
+    fb.FedBayesError,
+    ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
+    ({"weighting": "train-size"}, "weighting='train-size': did you mean 'train_size'"),
+    ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
+    ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
+    ({"safeguards": {"min_clients": 2}}, "safeguards=.*give fb.Safeguards"),
+    ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
+    ({"keep": ["optimiser"]}, "keep='optimiser': did you mean 'optimizer'"),
+    ({"buffers": "mean"}, "buffers='mean'"),
+    call=lambda options: fb.FederatedBayes(fb.IIDPartition(3), **options),
 )
-def test_arguments(options, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        fb.FederatedBayes(fb.IIDPartition(3), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"val_check_interval": 1}, "val_check_interval=1"),
-        ({"max_steps": 5}, "max_steps=5.*max_epochs"),
-        ({"val_check_interval": 0.5}, "val_check_interval=0.5.*check_val_every_n_epoch"),
-        ({"overfit_batches": 2}, "overfit_batches=2"),
-    ],
-)
-def test_trainer_options_that_cut_across_rounds(options, message):
-    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], **options)
-    with pytest.raises(FederationError, match=f"(?s)cannot run a federation.*{message}"):
-        made.fit(Plain(), loader())
 
 
 def test_a_limit_that_leaves_a_client_without_batches_is_refused():
@@ -60,20 +30,6 @@ def test_a_limit_that_leaves_a_client_without_batches_is_refused():
     with pytest.raises(FederationError, match=r"limit_train_batches=0.4 leaves no batch to the clients 1 \(10\)"):
         made.fit(Plain(), loader())
     assert made.limit_train_batches == 0.4
-
-
-@pytest.mark.parametrize(
-    ("callback", "message"),
-    [
-        (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging averages the weights of different clients"),
-        (GradientAccumulationScheduler({1: 2}), "GradientAccumulationScheduler"),
-        (LearningRateFinder(), "LearningRateFinder trains on part of a round"),
-    ],
-)
-def test_callbacks_that_cut_across_rounds(callback, message):
-    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), callback])
-    with pytest.raises(FederationError, match=message):
-        made.fit(Plain(), loader())
 
 
 def test_the_tuner_is_refused_before_any_step():
@@ -89,134 +45,103 @@ def test_the_tuner_is_refused_before_any_step():
     assert len(federation.history) == 2
 
 
-def test_all_reasons_are_named_at_once():
-    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], max_steps=5, overfit_batches=2)
-    with pytest.raises(FederationError, match=r"(?s)overfit_batches=2.*max_steps=5"):
-        made.fit(Plain(), loader())
+class Manual(Plain):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
 
-def test_manual_optimization_is_refused():
-    module = Plain()
-    module.automatic_optimization = False
-    with pytest.raises(FederationError, match=r"automatic_optimization is False.*use automatic optimization"):
-        federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+class Greedy(Plain):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+class Scheduled(Plain):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Complex(Plain):
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(blobs())
+
+
+NONE = {"partition": None}
+PARTS = {"north": blobs(), "south": TensorDataset(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))}
+SAMPLED = {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * 90, 90)}
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
-def test_a_step_that_fetches_its_own_batches_is_refused():
-    class Greedy(Plain):
-        def training_step(self, dataloader_iter):
-            raise AssertionError
-
-    with pytest.raises(FederationError, match=r"dataloader_iter"):
-        federate(Greedy(), fb.FederatedBayes(fb.IIDPartition(3)))
-
-
-def test_step_wise_schedulers_are_refused_before_any_step():
-    class Scheduled(Plain):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    module = Scheduled()
-    before = parameters(module)["net.0.weight"]
-    with pytest.raises(FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
-        federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+@pytest.mark.parametrize(
+    ("message", "options", "federation"),
+    [
+        ("val_check_interval=1", {"val_check_interval": 1}, {}),
+        ("val_check_interval=0.5.*check_val_every_n_epoch", {"val_check_interval": 0.5}, {}),
+        ("(?s)cannot run a federation.*max_steps=5.*max_epochs", {"max_steps": 5}, {}),
+        ("(?s)overfit_batches=2.*max_steps=5", {"max_steps": 5, "overfit_batches": 2}, {}),
+        ("StochasticWeightAveraging averages the weights of", {"callbacks": [StochasticWeightAveraging(1e-2)]}, {}),
+        ("GradientAccumulationScheduler", {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}),
+        ("LearningRateFinder trains on part of a round", {"callbacks": [LearningRateFinder()]}, {}),
+        ("automatic_optimization is False.*use automatic optimization", {"module": Manual}, {}),
+        ("dataloader_iter", {"module": Greedy}, {}),
+        ("StepLR has interval='step'.*interval='epoch'", {"module": Scheduled}, {}),
+        ("complex parameters cannot be fused: phase.*view_as_real", {"module": Complex}, {}),
+        ("Stream is iterable and has no length.*map-style", {"train": DataLoader(Stream(), batch_size=8)}, {}),
+        ("91 clients cannot share 90 examples.*fewer clients", {}, {"partition": fb.IIDPartition(91)}),
+        ("who are the clients.*DirichletPartition", {}, NONE),
+        ("clients without an example: south", {"train": loader(fb.ClientDatasets(PARTS))}, NONE),
+        ("WeightedRandomSampler.*shuffle=", {"train": loader(**SAMPLED)}, {}),
+        ("min_clients=3, but a round has only 1 of 3", {}, {"safeguards": fb.Safeguards(3), "fraction": 0.3}),
+        (r"pattern 'head\.\*' matches no parameter", {}, {"local_parameters": ["head.*"]}),
+    ],
+)
+def test_what_cuts_across_rounds_is_refused_before_any_step_and_leaves_loaders_as_they_were(
+    message, options, federation
+):
+    module = {"module": Plain, **options}["module"]()
+    rest = {name: value for name, value in options.items() if name != "module"}
+    before, made = parameters(module)["net.0.weight"], DataLoader.__init__
+    with pytest.raises(fb.FedBayesError, match=message):
+        federate(module, fb.FederatedBayes(**{"partition": fb.IIDPartition(3), **federation}), **rest)
     assert torch.equal(before, module.net[0].weight)
+    assert DataLoader.__init__ is made
 
 
-class TestFinishedTrainers:
-    def test_a_trainer_that_has_finished_is_refused(self):
-        module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
-        made = federate(module, federation)
+def test_mistakes_are_found_before_the_sanity_validation():
+    class Spy(L.Callback):
+        validated = False
+
+        def on_validation_batch_start(self, *_):
+            self.validated = True
+
+    spy = Spy()
+    with pytest.raises(fb.FedBayesError, match=r"cannot share"):
+        federate(Plain(), fb.FederatedBayes(fb.IIDPartition(91)), val=loader(shuffle=False), callbacks=[spy])
+    assert not spy.validated
+
+
+def test_a_finished_federation_is_refused_in_its_trainer_and_complete_in_a_new_one(tmp_path, caplog):
+    trained, first = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
+    made = federate(trained, first)
+    made.save_checkpoint(tmp_path / "done.ckpt")
+    for path in (None, tmp_path / "done.ckpt"):
         with pytest.raises(FederationError, match=r"has finished: 2 of max_epochs=2 rounds.*max_epochs"):
-            made.fit(module, loader())
-
-    def test_even_with_its_own_checkpoint(self, tmp_path):
-        module = Plain()
-        made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
-        made.save_checkpoint(tmp_path / "done.ckpt")
-        with pytest.raises(FederationError, match=r"has finished: 2 of max_epochs=2"):
-            made.fit(module, loader(), ckpt_path=tmp_path / "done.ckpt")
-
-    def test_a_new_trainer_loads_a_complete_federation_and_trains_nothing(self, tmp_path, caplog):
-        first = fb.FederatedBayes(fb.IIDPartition(3))
-        trained = Plain()
-        federate(trained, first).save_checkpoint(tmp_path / "done.ckpt")
-        module, again = Plain(lr=0.3), fb.FederatedBayes(fb.IIDPartition(3))
-        with caplog.at_level("INFO"):
-            federate(module, again, ckpt_path=tmp_path / "done.ckpt")
-        assert any("federation is complete: 2 rounds are done" in line for line in caplog.messages)
-        assert_equal(parameters(trained), parameters(module))
-        assert_equal(dict(first.posterior.mean), dict(again.posterior.mean))
-        assert again.history == first.history
-
-
-class TestData:
-    def refuse(self, train, message, partition="three", **options):
-        partition = fb.IIDPartition(3) if partition == "three" else partition
-        module = Plain()
-        before = parameters(module)["net.0.weight"]
-        with pytest.raises(fb.FedBayesError, match=message):
-            federate(module, fb.FederatedBayes(partition, **options), train=train)
-        assert torch.equal(before, module.net[0].weight)
-
-    def test_iterable_without_length(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(blobs())
-
-        self.refuse(DataLoader(Stream(), batch_size=8), "Stream is iterable and has no length.*map-style")
-
-    def test_more_clients_than_examples(self):
-        self.refuse(loader(), "91 clients cannot share 90 examples.*fewer clients", fb.IIDPartition(91))
-
-    def test_no_partition_and_no_parts(self):
-        self.refuse(loader(), "who are the clients.*DirichletPartition", None)
-
-    def test_a_client_with_no_example(self):
-        empty = TensorDataset(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
-        parts = fb.ClientDatasets({"north": blobs(), "south": empty})
-        self.refuse(loader(parts, shuffle=True), "clients without an example: south", None)
-
-    def test_a_sampler_of_ones_own(self):
-        sampler = WeightedRandomSampler([1.0] * 90, 90)
-        self.refuse(loader(shuffle=False, sampler=sampler), "WeightedRandomSampler.*shuffle=")
-
-    def test_complex_parameters(self):
-        module = Plain()
-        module.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
-            federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
-
-    def test_more_clients_needed_than_come(self):
-        self.refuse(
-            loader(),
-            "min_clients=3, but a round has only 1 of 3",
-            safeguards=fb.Safeguards(min_clients=3),
-            fraction=0.3,
-        )
-
-    def test_local_parameters_that_match_nothing(self):
-        self.refuse(loader(), r"pattern 'head\.\*' matches no parameter", local_parameters=["head.*"])
-
-    def test_a_refusal_leaves_data_loaders_as_they_were(self):
-        before = DataLoader.__init__
-        self.refuse(loader(), "91 clients", fb.IIDPartition(91))
-        assert DataLoader.__init__ is before
-
-    def test_mistakes_are_found_before_the_sanity_validation(self):
-        class Spy(L.Callback):
-            validated = False
-
-            def on_validation_batch_start(self, *_):
-                self.validated = True
-
-        spy = Spy()
-        with pytest.raises(fb.FedBayesError, match=r"cannot share"):
-            federate(Plain(), fb.FederatedBayes(fb.IIDPartition(91)), val=loader(shuffle=False), callbacks=[spy])
-        assert not spy.validated
+            made.fit(trained, loader(), ckpt_path=path)
+    module, again = Plain(lr=0.3), fb.FederatedBayes(fb.IIDPartition(3))
+    with caplog.at_level("INFO"):
+        federate(module, again, ckpt_path=tmp_path / "done.ckpt")
+    assert any("federation is complete: 2 rounds are done" in line for line in caplog.messages)
+    assert_equal(parameters(trained), parameters(module))
+    assert_equal(dict(first.posterior.mean), dict(again.posterior.mean))
+    assert again.history == first.history
 
 
 def test_validate_test_and_predict_are_left_alone():

@@ -1,7 +1,5 @@
 """A round looks the same from outside in the short epoch loop as in Lightning's own."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, assert_equal, loader, parameters
+from tests.clients.test_evaluation import clients
+from tests.federations import Plain, assert_equal, loader, parameters, trainer
 
 OWN_LOOP = {"gradient_clip_val": 1e9}
 """A clip value that never bites makes the Trainer take its own steps."""
@@ -59,28 +58,15 @@ def run(folder, callbacks, **options):
     """Three rounds. Returns what was logged, saved, seen, counted and learnt."""
     module, seen = Logging(), Seen()
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=4, save_top_k=-1)
-    trainer = L.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=CSVLogger(folder, "log", 0),
-        log_every_n_steps=3,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"),
-            saving,
-            LearningRateMonitor(),
-            seen,
-            *callbacks,
-        ],
-        **options,
-    )
-    trainer.fit(module, loader(), loader(shuffle=False))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential")
+    logging = {"logger": CSVLogger(folder, "log", 0), "log_every_n_steps": 3, "enable_checkpointing": True}
+    made = trainer(3, [federation, saving, LearningRateMonitor(), seen, *callbacks], **logging, **options)
+    made.fit(module, loader(), loader(shuffle=False))
     with open(folder / "log" / "version_0" / "metrics.csv") as file:
         rows = [{key: value for key, value in row.items() if "seconds" not in key} for row in csv.DictReader(file)]
     files = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if "seconds" not in key}
-    return rows, files, metrics, seen.batches, (trainer.global_step, trainer.current_epoch), parameters(module)
+    metrics = {key: float(value) for key, value in made.callback_metrics.items() if "seconds" not in key}
+    return rows, files, metrics, seen.batches, (made.global_step, made.current_epoch), parameters(module)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -97,3 +83,51 @@ def test_the_short_loop_is_seen_as_the_trainers_own(tmp_path, stop, options):
     assert_equal(learnt, own_learnt)
     assert len(short[0]) > 8
     assert len(short[1]) > 3
+
+
+class Asks(Plain):
+    """Notes what the Trainer estimates, and counts its own steps."""
+
+    def configure_optimizers(self):
+        self.at_first, self.inside, self.taken = self.trainer.estimated_stepping_batches, {}, {}
+        return super().configure_optimizers()
+
+    def on_client_start(self, client):
+        self.client = client.name
+
+    def training_step(self, batch, batch_idx):
+        self.inside[self.client] = self.trainer.estimated_stepping_batches
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.taken[self.client] = self.taken.get(self.client, 0) + 1
+
+    def on_validation_epoch_end(self):
+        self.between = self.trainer.estimated_stepping_batches
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_they_are_the_steps_that_a_client_takes_in_all_rounds(accumulate, epochs):
+    federation, module = fb.FederatedBayes(local_epochs=epochs, engine="sequential"), Asks()
+    made = trainer(3, [federation], accumulate_grad_batches=accumulate)
+    made.fit(module, loader(clients(40, 25)), loader(clients(9), shuffle=False))
+    assert module.inside == module.taken
+    assert module.at_first == module.between == max(module.taken.values())
+    assert made.global_step == sum(module.taken.values())
+    assert type(made) is L.Trainer
+
+
+def test_a_trainer_is_what_it_was_after_an_error():
+    class Fails(Plain):
+        def on_train_start(self):
+            raise RuntimeError("no")
+
+    class Mine(L.Trainer):
+        pass
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    made = Mine(max_epochs=1, callbacks=[fb.FederatedBayes(fb.IIDPartition(3))], accelerator="cpu", **quiet)
+    with pytest.raises(RuntimeError, match="no"):
+        made.fit(Fails(), loader())
+    assert type(made) is Mine

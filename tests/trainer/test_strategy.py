@@ -212,31 +212,17 @@ def alive(group):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "message"),
+    ("options", "message"),
     [
-        ({"strategy": "fedbayes", "devices": 2, "max_time": {"hours": 1}}, "interval='epoch'"),
-        (
-            {"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
-            "use every_n_epochs=",
-        ),
+        ({"max_time": {"hours": 1}}, "interval='epoch'"),
+        ({"callbacks": [ModelCheckpoint(every_n_train_steps=3)]}, "use every_n_epochs="),
+        ({}, "ClientParallelStrategy: it splits the network"),
     ],
 )
-def test_options_that_several_processes_cannot_use_are_refused_before_training(trainer, message):
-    callbacks = [fb.FederatedBayes(fb.IIDPartition(4)), *trainer.pop("callbacks", [])]
-    made = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=False,
-        **trainer,
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
-    )
+def test_what_several_processes_cannot_use_is_refused_before_training(options, message, monkeypatch):
+    saves = {"enable_checkpointing": "callbacks" in options}
+    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, max_epochs=1, logger=False, **saves, **options)
+    if not options:
+        monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
     with pytest.raises(FederationError, match=message):
-        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings())
-
-
-def test_strategies_that_split_the_network_are_refused(monkeypatch):
-    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
-    monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
-    with pytest.raises(FederationError, match="ClientParallelStrategy: it splits the network"):
         check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), FederationSettings())

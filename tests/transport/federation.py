@@ -1,7 +1,5 @@
 """A small federation that needs no transport: its data, its network, and the same in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -37,3 +35,14 @@ def in_process(rounds: int = 3, make: Any = hybrid, **settings: Any) -> fb.Feder
     federation = fb.FederatedBayes(PARTITION, engine="sequential", **{"fusion": "rklb", **settings})
     federate(make(), federation, rounds, BlobData().train_dataloader())
     return federation
+
+
+def calibrated(make: Any, data: Any, callbacks: Any, fusion: str = "rklb") -> Any:
+    """The module that is trained in one process, after calibration of a temperature and of conformal sets."""
+    module, (scaling, conformal) = make(), callbacks
+    federation = fb.FederatedBayes(engine="sequential", fusion=fusion, seed=3)
+    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
+    held_out, options = data.val_dataloader().dataset, {"batch_size": 16, "seed": 3}
+    scaling.fit_from(module, held_out, **options)
+    conformal.fit_from(module, held_out, temperature=scaling.temperature, **options)
+    return module

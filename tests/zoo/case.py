@@ -1,7 +1,5 @@
 """A case of the zoo: a way to train, with plain Lightning and as a federation."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,13 +8,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from tests.federations import CLASSES, FEATURES, blobs, network
+from tests import federations
+from tests.federations import blobs, network
 
 SIZES = (20, 13, 7)
 """Ragged: with batches of 4 the clients have 5, 4 and 2 batches, some of them not full."""
@@ -141,16 +139,8 @@ def fit(
     first: int = 0,
 ) -> L.Trainer:
     """Train ``module`` up to round ``rounds``, from round ``first``."""
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        **case.trainer,
-    }
-    trainer = L.Trainer(max_epochs=rounds, callbacks=[*case.callbacks(), *callbacks], **options)
+    options = {"num_sanity_val_steps": 0, **case.trainer}
+    trainer = federations.trainer(rounds, [*case.callbacks(), *callbacks], **options)
     progress = trainer.fit_loop.epoch_progress
     for scope in (progress.total, progress.current):
         scope.ready = scope.started = scope.processed = scope.completed = first
@@ -189,11 +179,7 @@ def loop_of_plain_fits(case: Case) -> dict[str, Tensor]:
 
 
 def federated(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> tuple[dict[str, Tensor], fb.FederatedBayes]:
-    """Train as a federation.
-
-    Raises:
-        FedBayesError: it is refused.
-    """
+    """Train as a federation, or raise FedBayesError."""
     module = case.module()
     options = {"fusion": "weighted_average", **case.federation}
     federation = fb.FederatedBayes(engine=engine, **options)  # pyright: ignore[reportArgumentType]
@@ -209,6 +195,3 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
         for n, v in second.items()
         if v.numel()
     )
-
-
-__all__ = ["CLASSES", "EQUAL", "FEATURES", "REFUSED", "STEP_OUTPUT", "Case", "Net", "callback", "net", "network"]

@@ -1,7 +1,5 @@
 """Optimizers with unusual features, as packages have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -51,6 +49,9 @@ class Descent(Optimizer):
     def direction(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         return p.grad
 
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        p.sub_(self.direction(p, group), alpha=group["lr"])
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = None
@@ -61,7 +62,7 @@ class Descent(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self.direction(p, group), alpha=group["lr"])
+                    self.update(p, group)
         return loss
 
 
@@ -78,17 +79,6 @@ class Decays(Descent):
     def before(self):
         for group in self.param_groups:
             group["lr"] *= 0.9
-
-
-class Counts(Descent):
-    """Counts in its groups, as schedule-free optimizers do."""
-
-    def before(self):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-
-    def direction(self, p, group):
-        return p.grad / group["k"]
 
 
 class CountsItself(Descent):
@@ -142,19 +132,14 @@ class ScheduleFree(Descent):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1, k=0)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def before(self):
         for group in self.param_groups:
             group["k"] += 1
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.detach().clone())
-                z.sub_(p.grad, alpha=group["lr"])
-                p.lerp_(z, 1 / group["k"])
-        return loss
+
+    def update(self, p, group):
+        z = self.state[p].setdefault("z", p.detach().clone())
+        z.sub_(p.grad, alpha=group["lr"])
+        p.lerp_(z, 1 / group["k"])
 
 
 class NormGrowth(Descent):

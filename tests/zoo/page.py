@@ -1,54 +1,12 @@
-"""Prints docs/what_works.md: ``python -m tests.zoo.page > docs/what_works.md``."""
-
-from __future__ import annotations
+"""Prints docs/what_works.md, with tables made from the cases: ``python -m tests.zoo.page``."""
 
 from itertools import groupby
+from pathlib import Path
 
 from tests.zoo.case import EQUAL, Case
 from tests.zoo.cases import CASES
 
-HEAD = """\
-# What works, and what is refused
-
-A module trains with `FederatedBayes` as it does with Lightning alone, or it is refused before training with the
-reason. Each row below is a test: one client with all data against a plain `fit`, and three clients with unequal
-numbers of batches against a loop in which each client has a plain `fit` of its own in every round. The loop's
-parameters and the federation's agree to rounding, with each engine (`fusion="weighted_average"`).
-Where the vectorized engine is refused, `engine="auto"` takes the sequential one and says why.
-
-## The rule
-
-* *Kept*: what a plain `fit` on the client's own data would do. A client starts with the global model and with
-  everything else of the module as it was at the start of the round.
-* *Refused*: what would mix clients or cut through a round, and can be seen before training.
-* *Said once, by name*: what training changes in the module and every client finds as the last one left it (lists and
-  other objects), and what is put back for the next client (numbers, text, tensors, arrays, random generators, buffers
-  that are not persistent, `train()` and `eval()`, `requires_grad`). With one client only, nothing is put back.
-* *Unknowable*: a count in a global variable or a closure. Before stacking clients, a trial step of two at once is
-  compared with a step of each; a difference means the sequential engine.
-
-## Positions in a round
-
-An epoch of the Trainer is a round. Inside it:
-
-| what | its value |
-|---|---|
-| `batch_idx`, in `training_step` and in hooks | number of the batch in the client's own local epoch |
-| `trainer.num_training_batches`, `trainer.is_last_batch` | of the client's own local epoch; not in a stack of clients |
-| `trainer.estimated_stepping_batches` | a client's own steps in all rounds; outside of a step, of the largest client |
-| `trainer.global_step`, in `training_step` | steps up to the round, and the client's own in it; not in a stack |
-| `trainer.global_step`, in hooks and between rounds | steps of all clients |
-| `trainer.current_epoch` | the round, from 0 |
-| `limit_train_batches` | of each client's batches in a local epoch |
-| `accumulate_grad_batches` | within a client's local epoch, closed at its end |
-| `fast_dev_run=n` | one round of two clients with n batches each |
-| `on_train_batch_start` returns −1 | the client's local epoch ends |
-| hooks of the epoch, of validation and of the fit | once in a round, on the global model: what they do to it holds |
-| a scheduler with `interval="epoch"` | steps at the end of the round |
-| the optimizer's options | each client starts with the round's; what its training changes ends with it |
-| torchmetrics in `training_step` | collect over all clients of the round; in a stack, fed after the step |
-"""
-
+PAGE = Path(__file__).parents[2] / "docs" / "what_works.md"
 WORDS = {True: "as Lightning", False: "refused"}
 
 
@@ -60,12 +18,12 @@ def row(case: Case) -> str:
 
 
 def page() -> str:
-    """Return the page."""
-    parts = [HEAD]
+    """Return the page: what stands in it before the tables, and the tables."""
+    parts = [PAGE.read_text().partition("## Optimizers of torch\n")[0]]
     for group, cases in groupby(CASES, key=lambda case: case.group):
         rows = "\n".join(row(case) for case in cases)
         parts.append(f"## {group}\n\n| case | sequential | vectorized |\n|---|---|---|\n{rows}\n")
-    return "\n".join(parts)
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
 """The zoo: every case trains as plain Lightning does, on every engine, or is refused before it trains."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from pathlib import Path
 
-import lightning as L
 import pytest
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError
-from tests.federations import blobs
+from tests.federations import blobs, trainer
 from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, Net, difference, federated, loop_of_plain_fits, plain
 from tests.zoo.cases import CASES, Counter, Ema
-from tests.zoo.page import page
+from tests.zoo.page import PAGE, page
 
 IDS = [f"{case.group}: {case.name}" for case in CASES]
 
@@ -34,23 +30,16 @@ def outcome(case: Case, engine: str, expected: str, reference, sizes=SIZES) -> N
 
 
 def test_the_page_of_the_documentation_is_made_from_them():
-    assert (Path(__file__).parents[2] / "docs" / "what_works.md").read_text() == page()
+    assert PAGE.read_text() == page()
 
 
 def test_fast_dev_run_is_one_round_of_two_clients_with_one_batch_each():
     federation = fb.FederatedBayes(fb.IIDPartition(5), engine="sequential")
-    trainer = L.Trainer(
-        fast_dev_run=True,
-        accelerator="cpu",
-        callbacks=[federation],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        logger=False,
-    )
-    trainer.fit(Net(), DataLoader(blobs(), 4))
+    made = trainer(callbacks=[federation], fast_dev_run=True)
+    made.fit(Net(), DataLoader(blobs(), 4))
     assert [row["valid_clients"] for row in federation.history] == [2.0]
-    assert trainer.global_step == 2
-    assert trainer.max_steps == 1
+    assert made.global_step == 2
+    assert made.max_steps == 1
 
 
 def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):

@@ -7,10 +7,13 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import norm
+from sklearn.metrics import roc_auc_score, roc_curve
 
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw
+from tests.refusals import refusals
 
 sampled = st.builds(
     draw, st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(2, 7)), st.integers(0, 10_000), st.floats(0, 30)
@@ -59,22 +62,7 @@ def test_entropy_is_scipys_and_lies_between_0_and_1(probs):
     assert (entropy <= 1 + 1e-12).all()
 
 
-def test_extremes_of_uncertainty():
-    uniform = torch.full((3, 2, 8), 1 / 8)
-    assert torch.allclose(F.predictive_entropy(uniform), torch.ones(2))
-    assert torch.allclose(F.kwon_aleatoric(uniform), torch.full((2,), 7 / 8))
-    assert (F.kwon_epistemic(uniform) == 0).all()
-    assert torch.allclose(F.mutual_information(uniform), torch.zeros(2), atol=1e-6)
-    votes = torch.eye(4).unsqueeze(1)  # four certain samples that all disagree
-    assert F.kwon_aleatoric(votes).item() == 0
-    assert F.kwon_epistemic(votes).item() == pytest.approx(3 / 4)
-    assert F.mutual_information(votes).item() == pytest.approx(math.log(4))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [F.predictive_entropy, F.kwon_aleatoric, F.kwon_epistemic, F.mutual_information],
-)
+@pytest.mark.parametrize("function", [F.predictive_entropy, F.kwon_aleatoric, F.kwon_epistemic, F.mutual_information])
 def test_sample_functions_are_invariant_to_order_and_take_half_floats(function):
     probs = draw((5, 6, 3))
     assert torch.allclose(function(probs), function(probs.flip(0)))
@@ -110,27 +98,76 @@ def test_accuracy_retained_does_not_depend_on_the_order_of_ties(examples, shuffl
     assert curve[1][-1].item() == pytest.approx(correct.float().mean().item())
 
 
-def test_accuracy_retained_of_perfect_constant_and_inverted_uncertainty():
-    correct = torch.tensor([True] * 60 + [False] * 40)
-    perfect = F.accuracy_retained_curve(correct, torch.arange(100.0))
-    assert (perfect[1][:60] == 1).all()
-    constant = F.accuracy_retained_area(correct, torch.zeros(100))
-    level = torch.cat(F.accuracy_retained_curve(correct, torch.zeros(100)))
-    assert level.tolist() == pytest.approx([1, 0.6])
-    best, worst = (F.accuracy_retained_area(correct, sign * torch.arange(100.0)) for sign in (1, -1))
-    assert constant.item() == pytest.approx(0.6)
-    assert best > constant > worst
+test_errors_name_the_shape_and_the_remedy = refusals(
+    FedBayesError,
+    (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
+    (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
+    (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
+    (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
+)
 
 
+TWO = torch.tensor([0.1, 0.2])
+sides = st.lists(st.integers(-4, 4), min_size=1, max_size=30).map(lambda values: torch.tensor(values).double())
+"""Uncertainties with many ties."""
+
+
+def labelled(inside, outside):
+    return torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]), torch.cat([inside, outside])
+
+
+@given(sides, sides)
+@settings(deadline=None)
+def test_auroc_is_scikit_learns(inside, outside):
+    assert F.ood_auroc(inside, outside).item() == pytest.approx(roc_auc_score(*labelled(inside, outside)), abs=1e-6)
+
+
+@given(sides, sides, st.sampled_from([0.05, 0.5, 0.8, 0.95, 1.0]))
+@settings(deadline=None)
+def test_fpr_is_that_of_scikit_learns_first_point_that_reaches_the_recall(inside, outside, recall):
+    fpr, tpr, _ = roc_curve(*labelled(inside, outside), drop_intermediate=False)
+    expected = fpr[(tpr >= recall - 1e-12).argmax()]
+    assert F.ood_fpr(inside, outside, recall).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.5, 1.5, 3.0])
+def test_two_normals(distance):
+    r"""AUROC is :math:`\Phi(d/\sqrt2)`; the false-positive rate at recall r is :math:`\Phi(\Phi^{-1}(r) - d)`."""
+    quantiles = torch.from_numpy(norm.ppf((torch.arange(4000).double() + 0.5).numpy() / 4000))
+    inside, outside = quantiles, quantiles + distance
+    assert F.ood_auroc(inside, outside).item() == pytest.approx(norm.cdf(distance / math.sqrt(2)), abs=1e-3)
+    for recall in (0.5, 0.95):
+        expected = norm.cdf(norm.ppf(recall) - distance)
+        assert F.ood_fpr(inside, outside, recall).item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_extremes_and_ties():
+    inside, outside = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.4, torch.inf])
+    assert (F.ood_auroc(inside, outside), F.ood_fpr(inside, outside)) == (1, 0)
+    assert (F.ood_auroc(outside, inside), F.ood_fpr(outside, inside)) == (0, 1)
+    same = torch.zeros(5)
+    assert (F.ood_auroc(same, same), F.ood_fpr(same, same)) == (0.5, 1)  # all are called so, or none is
+
+
+@pytest.mark.parametrize("examples", [20, 100, 140, 1000])
+def test_recall_is_reached_without_one_example_too_many(examples):
+    """0.95 · n examples, though the product may be a little more in floating point."""
+    outside = torch.arange(examples).double()
+    threshold = examples - round(0.95 * examples)
+    inside = outside.repeat_interleave(2)
+    assert F.ood_fpr(inside, outside).item() == pytest.approx((examples - threshold) / examples)
+
+
+@pytest.mark.parametrize("function", [F.ood_auroc, F.ood_fpr])
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("inside", "outside", "says"),
     [
-        (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
-        (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
-        (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
-        (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
+        (TWO, torch.ones(2, 1), r"uncertainty_out has shape \(2, 1\).*flatten"),
+        (torch.ones(0), TWO, r"uncertainty_in has shape \(0,\).*at least one"),
+        (TWO, torch.tensor([0.1, torch.nan]), "uncertainty_out is NaN at 1 of 2"),
+        ([0.1], TWO, "uncertainty_in=.*give a torch.Tensor"),
     ],
 )
-def test_errors_name_the_shape_and_the_remedy(call, says):
+def test_errors(function, inside, outside, says):
     with pytest.raises(FedBayesError, match=says):
-        call()
+        function(inside, outside)

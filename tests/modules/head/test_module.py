@@ -113,14 +113,6 @@ def test_regression_has_noise():
     assert float(prediction.epistemic.max()) < float(prediction.aleatoric.min())
 
 
-def test_noise_of_privacy_leaves_a_head():
-    model = module()
-    _, made = fit(model, privacy=fb.UpdatePrivacy(clip=100.0, noise_multiplier=0.01))
-    assert made.callback_metrics["privacy/epsilon"] > 0
-    assert model.fitted.weights.isfinite().all()
-    assert float((model.fitted.weights - pooled().weights).abs().max()) > 1e-4
-
-
 def test_what_it_is_not_for_is_refused():
     with pytest.raises(FederationError, match="federates by fusion='sums' alone"):
         fit(module(), fusion="fedavg")

@@ -74,16 +74,6 @@ def full_covariance(posterior):
     return torch.block_diag(*blocks.values())[order][:, order]
 
 
-def test_a_linear_model_is_exact():
-    torch.manual_seed(0)
-    module, x = nn.Linear(4, 3), torch.randn(6, 4)
-    posterior = random_posterior(module)
-    mean, covariance = linearised_outputs(module, posterior, x)
-    assert torch.allclose(mean, x @ posterior.mean["weight"].T + posterior.mean["bias"], atol=1e-6)
-    variance = x.square() @ posterior.variance["weight"].T + posterior.variance["bias"]
-    assert torch.allclose(covariance, torch.diag_embed(variance), rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_is_the_covariance_by_an_explicit_jacobian(name):
     network, x = NETWORKS[name]()
