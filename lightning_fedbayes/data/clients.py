@@ -14,18 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FederationError,
-    PartitionError,
-    check_at_least,
-    check_flag,
-    check_kind,
-    check_number,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import LARGEST, FederationError, PartitionError, listed, nearest, shown
 from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
@@ -153,7 +143,7 @@ class ClientDatasets(ConcatDataset):
     def __init__(self, datasets: Mapping[str, Dataset] | Mapping[int, Dataset], *, skip_empty: bool = False) -> None:
         if not isinstance(datasets, Mapping) or not datasets:
             raise FederationError(f"datasets={shown(datasets)}: give a dict, client name → map-style data set")
-        check_flag("skip_empty", skip_empty)
+        errors.check_flag("skip_empty", skip_empty)
         named: dict[str, Any] = {}
         for key, dataset in datasets.items():
             check_dataset(f"the data set of client {key}", dataset)
@@ -195,9 +185,9 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
     Raises:
         FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
     """
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
-    check_number("fraction", fraction, "(0, 1)", why="the share that is held out")
-    check_at_least("seed", seed, -LARGEST)
+    errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
+    errors.check_number("fraction", fraction, "(0, 1)", why="the share that is held out")
+    errors.check_at_least("seed", seed, -LARGEST)
     rest, held = {}, {}
     for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
         size = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -274,7 +264,9 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         PartitionError: the partition cannot be made.
     """
     check_dataset("the training data", dataset)
-    check_kind("partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError)
+    errors.check_kind(
+        "partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError
+    )
     if partition is None:
         if not isinstance(dataset, ConcatDataset):
             raise FederationError(

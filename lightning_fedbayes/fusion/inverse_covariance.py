@@ -17,16 +17,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
-from lightning_fedbayes.fusion.inferred import (
-    InferredRule,
-    centred_products,
-    consensus,
-    gram_about_last,
-    least_noise,
-    lower_quartile,
-    residuals,
-    signal_of,
-)
+from lightning_fedbayes.fusion import inferred
 from lightning_fedbayes.fusion.registry import register_fusion
 
 MOVED = ("features", "noise", "signal")
@@ -176,7 +167,7 @@ def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent
     return Latent(features.contiguous(), spread, prior, noise, signal)
 
 
-class _InverseCovariance(InferredRule):
+class _InverseCovariance(inferred.InferredRule):
     """Arguments of both estimators: the number of features, and the least noise."""
 
     def __init__(self, latent: int, memory: float, floor: float) -> None:
@@ -238,7 +229,7 @@ class InverseCovarianceVB(_InverseCovariance):
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Go from the average of clients that may hold y towards the estimate among them, as far as is certain."""
-        average = bounded_average(gram_about_last(distances), size)
+        average = bounded_average(inferred.gram_about_last(distances), size)
         holders = average > 0
         points = torch.cat([holders, torch.ones(1, dtype=torch.bool)])
         among, begin = distances[points][:, points], average[holders]
@@ -249,7 +240,7 @@ class InverseCovarianceVB(_InverseCovariance):
     def improved(self, begin: Tensor, distances: Tensor, size: int) -> Tensor:
         """Move ``begin`` towards the first plausible solution of eq. (3), with y's prior or with a flat one."""
         scale, begun, least = self.begin(distances)
-        products = gram_about_last(distances) / scale
+        products = inferred.gram_about_last(distances) / scale
         for model, moved in ((begun, MOVED), (replace(begun, signal=FLAT * begun.signal), ("features", "noise"))):
             fitted = model
             for _ in range(OUTER):
@@ -261,12 +252,12 @@ class InverseCovarianceVB(_InverseCovariance):
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
         """Return the unit of variance and, in that unit, first estimates and the least noise variance."""
-        shares = consensus(distances)
-        noise = residuals(distances[:-1, :-1], shares)
-        least = least_noise(noise, self.floor)
-        noise, signal = noise.clamp_min(least), signal_of(distances, shares).clamp_min(least)
+        shares = inferred.consensus(distances)
+        noise = inferred.residuals(distances[:-1, :-1], shares)
+        least = inferred.least_noise(noise, self.floor)
+        noise, signal = noise.clamp_min(least), inferred.signal_of(distances, shares).clamp_min(least)
         scale = noise.median()
-        residual = centred_products(distances[:-1, :-1], shares)
+        residual = inferred.centred_products(distances[:-1, :-1], shares)
         begun = start(residual / scale, noise / scale, signal / scale, min(self.latent, len(noise) - 1))
         return scale, begun, least / float(scale)
 
@@ -282,7 +273,7 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
     errors.
     """
     lengths = products.diagonal()
-    least = lengths[lower_quartile(lengths)]
+    least = lengths[inferred.lower_quartile(lengths)]
     weights = torch.where(lengths > LONG * least, LONG * least / lengths, 1.0).square()
     weights = weights.masked_fill(lacking(products, weights, size), 0)
     average = weights / weights.sum()
@@ -401,16 +392,16 @@ class InverseCovarianceMLE(_InverseCovariance):
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Alternate between eq. (3) and a step of expectation maximisation for the covariance."""
         clients = distances[:-1, :-1]
-        coefficients = consensus(distances)
-        noise = residuals(clients, coefficients)
-        least = least_noise(noise, self.floor)
+        coefficients = inferred.consensus(distances)
+        noise = inferred.residuals(clients, coefficients)
+        least = inferred.least_noise(noise, self.floor)
         count = min(self.latent, len(noise) - 1)
         scale = noise.clamp_min(least).median()
-        begun = start(centred_products(clients, coefficients), noise.clamp_min(least), scale, count)
+        begun = start(inferred.centred_products(clients, coefficients), noise.clamp_min(least), scale, count)
         features, noise = begun.features, begun.noise
         for _ in range(self.max_iterations):
             before = coefficients
-            residual = centred_products(clients, coefficients)
+            residual = inferred.centred_products(clients, coefficients)
             features, noise = expectation_maximisation(features, noise, residual, least)
             coefficients = least_squares(features @ features.T + torch.diag(noise))
             if bool((coefficients - before).abs().max() <= self.tolerance):

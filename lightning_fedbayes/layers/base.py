@@ -16,15 +16,8 @@ from torch.func import functional_call
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.errors import (
-    ConversionError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import ConversionError, shown
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, inverse_softplus_std, softplus_std
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
@@ -160,10 +153,10 @@ class BayesianAffine(BayesianLayer):
         bayesian_bias: bool,
     ) -> None:
         super().__init__()
-        check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
+        errors.check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
         if posterior_rho_init is not None:
-            check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
-        check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
+            errors.check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
+        errors.check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
         self._estimator: Estimator = self.default_estimator
         self.weight_name = weight_name
         weight, bias = cast("Tensor", template.weight), cast("Tensor | None", template.bias)
@@ -312,7 +305,7 @@ class Reparameterized(BayesianLayer):
     ) -> None:
         super().__init__()
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
-        check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")
         if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
@@ -416,8 +409,8 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
     """Raise ConversionError unless a layer can have these. ``sizes``: name → features or channels."""
     for name, size in sizes.items():
-        check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
-    check_flag("bias", bias, error=ConversionError)
+        errors.check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
+    errors.check_flag("bias", bias, error=ConversionError)
     try:
         made = torch.empty(0, device=device, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:  # an unknown device or dtype
@@ -429,7 +422,7 @@ def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
 
 def check_estimator(name: str) -> Estimator:
     """Return ``name`` if it is an estimator, else raise ConversionError."""
-    check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
+    errors.check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
     return cast("Estimator", name)
 
 

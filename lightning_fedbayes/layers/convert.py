@@ -13,18 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fedbayes.core.errors import (
-    ConversionError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    check_strings,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import ConversionError, listed, nearest, shown
 from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook, remove_forward_hook
 from lightning_fedbayes.layers import affine, base
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, Reparameterized
@@ -95,14 +85,14 @@ def bayesianize(
     ['Linear', 'ReLU', 'LinearFlipout']
     """
     base.check_estimator(estimator)
-    check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
+    errors.check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
     if init == "pretrained" and posterior_std is not None:
         raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
-    check_number("delta", delta, "(0, inf)", error=ConversionError)
+    errors.check_number("delta", delta, "(0, inf)", error=ConversionError)
     if posterior_std is not None:
         check_std("posterior_std", posterior_std)
-    check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
-    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    errors.check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
+    errors.check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     usual = choose_prior(0.0, None, prior_std, prior)
 
     def convert(layer: nn.Module) -> BayesianLayer:
@@ -148,11 +138,11 @@ def choose(
         raise ConversionError(f"{given}: give exactly one of last, names and types to choose the Bayesian layers")
     candidates = candidate_modules(network)
     if last is not None:
-        check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
+        errors.check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
         return choose_last(candidates, last)
     if names is not None:
         remedy = "give a list of one or more module names, such as ['fc1']"
-        if isinstance(names, str) or not check_strings("names", names, remedy, error=ConversionError):
+        if isinstance(names, str) or not errors.check_strings("names", names, remedy, error=ConversionError):
             raise ConversionError(f"names={shown(names)}: {remedy}")
         known = dict(network.named_modules(remove_duplicate=False))
         for name in names:
@@ -305,7 +295,7 @@ class MCDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        check_number("p", p, "[0, 1)", error=ConversionError, why="it is the probability of dropout")
+        errors.check_number("p", p, "[0, 1)", error=ConversionError, why="it is the probability of dropout")
         self.p = p
         self.mean_only = False
 
@@ -340,7 +330,7 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     >>> with_mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rate=0.1)[0].mc_dropout
     MCDropout(p=0.1)
     """
-    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    errors.check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     copied = copy.deepcopy(network)
     candidates = candidate_modules(copied)
     layers = {name: module for name, module in candidates.items() if affine_kind(module) is not None}

@@ -15,40 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
+from lightning_fedbayes import metrics
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.layers.base import is_exporting
 from lightning_fedbayes.layers.scaler import FederatedScaler, ScaleSums, asking
-from lightning_fedbayes.metrics import (
-    BrierScore,
-    CalibrationDiagram,
-    ConcordanceIndex,
-    DeterminantSharpness,
-    GaussianCRPS,
-    GaussianNLL,
-    IntervalCoverage,
-    KwonAleatoric,
-    KwonEpistemic,
-    MutualInformation,
-    NegativeLogLikelihood,
-    PredictiveEntropy,
-)
 from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
 from lightning_fedbayes.metrics.scores import CoxNLL
-from lightning_fedbayes.modules.sampling import (
-    NETWORK,
-    PREDICTIVES,
-    GlobalRound,
-    Predictive,
-    draws_from_clients,
-    draws_from_posterior,
-    linear_layer,
-    linear_moments,
-    outputs_with,
-    sample_outputs,
-    within,
-)
+from lightning_fedbayes.modules import sampling
+from lightning_fedbayes.modules.sampling import NETWORK, PREDICTIVES, GlobalRound, Predictive
 
 OPTIONS = ("samples", "kl_weight", "warmup_rounds", "learning_rate", "predictive")
 """Hyperparameters of every :class:`BayesianModule`."""
@@ -112,7 +88,7 @@ class BayesianModule(L.LightningModule):
             raise FedBayesError(f"optimizer={shown(optimizer)}: give a function, such as partial(SGD, lr=0.01)")
         check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
         if predictive == "closed_form":
-            linear_layer(network)
+            sampling.linear_layer(network)
         self.network = network
         self.predictive: Predictive = predictive
         self.global_round = GlobalRound()
@@ -250,12 +226,12 @@ class BayesianModule(L.LightningModule):
         count = self.samples if samples is None else samples
         last, device = self.global_round, inputs.device
         if self.predictive == "layers" or last.posterior is None:  # as before the first round
-            return sample_outputs(self.network, inputs, count)
+            return sampling.sample_outputs(self.network, inputs, count)
         if self.predictive == "bootstrap":
-            sets = draws_from_clients([within(client, NETWORK).to(device) for client in last.clients])
+            sets = sampling.draws_from_clients([sampling.within(client, NETWORK).to(device) for client in last.clients])
         else:
-            sets = draws_from_posterior(within(last.posterior, NETWORK).to(device), count)
-        return outputs_with(self.network, sets, inputs)
+            sets = sampling.draws_from_posterior(sampling.within(last.posterior, NETWORK).to(device), count)
+        return sampling.outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
         """Return the output at the posterior mean, in units of the targets, shape (batch, *)."""
@@ -287,9 +263,13 @@ class ClassScores(Scores):
 
     def __init__(self) -> None:
         super().__init__()
-        predictive: Any = {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
-        sampled: Any = {"entropy": PredictiveEntropy(), "epistemic": MutualInformation()}
-        sampled |= {"kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()}
+        predictive: Any = {
+            "ece": metrics.CalibrationDiagram(),
+            "nll": metrics.NegativeLogLikelihood(),
+            "brier": metrics.BrierScore(),
+        }
+        sampled: Any = {"entropy": metrics.PredictiveEntropy(), "epistemic": metrics.MutualInformation()}
+        sampled |= {"kwon_aleatoric": metrics.KwonAleatoric(), "kwon_epistemic": metrics.KwonEpistemic()}
         self.predictive = MetricCollection(predictive, compute_groups=False)
         self.sampled = MetricCollection(sampled, compute_groups=False)
 
@@ -311,8 +291,12 @@ class GaussianScores(Scores):
 
     def __init__(self) -> None:
         super().__init__()
-        gaussian: Any = {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
-        others: Any = {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
+        gaussian: Any = {
+            "nll": metrics.GaussianNLL(),
+            "crps": metrics.GaussianCRPS(),
+            "coverage90": metrics.IntervalCoverage(level=0.9),
+        }
+        others: Any = {"sharpness": metrics.DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
         self.gaussian = MetricCollection(gaussian, compute_groups=False)
         self.others = MetricCollection(others, compute_groups=False)
 
@@ -329,7 +313,7 @@ class SurvivalScores(Scores):
 
     def __init__(self) -> None:
         super().__init__()
-        self.survival = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
+        self.survival = MetricCollection({"c_index": metrics.ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
 
     def update(self, rows: Rows) -> None:
         """Add "log_risk", (N,), and "target", (N, 2)."""
@@ -432,7 +416,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         inputs, known, posterior = self.inputs_of(batch), self._known(), self.global_round.posterior
         draws = self.sample(inputs)
         if self.predictive == "closed_form" and posterior is not None and isinstance(known, Gaussian | Cox):
-            return known.predict(draws, linear_moments(self.network, posterior, inputs))
+            return known.predict(draws, sampling.linear_moments(self.network, posterior, inputs))
         return known.predict(draws)
 
     def _known(self) -> Likelihood:

@@ -11,15 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    listed,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, listed
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 
@@ -51,7 +44,7 @@ class LinearStatistics:
     num_examples: int
 
     def __post_init__(self) -> None:
-        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
+        errors.check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
         for name in ("gram", "moment", "square"):
             check_sums(name, getattr(self, name))
         columns, targets = self.moment.shape[:1], self.moment.shape[1:]
@@ -77,7 +70,7 @@ class LinearStatistics:
         Raises:
             FedBayesError: shapes that do not fit, or a value that is not finite.
         """
-        check_flag("bias", bias, error=FedBayesError)
+        errors.check_flag("bias", bias, error=FedBayesError)
         check_examples(inputs, targets)
         targets = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
         design, targets = design_of(inputs, bias), targets.double()
@@ -227,11 +220,11 @@ class BayesianLinearRegression:
                 noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so
                 that clients too small for that can still be conflated.
         """
-        check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
+        errors.check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
         if isinstance(noise, str):
-            check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
+            errors.check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
         else:
-            check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
+            errors.check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
         check_examples(inputs, targets, least=1)
         targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
         design, targets = with_bias(inputs), targets.double()
@@ -251,12 +244,14 @@ class BayesianLinearRegression:
 
         Source: [FBDL] eq. (17), with full covariance.
         """
-        check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
+        errors.check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
         if not models:
             raise FedBayesError("there are no models to conflate: give one per client")
         first = models[0]
         for number, model in enumerate(models):
-            check_kind(f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError)
+            errors.check_kind(
+                f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError
+            )
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
                     raise FedBayesError(
@@ -357,7 +352,7 @@ class BayesianLinearRegression:
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """
         check_real("inputs", inputs)
-        check_at_least("samples", samples, 0, error=FedBayesError)
+        errors.check_at_least("samples", samples, 0, error=FedBayesError)
         features, targets = len(self.gram) - 1, self.moment.shape[1]
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")

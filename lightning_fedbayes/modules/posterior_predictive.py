@@ -13,15 +13,7 @@ from lightning_fedbayes.core.batches import Unpack, check_unpack, output_of, unp
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, raised_as
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.metrics.likelihoods import (
-    Categorical,
-    Gaussian,
-    Likelihood,
-    Rows,
-    get_likelihood,
-    likelihood_of,
-    said_by,
-)
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, ScoredModule, scores_of
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
@@ -89,7 +81,7 @@ class PosteriorPredictive(ScoredModule):
         module: nn.Module,
         posterior: GaussianPosterior | KroneckerPosterior | None = None,
         samples: int = 10,
-        likelihood: Likelihood | str | None = None,
+        likelihood: likelihoods.Likelihood | str | None = None,
         predictive: Literal["draws", "linearised"] | None = None,
         unpack: Unpack | None = None,
     ) -> None:
@@ -104,7 +96,7 @@ class PosteriorPredictive(ScoredModule):
         self.network = module
         self.posterior = posterior
         self.samples = samples
-        self.likelihood = None if likelihood is None else get_likelihood(likelihood)
+        self.likelihood = None if likelihood is None else likelihoods.get_likelihood(likelihood)
         self.predictive = predictive
         self._unpack = unpack
         self._scores = None
@@ -190,27 +182,27 @@ class PosteriorPredictive(ScoredModule):
                     self._one_by_one = True
             return function(*arguments, vectorized=False, **options)
 
-    def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
+    def likelihood_for(self, outputs: Tensor, targets: Any = None) -> likelihoods.Likelihood:
         """Return the likelihood, if need be by the first outputs and targets. Raise FedBayesError if unclear."""
-        found = said_by(self)
+        found = likelihoods.said_by(self)
         if found is None and isinstance(targets, Tensor):
-            self.likelihood = found = likelihood_of(self.network, outputs, targets)
+            self.likelihood = found = likelihoods.likelihood_of(self.network, outputs, targets)
         if found is None and (outputs.ndim < 2 or outputs.shape[1] < 2):
             raise FedBayesError(
                 f"{type(self.network).__name__} has one output per example, a logit or a number: give likelihood="
                 "'bernoulli' or likelihood=fb.Gaussian(noise=...)"
             )
-        return found or Categorical()
+        return found or likelihoods.Categorical()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: inputs, with or without targets."""
         return self._predict(*self.unpack(batch))
 
     def _predict(self, inputs: Any, targets: Any = None) -> Any:
-        if self.is_linearised and isinstance(said_by(self), Gaussian):
+        if self.is_linearised and isinstance(likelihoods.said_by(self), likelihoods.Gaussian):
             mean, covariance = self._linearised(inputs)
-            known = said_by(self)  # a head knows its noise now
-            assert isinstance(known, Gaussian)
+            known = likelihoods.said_by(self)  # a head knows its noise now
+            assert isinstance(known, likelihoods.Gaussian)
             if known.in_outputs:
                 return known.predict(self._draws(mean, covariance))
             mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
@@ -223,10 +215,10 @@ class PosteriorPredictive(ScoredModule):
             targets = None
         return self.likelihood_for(outputs[0], targets).predict(outputs)
 
-    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Rows:
+    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> likelihoods.Rows:
         """Score a batch of inputs and targets, and return its rows."""
         inputs, targets = unpacked(batch, self, needs_targets=True)
-        known = said_by(self)
+        known = likelihoods.said_by(self)
         if known is None or known.of_classes:
             draws = self.sample(inputs)
             known = self.likelihood_for(draws[0], targets)

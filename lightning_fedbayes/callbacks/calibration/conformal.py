@@ -12,34 +12,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.callbacks.calibration import callback
 from lightning_fedbayes.callbacks.calibration import scores as scoring
-from lightning_fedbayes.callbacks.calibration.callback import (
-    CalibrationCallback,
-    Datasets,
-    Found,
-    check_apart,
-    logits_of,
-    numbers_of,
-    state_of,
-)
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Datasets, Found
 from lightning_fedbayes.callbacks.calibration.scores import BINS, GRIDS, Kind, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FedBayesError,
-    FederationError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    is_number,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import LARGEST, FedBayesError, FederationError, is_number, listed, nearest, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
@@ -148,16 +129,16 @@ class FederatedConformal(CalibrationCallback):
         max_influence: float | None = 2.0,
         per: Per = "position",
     ) -> None:
-        check_number("level", level, "(0, 1)", error=FedBayesError)
-        check_choice("kind", kind, GRIDS, error=FedBayesError)
-        check_flag("per_client", per_client, error=FedBayesError)
-        check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
-        check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
+        errors.check_number("level", level, "(0, 1)", error=FedBayesError)
+        errors.check_choice("kind", kind, GRIDS, error=FedBayesError)
+        errors.check_flag("per_client", per_client, error=FedBayesError)
+        errors.check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
+        errors.check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
         if epsilon is not None:
             scoring.check_epsilon(epsilon)
-        check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
+        errors.check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
         scoring.check_influence(max_influence)
-        check_choice("per", per, get_args(Per), error=FedBayesError)
+        errors.check_choice("per", per, get_args(Per), error=FedBayesError)
         self.per: Per = per
         self.level = level
         self.kind: Kind = kind
@@ -198,7 +179,7 @@ class FederatedConformal(CalibrationCallback):
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
-        check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+        errors.check_at_least("seed", seed, -LARGEST, error=FedBayesError)
         seeds = (derive_seed(seed, "evaluation", self.releases, number) for number in range(len(clients)))
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         self.releases += self.epsilon is not None
@@ -242,7 +223,7 @@ class FederatedConformal(CalibrationCallback):
         Raises:
             FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
         """
-        check_apart(datasets, trained_on)
+        callback.check_apart(datasets, trained_on)
         scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
         self.temperature = temperature
         return self.fit(scores, seed=seed)
@@ -257,7 +238,7 @@ class FederatedConformal(CalibrationCallback):
         first: int = 0,
     ) -> dict[str, Tensor]:
         """Return the scores of each client's examples, by its name. See :meth:`fit_from` and :func:`predictions_of`."""
-        check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        errors.check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
@@ -404,8 +385,8 @@ class FederatedConformal(CalibrationCallback):
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return moments for intervals or logits for sets, targets, and the rows of each example of a client."""
         if self.kind != "interval":
-            return *logits_of(found), found["counts"]
-        return *numbers_of(found), found["counts"] * found["mean"].shape[1]
+            return *callback.logits_of(found), found["counts"]
+        return *callback.numbers_of(found), found["counts"] * found["mean"].shape[1]
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
@@ -462,13 +443,13 @@ class FederatedConformal(CalibrationCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the thresholds. Releases stay counted. Raises FederationError for a foreign state."""
-        state = state_of(self, state_dict)
+        state = callback.state_of(self, state_dict)
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
-        check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
+        errors.check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
         for name, each in (("threshold", 0.0 if threshold is None else threshold), *thresholds.items()):
             if each != math.inf and not (is_number(each) and each >= 0):
                 raise FederationError(f"threshold of {shown(name)}: {shown(each)} is none; give a number of at least 0")
-        check_number("temperature", state["temperature"], "(0, inf)")
-        check_at_least("releases", releases, 0)
+        errors.check_number("temperature", state["temperature"], "(0, inf)")
+        errors.check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
         self.releases = max(self.releases, releases)

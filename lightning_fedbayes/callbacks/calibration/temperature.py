@@ -16,16 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration import scores
-from lightning_fedbayes.callbacks.calibration.callback import (
-    CalibrationCallback,
-    Datasets,
-    Found,
-    check_apart,
-    predictions_of,
-    scalable,
-    state_of,
-)
+from lightning_fedbayes.callbacks.calibration import callback, scores
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Datasets, Found
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
@@ -390,8 +382,8 @@ class FederatedTemperature(CalibrationCallback):
         Raises:
             FedBayesError: as :meth:`fit`, or data that are not pairs.
         """
-        check_apart(datasets, trained_on)
-        return self.fit(predictions_of(predictive, datasets, batch_size, seed))
+        callback.check_apart(datasets, trained_on)
+        return self.fit(callback.predictions_of(predictive, datasets, batch_size, seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return logits / T, of the shape of ``logits``. Raise FedBayesError before :meth:`fit`, or if some are NaN."""
@@ -410,7 +402,7 @@ class FederatedTemperature(CalibrationCallback):
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return a client's logits and targets, or its moments and targets."""
-        return scalable(found)
+        return callback.scalable(found)
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
@@ -482,7 +474,7 @@ class FederatedTemperature(CalibrationCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore T. Raises FederationError: it is no state of a FederatedTemperature."""
-        state = state_of(self, state_dict)
+        state = callback.state_of(self, state_dict)
         if state["temperature"] is not None:
             check_number("temperature", state["temperature"], "(0, inf)")
         check_at_least("exchanges", state["exchanges"], 0)

@@ -13,16 +13,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from lightning_fedbayes.core import plots
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    PartitionError,
-    check_at_least,
-    check_kind,
-    check_number,
-    is_whole,
-    shown,
-)
+from lightning_fedbayes.core import errors, plots
+from lightning_fedbayes.core.errors import LARGEST, PartitionError, is_whole, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import html_table
@@ -61,7 +53,7 @@ class Split:
     def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
         """Make a split from any sequence of index lists. Count the classes if the labels are integers."""
         remedy = "give a list of indices for each client"
-        check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
+        errors.check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
         if not indices:
             raise PartitionError(f"indices={shown(indices)}: {remedy}")
         ordered = tuple(as_labels(client).to(torch.int64).flatten().sort().values for client in indices)
@@ -135,7 +127,9 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
         raise PartitionError(
             f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
         )
-    check_kind("indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError)
+    errors.check_kind(
+        "indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError
+    )
     if not indices:
         raise PartitionError("there are no indices to count: give a vector of them for each client")
     for client in indices:
@@ -184,9 +178,9 @@ class Partition(ABC):
         Raises:
             PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
         """
-        check_at_least("seed", seed, -LARGEST, error=PartitionError)
+        errors.check_at_least("seed", seed, -LARGEST, error=PartitionError)
         if num_examples is not None:
-            check_at_least("num_examples", num_examples, 0, error=PartitionError)
+            errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
         labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
             raise PartitionError(
@@ -271,7 +265,7 @@ def check_enough(clients: int, num_examples: int | None) -> int:
     """Return the number of examples. Raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
-    check_at_least("num_examples", num_examples, 0, error=PartitionError)
+    errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
     if clients > num_examples:
         raise PartitionError(
             f"{clients} clients cannot share {num_examples} examples, since each needs at least one; "
@@ -296,7 +290,7 @@ class IIDPartition(Partition):
     clients: int
 
     def __post_init__(self) -> None:
-        check_at_least("clients", self.clients, 1, error=PartitionError)
+        errors.check_at_least("clients", self.clients, 1, error=PartitionError)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
         """See :meth:`Partition.deal`."""
@@ -327,7 +321,7 @@ class SizesPartition(Partition):
             raise PartitionError(f"sizes={shown(self.sizes)}: give a number or a fraction of examples for each client")
         object.__setattr__(self, "sizes", tuple(self.sizes))
         for size in self.sizes:
-            check_number("a size", size, error=PartitionError)
+            errors.check_number("a size", size, error=PartitionError)
         if len({isinstance(size, float) for size in self.sizes}) > 1:
             raise PartitionError(
                 f"sizes {shown(self.sizes)} mix integers and floats; give all numbers of examples (integers) or all "

@@ -11,18 +11,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.batches import Unpack, Whole, check_unpack, number_of_examples, output_of, unpacked
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FederationError,
-    check_choice,
-    check_kind,
-    check_number,
-    check_strings,
-    nearest,
-    raised_as,
-    shown,
-)
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, nearest, raised_as, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -100,11 +91,13 @@ class Laplace:
                 object.__setattr__(self, "likelihood", get_likelihood(self.likelihood))
             except FedBayesError as error:
                 raise FederationError(f"Laplace: {error}") from None
-        check_choice("curvature", self.curvature, get_args(Curvature))
+        errors.check_choice("curvature", self.curvature, get_args(Curvature))
         if self.prior_std is not None:
-            check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
-        check_number("temperature", self.temperature, "(0, inf)")
-        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+            errors.check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
+        errors.check_number("temperature", self.temperature, "(0, inf)")
+        object.__setattr__(
+            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
+        )
 
     def posterior(self, module: nn.Module, batches: Iterable[Any]) -> GaussianPosterior:
         """Return the posterior of a trained ``module``, with copies of its parameters as means.
@@ -117,7 +110,7 @@ class Laplace:
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
         r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name; see :meth:`posterior`."""
-        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module")
         with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot be measured", BATCHES):
             site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]
         for name, value in site.items():
@@ -133,15 +126,15 @@ class Laplace:
 
         Raises: FederationError if ``sites`` is empty, or one is of another network or has negative or infinite values.
         """
-        check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        errors.check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
         chosen = chosen_parameters(module, self.parameters)
         rule = "all clients have to take site() of this module"
         for number, site in enumerate(sites):
-            check_kind(f"sites[{number}]", site, Mapping, rule)
+            errors.check_kind(f"sites[{number}]", site, Mapping, rule)
             check_shapes(f"sites[{number}]", site, chosen, "the module", rule)
             for name, value in site.items():
                 if not bool((torch.isfinite(value) & (value >= 0)).all()):
@@ -177,7 +170,7 @@ class Laplace:
         ``batches`` are of inputs and targets, or results of :meth:`unpacked`. ``others`` replace the module's other
         parameters and buffers. The module runs in evaluation mode.
         """
-        check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
+        errors.check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}
         total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
         with evaluation_mode(module):
@@ -282,10 +275,12 @@ class SWAG:
     parameters: Sequence[str] = ("*",)
 
     def __post_init__(self) -> None:
-        check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
-        check_number("scale", self.scale, "(0, inf)")
-        check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
-        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+        errors.check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
+        errors.check_number("scale", self.scale, "(0, inf)")
+        errors.check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
+        object.__setattr__(
+            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
+        )
 
 
 Source = Laplace | SWAG
