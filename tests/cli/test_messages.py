@@ -41,7 +41,7 @@ def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(
             "did you mean 'DirichletPartition'? Known: ClassPartition, "
             "DirichletPartition, IIDPartition, SizesPartition",
         ),
-        (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),
+        (["--federation.partition.cliens=3"], "unknown argument 'cliens': did you mean 'clients'?"),
         (["--federation.partition.clients=0"], "clients=0: give at least 1"),
         (
             ["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
@@ -51,13 +51,13 @@ def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(
             ["--model=HybridBayesianClasifier"],
             "model: unknown class 'HybridBayesianClasifier': did you mean 'HybridBayesianClassifier'?",
         ),
-        (["--model.estimater=flipout"], "has no argument 'estimater': did you mean 'estimator'?"),
+        (["--model.estimater=flipout"], "unknown argument 'estimater': did you mean 'estimator'?"),
         (["--model.estimator=flipot"], "model.estimator: unknown choice 'flipot': did you mean 'flipout'?"),
         (
             ["--model.network=lightning_fedbayes.modules.mpl"],
-            "model.network: 'lightning_fedbayes.modules' has no 'mpl': did you mean 'mlp'?",
+            "model.network: unknown name 'mpl': did you mean 'mlp'?",
         ),
-        (["--model.network.featurs=3"], "mlp has no argument 'featurs': did you mean 'features'? Known: features, "),
+        (["--model.network.featurs=3"], "unknown argument 'featurs': did you mean 'features'? Known: features, "),
         (["--data=DigitDataModule"], "did you mean 'DigitsDataModule'?"),
         (["--trainer.logger=WandLogger"], "did you mean 'WandbLogger'? Known: CSVLogger, "),
         (["--seed_everything=true"], "seed_everything: Expected a <class 'int'>"),
