@@ -1,7 +1,5 @@
 """One evaluator for all reports and calibrations of a Trainer: each validation and test predicts once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress

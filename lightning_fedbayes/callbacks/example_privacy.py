@@ -1,7 +1,5 @@
 """Example-level privacy: clients whose optimizer sees clipped and noised gradients only (DP-SGD)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The callback that makes one Trainer a federation: one epoch is one round."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Figures, curves and tables for the loggers of a Trainer. Weights & Biases without an account."""
 
-from __future__ import annotations
-
 import configparser
 import csv
 import netrc

@@ -1,7 +1,5 @@
 """Report of a federation: settings, clients, rounds and reliabilities, to the loggers, the log and the progress bar."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Report of a classifier's calibration, uncertainty and fairness, to the logger."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Slow imports stand where they are needed: help and mistakes in the options do without.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

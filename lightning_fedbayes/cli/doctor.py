@@ -1,7 +1,5 @@
 """``fedbayes doctor``: which versions are here, and which engines and extras work with them."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """LightningCLI for federations: ``fedbayes fit``, ``validate``, ``test`` and ``predict``."""
 
-from __future__ import annotations
-
 from argparse import ArgumentError, HelpFormatter
 from pathlib import Path
 from typing import Any

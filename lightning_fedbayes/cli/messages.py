@@ -1,7 +1,5 @@
 """Help and error messages of the commands: one page of help, one line for every mistake."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """``fedbayes report``: one page of HTML about a run, charts in it, which needs no server and no other file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

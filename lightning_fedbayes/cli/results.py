@@ -1,7 +1,5 @@
 """Results of runs: learning curves, the file and table of a comparison, and ``fedbayes plot``."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

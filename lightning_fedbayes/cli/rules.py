@@ -1,7 +1,5 @@
 """``fedbayes rules``: all registered fusion rules, by family."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Sequence

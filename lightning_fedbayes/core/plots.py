@@ -4,8 +4,6 @@ Figures are made without pyplot: they need no display and are freed with their l
 that is the value of a cell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO

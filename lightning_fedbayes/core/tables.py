@@ -1,7 +1,5 @@
 """Tables as text: Markdown and HTML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape

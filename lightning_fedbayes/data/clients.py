@@ -1,7 +1,5 @@
 """Clients of a federation: a data set divided by a partition, or a data set that comes in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Data modules over training, validation and test splits. Two small data sets that come with scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Fusion of client posteriors: one at a time, in one call (:func:`fuse`), or over several processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Choice of the fusion rule in every round, by the loss of its posterior on held-out data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Matrices of all clients: blocks of their parameters, their Gram matrix, and rules that score clients by it."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

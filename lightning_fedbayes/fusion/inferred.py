@@ -3,8 +3,6 @@
 Squared distances are between K clients and, last, the origin, shape (K + 1, K + 1), unless a docstring says otherwise.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar

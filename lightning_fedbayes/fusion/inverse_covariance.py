@@ -4,8 +4,6 @@ In all functions ``products``, shape (K, K), are the mean products :math:`S_{jk}
 updates, and ``size`` is the number of parameters P.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import abstractmethod

@@ -4,8 +4,6 @@ A point mass has infinite precision. Where clients are point masses, the limit o
 their (weighted) mean with variance 0. Clients with a positive variance do not count there.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

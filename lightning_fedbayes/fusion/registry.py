@@ -1,7 +1,5 @@
 """Fusion rules by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

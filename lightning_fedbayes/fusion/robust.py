@@ -1,7 +1,5 @@
 """Robust rules, which bound how far a minority of clients can move the global posterior, and pre-aggregation."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fusion rules, which turn client posteriors into one global posterior."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

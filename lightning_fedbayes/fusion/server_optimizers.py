@@ -1,7 +1,5 @@
 """Server optimizers: rules that take an optimizer's step towards what another rule fuses."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace

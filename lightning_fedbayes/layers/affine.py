@@ -1,7 +1,5 @@
 """Bayesian linear layers, convolutions and transposed convolutions in one, two and three dimensions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Conversion of a deterministic network: chosen layers become Bayesian, or get Monte Carlo dropout."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast

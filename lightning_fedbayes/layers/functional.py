@@ -10,8 +10,6 @@ is linear in its weight W has :math:`\partial L / \partial W = \sum_i g_i`, for 
 Source: Dangel et al. 2020 (BackPACK).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args

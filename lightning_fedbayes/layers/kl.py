@@ -4,8 +4,6 @@ The closed form takes a few passes over the parameters where autograd takes doze
 :func:`joined_kl_sum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 

@@ -3,8 +3,6 @@
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

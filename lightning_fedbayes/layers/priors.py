@@ -3,8 +3,6 @@ r"""Priors of a Gaussian parameter: frozen dataclasses with one method, the KL d
 Any frozen dataclass with such a ``kl`` can be a prior. Its tensor fields follow the layer to its device and dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Likelihoods of a network's outputs: predictions from draws of them, and what is scored. See :class:`Likelihood`."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -220,6 +218,7 @@ class Gaussian(Likelihood):
     noise: float | str | Tensor = "learnt"
     units: Tensor | None = None
     name: ClassVar[str] = "gaussian"
+    by_moments: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.units is not None:
@@ -291,11 +290,6 @@ class Gaussian(Likelihood):
         aleatoric = noise.mean(0).reshape(mean.shape)
         return self.in_units(RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples))
 
-    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`. A Gaussian is scored by its moments."""
-        self.check_draws(draws, targets)
-        return self.rows_of(self.predict(draws), targets)
-
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
         """See :meth:`Likelihood.unfit`."""
         wanted = outputs.numel() / (1 + self.in_outputs)
@@ -320,8 +314,8 @@ class Cox(Likelihood):
     .. math:: -\log p = \sum_{i: e_i = 1} \Bigl( \log \sum_{j \in batch: t_j \ge t_i} e^{f_j} - f_i \Bigr)
 
     When to use it: a network that ranks risks. Give batches as large as memory allows. A term depends on the whole
-    batch: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it, Bayesian
-    layers and :class:`~lightning_fedbayes.IVON` do not need terms. Risks have no scale, so they are not calibrated.
+    batch, so :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it. Risks have
+    no scale, so they are not calibrated.
     Shapes: outputs (batch,) or (batch, 1), log risks. Targets (batch, 2): event, 1 or 0 (censored), and time.
     Source: Cox (1972); ties by Breslow's method.
 
@@ -330,7 +324,7 @@ class Cox(Likelihood):
     """
 
     name: ClassVar[str] = "cox"
-    by_example = False
+    by_example, by_moments = False, True
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`Likelihood.nll`: each example's term, shape (batch,). They sum to the term of the batch."""
@@ -352,11 +346,6 @@ class Cox(Likelihood):
         if moments is None:
             return SurvivalPrediction(draws.mean(0), draws.std(0, correction=0), draws)
         return SurvivalPrediction(moments[0].flatten(), moments[1].flatten().sqrt(), draws)
-
-    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`. A Cox model is scored by its mean log risks."""
-        self.check_draws(draws, targets)
-        return self.rows_of(self.predict(draws), targets)
 
     def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
         """See :meth:`Likelihood.rows_of`."""

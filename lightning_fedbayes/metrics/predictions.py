@@ -104,6 +104,8 @@ class Likelihood(ABC):
     """True if targets are one of some classes, each with a probability."""
     by_example: ClassVar[bool] = True
     """False if the term of an example depends on the others of its batch."""
+    by_moments: ClassVar[bool] = False
+    """True if a prediction is scored by its moments, without the mixture of draws."""
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -159,6 +161,8 @@ class Likelihood(ABC):
         """
         self.check_draws(draws, targets)
         found = self.rows_of(self.predict(draws), targets)
+        if self.by_moments:
+            return found
         nll = -torch.stack([-self.nll(each, targets) for each in draws]).logsumexp(0) + math.log(len(draws))
         return {**found, "nll": nll.reshape(len(found["target"]), -1).sum(1)}
 

@@ -1,7 +1,5 @@
 """Bases of metrics. Scores of predictive distributions and risks, calibration, and the accuracy of every client."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

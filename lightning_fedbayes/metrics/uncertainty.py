@@ -1,7 +1,5 @@
 """Uncertainty of a classifier's predictions: means, what they are worth, and detection of out-of-distribution data."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

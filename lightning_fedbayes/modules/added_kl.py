@@ -1,7 +1,5 @@
 """The KL divergence in the loss of a LightningModule that was written without one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping

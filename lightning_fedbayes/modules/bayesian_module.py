@@ -1,7 +1,5 @@
 """Base LightningModules: variational training of a network, prediction by Monte Carlo, and scores."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -42,12 +40,8 @@ class BayesianModule(L.LightningModule):
               \qquad \theta \sim q,
 
     with the KL summed over all parameters and n the number of training examples, in a federation the present client's.
-    ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`) are logged.
-
-    Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
-
-    Predictions draw parameters from the network's Bayesian layers, or from the result of a federation: its global
-    posterior or its clients. The module receives both after every round and keeps them in its checkpoint.
+    ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`) are logged. Subclass it: implement
+    :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
 
     Args:
         network: any module. The KL is of its Bayesian layers.
@@ -241,7 +235,12 @@ class BayesianModule(L.LightningModule):
 
 
 class Scores(nn.Module):
-    """Scores of a validation or a test: collections of metrics that take the same arguments."""
+    """Scores of a validation or a test: collections of metrics that take the same arguments, by name."""
+
+    def __init__(self, **collections: Any) -> None:
+        super().__init__()
+        for name, each in collections.items():
+            self.add_module(name, MetricCollection(each, compute_groups=False))
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
@@ -261,17 +260,16 @@ class ClassScores(Scores):
     These are the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
     """
 
+    predictive: MetricCollection
+    sampled: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        predictive: Any = {
-            "ece": metrics.CalibrationDiagram(),
-            "nll": metrics.NegativeLogLikelihood(),
-            "brier": metrics.BrierScore(),
-        }
-        sampled: Any = {"entropy": metrics.PredictiveEntropy(), "epistemic": metrics.MutualInformation()}
-        sampled |= {"kwon_aleatoric": metrics.KwonAleatoric(), "kwon_epistemic": metrics.KwonEpistemic()}
-        self.predictive = MetricCollection(predictive, compute_groups=False)
-        self.sampled = MetricCollection(sampled, compute_groups=False)
+        kwon = {"kwon_aleatoric": metrics.KwonAleatoric(), "kwon_epistemic": metrics.KwonEpistemic()}
+        nll, brier = metrics.NegativeLogLikelihood(), metrics.BrierScore()
+        super().__init__(
+            predictive={"ece": metrics.CalibrationDiagram(), "nll": nll, "brier": brier},
+            sampled={"entropy": metrics.PredictiveEntropy(), "epistemic": metrics.MutualInformation(), **kwon},
+        )
 
     def update(self, rows: Rows) -> None:
         """Add "probs", (samples, N, classes), and "target", (N,)."""
@@ -289,16 +287,15 @@ class ClassScores(Scores):
 class GaussianScores(Scores):
     """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
 
+    gaussian: MetricCollection
+    others: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        gaussian: Any = {
-            "nll": metrics.GaussianNLL(),
-            "crps": metrics.GaussianCRPS(),
-            "coverage90": metrics.IntervalCoverage(level=0.9),
-        }
-        others: Any = {"sharpness": metrics.DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
-        self.gaussian = MetricCollection(gaussian, compute_groups=False)
-        self.others = MetricCollection(others, compute_groups=False)
+        coverage = metrics.IntervalCoverage(level=0.9)
+        super().__init__(
+            gaussian={"nll": metrics.GaussianNLL(), "crps": metrics.GaussianCRPS(), "coverage90": coverage},
+            others={"sharpness": metrics.DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)},
+        )
 
     def update(self, rows: Rows) -> None:
         """Add "mean", "variance" and "target", each (N, targets)."""
@@ -311,9 +308,10 @@ class GaussianScores(Scores):
 class SurvivalScores(Scores):
     """Harrell's c and NLL of mean log risks, over the pairs and risk sets of all batches together."""
 
+    survival: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        self.survival = MetricCollection({"c_index": metrics.ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
+        super().__init__(survival={"c_index": metrics.ConcordanceIndex(), "nll": CoxNLL()})
 
     def update(self, rows: Rows) -> None:
         """Add "log_risk", (N,), and "target", (N, 2)."""

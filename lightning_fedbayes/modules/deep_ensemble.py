@@ -1,7 +1,5 @@
 """A deep ensemble: networks that predict mean and variance, each from its initial parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

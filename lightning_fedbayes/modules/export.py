@@ -1,7 +1,5 @@
 """A network at its posterior mean, without layers of this package, for export by any tool."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Ready modules with last layers that become Bayesian: a classifier, a regressor and a Cox regressor."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Ready deterministic networks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Predictions with uncertainty for any module, from a Gaussian posterior of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeVar

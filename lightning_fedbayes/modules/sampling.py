@@ -1,7 +1,5 @@
 """Draws of a network's parameters or of its noise, its output for each draw, and predictive distributions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """IVON: an optimizer that learns a Gaussian posterior of any network's parameters, at about the cost of Adam."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """State of IVON: how a parameter begins, and the unit in which squared gradients are its curvature."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

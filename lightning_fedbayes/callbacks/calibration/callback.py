@@ -1,7 +1,5 @@
 """Calibration inside a Trainer: found on validation data, scored on test data, kept in checkpoints. Its predictions."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar

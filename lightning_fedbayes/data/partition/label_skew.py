@@ -1,7 +1,5 @@
 """Partitions with label skew: few classes per client, or class proportions from a Dirichlet distribution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Scores of predictive distributions and of risks, calibration, and fairness over clients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

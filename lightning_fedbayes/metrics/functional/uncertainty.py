@@ -4,8 +4,6 @@ The total uncertainty is the entropy of the mean predictive, or the variance of 
 aleatoric part (noise in the label) and an epistemic part (disagreement of the posterior samples).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

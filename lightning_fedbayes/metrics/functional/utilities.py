@@ -1,7 +1,5 @@
 """Steps that several metrics share: checks of arguments, and sums over groups of examples."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The exact head: exchanges of sums that give the posterior of a linear layer of the clients' pooled data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args

@@ -1,7 +1,5 @@
 """The exact head in a Trainer: a module that sums statistics in training, of one data set or of a federation."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any, ClassVar
 

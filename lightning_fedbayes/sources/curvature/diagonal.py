@@ -1,7 +1,5 @@
 r"""Gaussian posteriors of networks that train as they always do: by the curvature of the loss, or by the path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 r"""Outputs of a network that is linearised at the mean of its posterior: their mean, covariance and draws."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
