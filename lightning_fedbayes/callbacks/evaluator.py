@@ -76,17 +76,9 @@ class Reader(L.Callback):
         """Forget the last predictions."""
         self.on_validation_epoch_start(trainer, pl_module)
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *batch: Any, **options: Any) -> None:
         """Let the evaluator see a batch. Of several readers the first one does."""
-        evaluator_of(trainer).collect(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        evaluator_of(trainer).collect(trainer, *batch, **options)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -183,13 +175,19 @@ class Evaluator:
         return readers
 
     def collect(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, number: int, loader: int
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Take the predictions of a batch, once, and give them to all readers."""
         if trainer.sanity_checking:
             self._try(trainer, module, outputs, batch)
             return
-        readers = self._open(trainer, module)
+        readers, number, loader = self._open(trainer, module), batch_idx, dataloader_idx
         if not readers or self._last == (loader, number):
             return
         if self._last is None:

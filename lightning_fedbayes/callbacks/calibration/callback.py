@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -82,12 +83,9 @@ def rows_of_clients(
     steps = numbers and isinstance(predictive, L.LightningModule) and evaluation.has_predict_step(predictive)
     predict: Any = evaluation.predicted if steps else evaluation.rows_by_outputs
 
-    def predict_batch(batch: Any) -> Predicted:
-        return predict(predictive, batch)
-
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
         client_seed = derive_seed(seed, "evaluation", client=number)
-        yield name, evaluation.predict_data(predictive, dataset, batch_size, client_seed, predict_batch)
+        yield name, evaluation.predict_data(predictive, dataset, batch_size, client_seed, partial(predict, predictive))
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:

@@ -46,13 +46,10 @@ class FederatedConformal(CalibrationCallback):
         \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
         B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
 
-    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Without such clients the threshold comes from the sum
-    of all counts. An honest client that is much harder or easier than the others is clipped likewise, and a line names
-    it. ``per_client`` gives it a threshold. One or two clients are never bounded.
+    whatever they send. A line names the clients that are clipped. One or two clients are never bounded.
 
-    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds. Where f < K/2 clients lie,
-    it lies between the smallest and the largest of the honest clients' thresholds, whatever their sizes. Clients alike
-    are covered as by one of their thresholds. Where they differ, the median client is covered with the stated level,
+    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds: for f < K/2 liars between
+    the smallest and the largest honest one. Where clients differ, the median client is covered with the stated level,
     not their mixture. When to use it: many of the clients may lie, or each should count alike, and every client has
     enough examples for a threshold.
 
@@ -61,13 +58,12 @@ class FederatedConformal(CalibrationCallback):
 
     .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
 
-    Only shrinkage 0, the default, guarantees the level for every client. If clients have few examples, their thresholds
-    are then infinite. Shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
-    approximate. Choose it from knowledge of the clients, or on other held-out data.
+    Only shrinkage 0, the default, guarantees the level for every client. The thresholds of clients with few examples
+    are then infinite. Shrinkage, in examples, borrows from the others.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
-    for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
-    cell. Scale it by :class:`FederatedTemperature` first, or give more ``bins``.
+    for classifiers, "interval" for regressors. Scale a classifier that is nearly always certain by
+    :class:`FederatedTemperature` first, or give more ``bins``.
 
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
@@ -417,13 +413,7 @@ class FederatedConformal(CalibrationCallback):
         self.predictions = []
 
     def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *batch: Any, **options: Any
     ) -> None:
         """Add the sets or intervals of a batch. Raise FedBayesError for predictions of another kind."""
         if isinstance(outputs, likelihoods.ClassPrediction):

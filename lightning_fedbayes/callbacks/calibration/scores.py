@@ -46,9 +46,8 @@ def class_scores(
         s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
 
     When to use it: "lac" gives the smallest sets on average. "aps" gives larger sets to harder examples, so that these
-    are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at least one class, and confident
-    networks get large ones. With ``generator`` U is drawn for each example, and sets are smaller. Of equal
-    probabilities the earlier class counts as the larger one.
+    are covered, too. Without ``generator`` U = 1: sets hold at least one class, and confident networks get large ones.
+    With it U is drawn for each example. Of equal probabilities the earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -348,12 +347,8 @@ def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tenso
     .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
 
     with the clients' sums s, (clients, \*), of expectation 0 at the solution if clients are alike, their variances v
-    there, perhaps of one client, and c = ``max_influence``. Fewer than half of the clients cannot move it beyond the
-    others' values. Three honest clients with sums that cancel stay below it with c = 2: the largest is the sum of the
-    other two.
-
-    When to use it: for sums that are 0 at the value sought. A client that is clipped at :math:`\pm B` moves the value
-    no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
+    there, perhaps of one client, and c = ``max_influence``. A client that is clipped at :math:`\pm B` moves the
+    solution no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
 

@@ -166,9 +166,8 @@ class TemperatureSearch:
     leaves the interval that the signs so far allow. If steps do not shrink after five exchanges, the next one goes to
     the limit of T, and back if that is too far. While a client is bounded, the difference of two gradients replaces the
     curvature. The search ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below
-    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far. Ordinary
-    cases take about five. Beyond T = 10 it may end inexact, with a warning if the last step was longer than a
-    hundredth. For one draw the NLL has a single minimum. For several draws the search finds a local one.
+    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges. For several draws it finds a local
+    minimum.
 
     When to use it: where your transport carries messages. :class:`FederatedTemperature` runs it in one process. ::
 
@@ -271,13 +270,10 @@ class FederatedTemperature(CalibrationCallback):
 
     .. math:: |\Delta \log T| \le \frac{f B}{(K - f)\, n h}, \qquad B \approx 2.7\, c\, \sqrt{n h}
 
-    whatever they send: 7 % for one of ten with n = 180 and h = 0.4. Without such clients T comes from the plain sum. An
-    honest client that is much more, or less, certain than the others is bounded likewise, and a line names it. One or
-    two clients are never bounded.
+    whatever they send. A line names the clients that are bounded. One or two clients are never bounded.
 
-    When to use it: after training, for a classifier with a large ECE. Accuracy stays as it is. For numbers T is the
-    factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`. Calibrate on held-out
-    examples: on training examples T comes out too small.
+    When to use it: after training, for a classifier with a large ECE, on held-out examples. Accuracy stays as it is.
+    For numbers T is the factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`.
 
     As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
     "val/scaled/temperature" and keeps T in checkpoints. ``trainer.test`` logs the scaled accuracy, NLL and ECE as
@@ -325,10 +321,7 @@ class FederatedTemperature(CalibrationCallback):
         self._scaled = ExitStack()
 
     def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
-        """Find T from held-out examples of each client. Return self.
-
-        Warns if T ends at 1/1000, where every example is classified correctly, or at 1000, where the network is worse
-        than chance: no finite T is best.
+        """Find T from held-out examples of each client, with a warning if no finite T is best. Return self.
 
         Args:
             clients: name → (logits, targets), as :func:`temperature_message` takes them, or for numbers vectors of
