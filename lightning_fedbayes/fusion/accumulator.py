@@ -51,10 +51,8 @@ class FusionAccumulator:
 
     def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None, *, relative: bool = True) -> None:
         if rule.needs_previous and previous is None:
-            raise FusionError(
-                f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
-                "pass previous=..."
-            )
+            need = "the previous global posterior, which the clients started from: pass previous=..."
+            raise FusionError(f"{rule_name(rule)} needs {need}")
         if previous is not None:
             check_posterior(previous, "previous", error=FusionError)
             check_finite(previous, "previous posterior")
@@ -161,10 +159,9 @@ class FusionAccumulator:
         """The running sums of a :class:`SumRule` over all parameters: scalars, and vectors of shape (P,)."""
         lengths = [piece.num_parameters for piece in self._pieces(self.like)] if self._sums else []
         joined: Statistics = {}
-        for name, value in ((name, value) for sums in self._sums for name, value in sums.items()):
-            if not value.dim():
-                joined[name] = value
-            elif name not in joined:
+        for name, value in {name: value for sums in self._sums for name, value in sums.items()}.items():
+            joined[name] = value
+            if value.dim():
                 parts = [sums.get(name, value.new_zeros(1)).expand(n) for sums, n in zip(self._sums, lengths)]
                 joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined
@@ -208,10 +205,8 @@ class FusionAccumulator:
     def check_not_empty(self, total: float) -> None:
         """Raise FusionError unless ``total``, the sum of all weights, is positive."""
         if not total > 0:
-            raise FusionError(
-                f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
-                "give at least one client and one positive weight"
-            )
+            remedy = "give at least one client and one positive weight"
+            raise FusionError(f"nothing to fuse: {self.count} clients, of which none has a positive weight; {remedy}")
 
 
 def fuse(
@@ -344,8 +339,7 @@ def fuse_distributed(
     received = collective.all_gather(list(zip(own.clients, own.weights.tolist(), sent, strict=True)))
     everyone = sorted((each for part in received for each in part), key=lambda each: each[0])
     clients, weights, posteriors = zip(*everyone, strict=True)
-    device = next(iter(like.mean.values())).device
-    moved = [posterior.to(device) for posterior in posteriors]
+    moved = [posterior.to(next(iter(like.mean.values())).device) for posterior in posteriors]
     return rule.apply(Cohort(moved, torch.tensor(weights, dtype=torch.float64), own.previous, clients), state)
 
 

@@ -166,12 +166,10 @@ def gram_of(cohort: Cohort) -> Gram:
     .. math:: G_{ij} = (p_i - c) \cdot (p_j - c), \qquad \|p_i - p_j\|^2 = G_{ii} + G_{jj} - 2 G_{ij}
 
     The subtraction on the right cancels: distances smaller than :math:`10^{-8}` times the distance to the centre c are
-    lost. So c is a client in the middle: then neither a common offset nor an outlier costs the others a digit, as an
-    outlier would around the mean. The first c is the client nearest to the median of at most 4,096 evenly spread
-    coordinates. If its median squared distance to the clients is more than :math:`10^4` times the least such median,
-    the client with the least becomes c, and the products are computed again. The same clients give the same matrix.
-
-    Differences and products are computed in float64, in blocks of a few MiB, for any dtype.
+    lost. So c is a client in the middle, and neither a common offset nor an outlier costs the others a digit. The first
+    c is the client nearest to the median of at most 4,096 evenly spread coordinates. If its median squared distance to
+    the clients is more than :math:`10^4` times the least such median, the client with the least becomes c, and the
+    products are computed again, in float64 and in blocks of a few MiB.
 
     Raises:
         FusionError: a client is so far from the others that its squared distance exceeds float64 (about 1e154).

@@ -87,10 +87,10 @@ ALIKE = 1e-4
 class InferredRule(ReliabilityRule):
     r"""A rule under the model :math:`x_{ij} \sim N(y_i, \cdot)`: updates are noisy observations of one ground truth.
 
-    An update is a client's mean minus the previous global mean (or 0). The rule needs only the squared distances
-    between clients and to the origin. Its state averages the clients' products around each round's consensus, per pair,
-    so clients may miss rounds. If the previous global posterior is known, clients that send nearly the same update
-    count as one and share its reliability. Variances are medians of the clients', weighted by the inferred shares.
+    An update is a client's mean minus the previous global mean (or 0). The state averages the clients' products around
+    each round's consensus, per pair, so clients may miss rounds. If the previous global posterior is known, clients
+    that send nearly the same update count as one and share its reliability. Variances are medians of the clients',
+    weighted by the inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round by itself) to 1 (all rounds count the same, as
@@ -346,9 +346,8 @@ class InverseVarianceMLE(_InverseVariance):
               \sigma_j^2 \leftarrow \max\Bigl(\varepsilon, \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
 
     When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
-    bad clients. The likelihood is unbounded (y can be one client's update, with a variance going to 0), so the method
-    starts at the geometric median, keeps variances above ε and bounds the number of iterations. Still y may end at one
-    client's update, mostly with a handful of nearly equal clients or very few parameters. ``ivar_vb`` prevents that.
+    bad clients. The likelihood is unbounded: although the method starts at the geometric median, and keeps variances
+    above ε, y may end at one client's update. ``ivar_vb`` prevents that.
 
     Args:
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
@@ -385,9 +384,8 @@ class InverseVarianceVB(_InverseVariance):
     :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so the prior
     pulls towards the previous global posterior, noticeably only if the noise is much larger than the update.
 
-    When to use it: the default if clients cannot be trusted. λ is part of every noise variance, so y ends at one
-    client's update less easily than under maximum likelihood, though it can with few clients and parameters. It follows
-    clients that agree: clients with unusual data may look like noise.
+    When to use it: the default if clients cannot be trusted. It follows clients that agree: clients with unusual data
+    may look like noise. y ends at one client's update less easily than under maximum likelihood.
 
     Args: see :class:`InverseVarianceMLE`. ``floor`` bounds the noise variances.
 

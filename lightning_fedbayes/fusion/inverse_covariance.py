@@ -197,16 +197,10 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    In the model, errors are independent of y, so of two combinations of sum 1 the shorter has the smaller error.
-    Clients that hold only a part of y violate that. So the result starts from an average and moves to the model's
+    Clients that hold only a part of y violate the model. So the result starts from an average and moves to the model's
     estimate only as far as the updates show that this is better: see :func:`bounded_average`, :func:`plausible`,
-    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
-
-    An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
-    parameters on. With few parameters the result stays at the average. Noise of up to three times the honest length
-    from two of five clients counts as in the average. Where clients differ by more than errors independent of y (other
-    steps, other curvature), it can be worse than the average, by a tenth with five examples per parameter.
-    ``benchmarks/untrusted`` has figures.
+    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`. With few parameters it stays at
+    the average. ``benchmarks/untrusted`` has figures.
 
     y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
     which stays at nearly equal weights where clients share data.
@@ -264,9 +258,7 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
     A client counts :math:`\min(1, 4 l / l_j)^2`, where :math:`l_j` is the squared length of its update and l the lower
-    quartile, which a majority that sends noise does not raise. Distances would not do: three of five clients with a
-    common error lie near each other and far from the other two, but all five have nearly the same length.
-
+    quartile, which a majority that sends noise does not raise. (Distances would set clients with a common error apart.)
     It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
     errors.
     """

@@ -197,9 +197,8 @@ class AlphaBarycenter(FusionRule):
     mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
     three digits for α in [0, 1], less exactly outside. Unless α = 1, point masses are fused as for α = 0.
 
-    When to use it: where held-out data are to choose α
-    (``python -m benchmarks.images.run benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and
-    costs O(K² · P) with a large constant: for up to about a million parameters.
+    When to use it: where held-out data are to choose α. It holds all clients of a round and costs O(K² · P) with a
+    large constant: for up to about a million parameters.
 
     Args:
         alpha: α, any finite number; [0, 1] is the range between the two named rules.

@@ -66,9 +66,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
     def register(rule: Registered) -> Registered:
         if not (issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)):
-            raise FusionError(
-                f"cannot register {shown(rule)} as '{name}': a rule is a FusionRule subclass or a function"
-            )
+            raise FusionError(f"cannot register {shown(rule)} as '{name}': give a FusionRule subclass or a function")
         keys = (name, *aliases)
         for i, key in enumerate(keys):
             if key in _RULES or key in _ALIASES or key in keys[:i]:

@@ -38,9 +38,8 @@ class GeometricMedian(GramRule):
     σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
     :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: clients with less than half of the weight may send anything. The honest clients set a bound on the
-    result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
-    than half of the weight. If clients on one line split evenly the minimiser is not unique.
+    When to use it: clients with less than half of the weight may send anything. Use ``weighting="equal"`` where sizes
+    cannot be trusted: a client that claims many examples may get more than half of the weight.
 
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed

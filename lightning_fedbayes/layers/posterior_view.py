@@ -3,10 +3,10 @@
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -303,6 +303,19 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
 
 
 @contextmanager
+def _with(modules: Iterable[nn.Module], attribute: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of the modules has another value."""
+    before = [(each, getattr(each, attribute)) for each in modules]
+    try:
+        for each, _ in before:
+            setattr(each, attribute, value)
+        yield
+    finally:
+        for each, old in before:
+            setattr(each, attribute, old)
+
+
+@contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Inside, ``module`` is in evaluation mode. Afterwards each of its parts is in its earlier mode.
 
@@ -335,7 +348,6 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     """
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
-    before = [m.mean_only for m in switched]
     others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
     foreign = [each for m in others for each in gaussian_parameters_of(m)]
     if foreign and base.is_exporting():  # torch cannot record σ = 0, which is not a parameter
@@ -344,15 +356,12 @@ def mean_only(module: nn.Module) -> Iterator[None]:
         raise ConversionError(f"{name} is a layer of bayesian-torch, which cannot be exported: {remedy}")
     rhos = [each.layer._parameters[each.rho_name] for each in foreign]
     try:
-        for m in switched:
-            m.mean_only = True
         for each in foreign:
             zero_std = torch.full((), -torch.inf, dtype=each.rho.dtype, device=each.rho.device)
             each.layer._parameters[each.rho_name] = zero_std.expand(each.rho.shape)  # pyright: ignore
-        yield
+        with _with(switched, "mean_only", True):
+            yield
     finally:
-        for m, value in zip(switched, before):
-            m.mean_only = value
         for each, rho in zip(foreign, rhos):
             each.layer._parameters[each.rho_name] = rho
 
@@ -367,12 +376,5 @@ def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
     """
     name = base.check_estimator(name)
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
-    switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
-    before: list[Estimator] = [m.estimator for m in switched]
-    try:
-        for m in switched:
-            m.estimator = name
+    with _with([each for each in module.modules() if isinstance(each, BayesianAffine)], "estimator", name):
         yield
-    finally:
-        for m, value in zip(switched, before):
-            m.estimator = value

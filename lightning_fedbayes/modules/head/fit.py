@@ -87,13 +87,7 @@ class HeadSlopes:
                 f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
                 "same fit"
             )
-        return HeadSlopes(
-            self.loss + other.loss,
-            self.slope + other.slope,
-            self.spread + other.spread,
-            self.curvature + other.curvature,
-            self.num_examples + other.num_examples,
-        )
+        return HeadSlopes(*(getattr(self, name) + value for name, value in vars(other).items()))
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
         r"""Return the curvature as Kronecker products :math:`B \otimes A`, pairs (A, B).
