@@ -87,10 +87,9 @@ class ExamplePrivacy(L.Callback):
         if stage != "fit":
             return
         if federated_callback(trainer).settings.engine == "vectorized":
-            raise FederationError(
-                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute; use "
-                "engine='sequential' or 'auto'"
-            )
+            what = "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute"
+            remedy = "use engine='sequential' or 'auto'"
+            raise FederationError(f"{what}; {remedy}")
         if trainer.world_size > 1:
             why = f"it counts the steps of clients that one process trains, and there are {trainer.world_size}"
             raise FederationError(f"ExamplePrivacy: {why}; use devices=1")

@@ -70,10 +70,9 @@ def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
         values = source(dataset) if callable(source) else source
     labels = as_labels(values)  # pyright: ignore[reportArgumentType]
     if labels.shape != (len(dataset),):
-        raise PartitionError(
-            f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples; give "
-            "one integer for each"
-        )
+        what = f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples"
+        remedy = "give one integer for each"
+        raise PartitionError(f"{what}; {remedy}")
     return labels
 
 
@@ -202,9 +201,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Raise FederationError unless a data set is map-style: it has a length and examples by number."""
     by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and getattr(dataset, "ndim", 1)
     if isinstance(dataset, IterableDataset | type | str | Mapping) or not by_number:
-        raise FederationError(
-            f"{name}: {shown(dataset)} is no map-style data set, with a length and examples by number; give one"
-        )
+        remedy = f"{shown(dataset)} is no map-style data set, with a length and examples by number; give one"
+        raise FederationError(f"{name}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -292,10 +290,8 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
-        raise FederationError(
-            f"clients without an example: {listed(empty)}; leave them out (skip_empty=True of ClientDatasets) or give "
-            "them data"
-        )
+        remedy = "leave them out (skip_empty=True of ClientDatasets) or give them data"
+        raise FederationError(f"clients without an example: {listed(empty)}; {remedy}")
     return clients
 
 
@@ -305,10 +301,9 @@ def check_classes(clients: Clients) -> None:
         return
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
     if absent:
-        raise FederationError(
-            f"no client has an example of class {listed(absent)}, and a network that never sees it cannot "
-            "tell it: leave it out of the data, or let the partition deal out more examples"
-        )
+        what = f"no client has an example of class {listed(absent)}, and a network that never sees it cannot tell it"
+        remedy = "leave it out of the data, or let the partition deal out more examples"
+        raise FederationError(f"{what}: {remedy}")
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names

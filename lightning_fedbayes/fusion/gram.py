@@ -222,10 +222,9 @@ def _around(centre: int, cohort: Cohort) -> Gram:
     products, size = summed[:-1].view(len(points), len(points)), int(summed[-1])
     for k in (~torch.isfinite(products.diagonal())).nonzero().flatten().tolist():
         who = f"client {cohort.clients[k]}" if k < len(points) - 1 else "the previous global posterior (0 if none)"
-        raise FusionError(
-            f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision; leave out a "
-            "client with parameters above 1e150"
-        )
+        what = f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision"
+        remedy = "leave out a client with parameters above 1e150"
+        raise FusionError(f"{what}; {remedy}")
     return Gram((products + products.T) / 2, size)
 
 

@@ -278,15 +278,12 @@ class Reliability(ReliabilityRule):
     def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
         self.by, self.then = get_rule(by), get_rule(then)
         if not isinstance(self.by, ReliabilityRule):
-            raise FusionError(
-                f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients; give one that "
-                "does, such as 'ivar_vb', 'icov_vb', 'geometric_median' or 'multi_krum'"
-            )
+            what = f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients"
+            remedy = "give one that does, such as 'ivar_vb', 'icov_vb', 'geometric_median' or 'multi_krum'"
+            raise FusionError(f"{what}; {remedy}")
         if not self.then.uses_weights:
-            raise FusionError(
-                f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; give one that does, such as "
-                "'reverse_kl_barycenter' or 'weighted_average'"
-            )
+            remedy = "give one that does, such as 'reverse_kl_barycenter' or 'weighted_average'"
+            raise FusionError(f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; {remedy}")
         # attributes of this object, not of its class: they follow from the two rules
         vars(self).update(
             uses_weights=self.by.uses_weights,

@@ -244,10 +244,8 @@ class TrimmedMean(_CoordinateRule):
         if not isinstance(self.trim, int):
             return min(most, math.ceil(self.trim * count - 1e-9))  # 0.07 * 100 is 7.000000000000001
         if self.trim > most:
-            raise FusionError(
-                f"trimmed_mean: trim={self.trim} at either end of {count} clients leaves none; give at most {most}, "
-                "or a fraction"
-            )
+            remedy = f"give at most {most}, or a fraction"
+            raise FusionError(f"trimmed_mean: trim={self.trim} at either end of {count} clients leaves none; {remedy}")
         return self.trim
 
 

@@ -226,8 +226,6 @@ def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] |
         return value
     if shape is None or not is_dense(value) or value.shape != shape or not bool(value.isfinite().all()):
         wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
-        raise FusionError(
-            f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
-            "damaged, or of another network; use another one, or start again"
-        )
+        remedy = "the checkpoint is damaged, or of another network; use another one, or start again"
+        raise FusionError(f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: {remedy}")
     return value

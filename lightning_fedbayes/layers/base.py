@@ -355,10 +355,9 @@ def is_exporting() -> bool:
 def refuse_export(layer: nn.Module) -> None:
     """Raise ConversionError if an export would record the draw that ``layer`` is about to make."""
     if is_exporting():
-        raise ConversionError(
-            f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever. "
-            "Export fb.mean_network(module), the same network at its posterior mean"
-        )
+        what = f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever"
+        remedy = "Export fb.mean_network(module), the same network at its posterior mean"
+        raise ConversionError(f"{what}. {remedy}")
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:

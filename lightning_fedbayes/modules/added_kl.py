@@ -80,9 +80,8 @@ def _plus_kl(module: Any, output: Any) -> Any:
             'divergence to: return the loss, or a dict with "loss"'
         )
     if module.kl_examples is None:
-        raise FedBayesError(
-            f"{type(module).__name__} does not know the number of training examples that the KL is divided by: train "
-            "on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"
-        )
+        what = f"{type(module).__name__} does not know the number of training examples that the KL is divided by"
+        remedy = "train on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"
+        raise FedBayesError(f"{what}: {remedy}")
     loss = loss + module.kl_weight / module.kl_examples * kl_divergence(module)
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -110,10 +110,8 @@ class BayesianModule(L.LightningModule):
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a batch. Raise FedBayesError if it is no pair."""
         if not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise FedBayesError(
-                f"a batch is a {type(batch).__name__}, and not (inputs, targets): give a collate_fn that returns them, "
-                f"or override {type(self).__name__}.unpack"
-            )
+            remedy = f"give a collate_fn that returns them, or override {type(self).__name__}.unpack"
+            raise FedBayesError(f"a batch is a {type(batch).__name__}, and not (inputs, targets): {remedy}")
         inputs, targets = batch
         return inputs, targets
 
@@ -153,10 +151,9 @@ class BayesianModule(L.LightningModule):
     def kl_factor(self) -> float:
         """Return the factor β_t / n of the summed KL. Raise FedBayesError if n is not known."""
         if self.num_examples is None:
-            raise FedBayesError(
-                f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
-                "with a Trainer on a data set with a length, or set module.num_examples"
-            )
+            what = f"{type(self).__name__} does not know the number of training examples that the KL is divided by"
+            remedy = "train with a Trainer on a data set with a length, or set module.num_examples"
+            raise FedBayesError(f"{what}: {remedy}")
         warm = 1.0 if not self.warmup_rounds else min(1.0, (self.current_epoch + 1) / self.warmup_rounds)
         return self.kl_weight * warm / self.num_examples
 

@@ -81,10 +81,9 @@ class DeepEnsembleRegressor(LikelihoodModule):
             pairs = [list(zip(other.parameters(), network.parameters())) for other in networks[:number]]
             twins = [other for other, each in enumerate(pairs) if each and all(torch.equal(a, b) for a, b in each)]
             if twins:
-                raise FedBayesError(
-                    f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
-                    "one, as in [mlp(3, 2) for _ in range(5)]"
-                )
+                what = f"networks {twins[0]} and {number} have equal parameters, and would learn the same"
+                remedy = "build each one, as in [mlp(3, 2) for _ in range(5)]"
+                raise FedBayesError(f"{what}: {remedy}")
         super().__init__(
             Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler
         )
@@ -97,10 +96,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
         """
         mean, variance = mean_and_variance(outputs)
         if targets.numel() * mean.shape[1] != mean.numel():
-            raise FedBayesError(
-                f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: the networks of an ensemble "
-                "have two outputs per target, mean and raw variance"
-            )
+            why = "the networks of an ensemble have two outputs per target, mean and raw variance"
+            raise FedBayesError(f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: {why}")
         of_each = targets.reshape(len(mean), 1, -1).expand_as(mean).flatten(0, 1)
         members = torch.cat([mean, variance.log()], -1).flatten(0, 1)
         return self._known().nll(members, of_each).sum() / len(outputs)
@@ -115,8 +112,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Split outputs (*, 2 · targets) into means and variances. Raise FedBayesError if their number is odd."""
     if outputs.shape[-1] % 2:
-        raise FedBayesError(
-            f"{outputs.shape[-1]} outputs: a network that predicts mean and variance has two outputs per target"
-        )
+        why = "a network that predicts mean and variance has two outputs per target"
+        raise FedBayesError(f"{outputs.shape[-1]} outputs: {why}")
     mean, raw = outputs.chunk(2, -1)
     return mean, F.softplus(raw) + MIN_VARIANCE

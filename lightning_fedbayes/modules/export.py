@@ -95,10 +95,9 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
         return layer
     kind = type(layer).__name__
     if not isinstance(layer, BayesianLayer):
-        raise ConversionError(
-            f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence: build the network "
-            "with torch's own layers and load fb.read_posterior(module).mean into it"
-        )
+        what = f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence"
+        remedy = "build the network with torch's own layers and load fb.read_posterior(module).mean into it"
+        raise ConversionError(f"{what}: {remedy}")
     if has_forward_hook(layer):
         raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them again")
     return layer.mean_layer()
@@ -113,8 +112,7 @@ def _load_means(module: nn.Module, means: Mapping[str, Tensor]) -> None:
             raise PosteriorError(f"the module has no parameter '{name}' of the posterior; {nearest(name, paths)}")
         parameter = parameters[paths[name]]
         if parameter.shape != mean.shape:
-            raise PosteriorError(
-                f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module; "
-                "give the posterior of this module"
-            )
+            what = f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module"
+            remedy = "give the posterior of this module"
+            raise PosteriorError(f"{what}; {remedy}")
         parameter.copy_(mean)

@@ -209,14 +209,11 @@ class HierarchicalLinearRegression:
                 raise FedBayesError(f"client '{name}' has {statistics.moment.shape[1]} targets: give statistics of one")
             columns = len(statistics.moment) if columns is None else columns
             if len(statistics.moment) != columns:
-                raise FedBayesError(
-                    f"client '{name}' has {len(statistics.moment)} columns, others {columns}: give all the same columns"
-                )
+                remedy = "give all the same columns"
+                raise FedBayesError(f"client '{name}' has {len(statistics.moment)} columns, others {columns}: {remedy}")
             if self.bias and not math.isclose(float(statistics.gram[0, 0]), statistics.num_examples):
-                raise FedBayesError(
-                    f"bias=True, but column 0 of client '{name}' is not a column of ones: pass bias=True to "
-                    "LinearStatistics.of, or bias=False here"
-                )
+                remedy = "pass bias=True to LinearStatistics.of, or bias=False here"
+                raise FedBayesError(f"bias=True, but column 0 of client '{name}' is not a column of ones: {remedy}")
             if max(self.random) >= columns:
                 raise FedBayesError(f"random={self.random}: the statistics have columns 0 to {columns - 1}")
 
@@ -246,16 +243,13 @@ class HierarchicalLinearRegression:
         coefficients = int(torch.linalg.matrix_rank(within, hermitian=True).sum())
         needed = max(coefficients, len(gram))
         if data.num_examples <= needed:
-            raise FedBayesError(
-                f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise: "
-                "give clients more examples, or take columns out of random"
-            )
+            what = f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise"
+            remedy = "give clients more examples, or take columns out of random"
+            raise FedBayesError(f"{what}: {remedy}")
         _, noise, _, _ = data.estimate(torch.zeros(len(random), len(random), dtype=torch.float64))
         if not noise > EXACT * data.square / data.num_examples:
-            raise FedBayesError(
-                f"one model fits the targets of all {data.num_examples} examples exactly: leave out columns, or "
-                "standardise targets with a large mean"
-            )
+            remedy = "leave out columns, or standardise targets with a large mean"
+            raise FedBayesError(f"one model fits the targets of all {data.num_examples} examples exactly: {remedy}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,10 +100,8 @@ class HybridBayesianClassifier(LikelihoodModule):
         super().__init__(network, likelihood, **options)
         self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         if not self.likelihood.of_classes:
-            raise FedBayesError(
-                f"likelihood '{self.likelihood.name}' is not of classes: give 'categorical' or 'bernoulli', or take a "
-                "HybridBayesianRegressor or a CoxRegressor"
-            )
+            remedy = "give 'categorical' or 'bernoulli', or take a HybridBayesianRegressor or a CoxRegressor"
+            raise FedBayesError(f"likelihood '{self.likelihood.name}' is not of classes: {remedy}")
         if robustness and self.likelihood != Categorical():
             raise FedBayesError(f"robustness={robustness} is of one class per example: take likelihood='categorical'")
         self.robustness = robustness

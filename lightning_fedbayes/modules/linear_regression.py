@@ -94,14 +94,12 @@ class LinearStatistics:
         if not isinstance(other, LinearStatistics):
             return NotImplemented
         if self.moment.shape != other.moment.shape:
-            raise FedBayesError(
-                f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets: "
-                "add statistics of the same"
-            )
+            what = f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets"
+            remedy = "add statistics of the same"
+            raise FedBayesError(f"{what}: {remedy}")
         if self.num_examples + sign * other.num_examples < 0:
-            raise FedBayesError(
-                f"{other.num_examples} of {self.num_examples} examples cannot be taken out: subtract what was added"
-            )
+            remedy = "subtract what was added"
+            raise FedBayesError(f"{other.num_examples} of {self.num_examples} examples cannot be taken out: {remedy}")
         made = object.__new__(LinearStatistics)  # sums of what has been checked
         for name in ("gram", "moment", "square", "num_examples"):
             own, others = getattr(self, name), getattr(other, name)
@@ -133,10 +131,8 @@ def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
         rows = values.unsqueeze(1) if values.ndim == 1 else values
         wrong = (~rows.isfinite()).any(0).nonzero().flatten().tolist()
         if wrong:
-            raise FedBayesError(
-                f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the column's mean in "
-                "their place"
-            )
+            remedy = "leave out the examples, or put the column's mean in their place"
+            raise FedBayesError(f"{name} are not finite in column {listed(wrong)}: {remedy}")
 
 
 def check_real(name: str, values: Tensor) -> None:
@@ -293,10 +289,9 @@ class BayesianLinearRegression:
             why = "the weights leave less than one of them for it"
         else:
             return variance
-        raise FedBayesError(
-            f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples: "
-            f"{why}. Give the variance of the noise as a number, or more examples"
-        )
+        what = f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples"
+        remedy = f"{why}. Give the variance of the noise as a number, or more examples"
+        raise FedBayesError(f"{what}: {remedy}")
 
     def _determined(self, variance: float) -> float:
         r"""Return :math:`\gamma`, the number of weights that the data determine under this noise."""

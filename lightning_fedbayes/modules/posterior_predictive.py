@@ -110,10 +110,9 @@ class PosteriorPredictive(ScoredModule):
         paths, shapes = parameter_paths(self.network), {n: p.shape for n, p in self.network.named_parameters()}
         for name, mean in posterior.mean.items():
             if name not in paths or shapes[paths[name]] != mean.shape:
-                raise FedBayesError(
-                    f"the posterior has '{name}' of shape {tuple(mean.shape)}, and the module has no such parameter: "
-                    "give the module that was trained, not a part of it or another one"
-                )
+                what = f"the posterior has '{name}' of shape {tuple(mean.shape)}, and the module has no such parameter"
+                remedy = "give the module that was trained, not a part of it or another one"
+                raise FedBayesError(f"{what}: {remedy}")
 
     def forward(self, inputs: Any) -> Tensor:
         """Return the network's output at its present parameters."""
@@ -186,10 +185,9 @@ class PosteriorPredictive(ScoredModule):
         if found is None and isinstance(targets, Tensor):
             self.likelihood = found = likelihoods.likelihood_of(self.network, outputs, targets)
         if found is None and (outputs.ndim < 2 or outputs.shape[1] < 2):
-            raise FedBayesError(
-                f"{type(self.network).__name__} has one output per example, a logit or a number: give likelihood="
-                "'bernoulli' or likelihood=fb.Gaussian(noise=...)"
-            )
+            what = f"{type(self.network).__name__} has one output per example, a logit or a number"
+            remedy = "give likelihood='bernoulli' or likelihood=fb.Gaussian(noise=...)"
+            raise FedBayesError(f"{what}: {remedy}")
         return found or likelihoods.Categorical()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
@@ -272,6 +270,5 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
             for n, name in zip(numbers, names)
         }
         return GaussianPosterior(mean, variance)
-    raise FedBayesError(
-        "the checkpoint holds no posterior: it is neither of a federation (FederatedBayes) nor of training with fb.IVON"
-    )
+    why = "it is neither of a federation (FederatedBayes) nor of training with fb.IVON"
+    raise FedBayesError(f"the checkpoint holds no posterior: {why}")

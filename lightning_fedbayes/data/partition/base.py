@@ -124,9 +124,8 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     """
     labels = as_labels(labels)
     if not is_class_label(labels):
-        raise PartitionError(
-            f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
-        )
+        why = "counting needs one integer per example"
+        raise PartitionError(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {why}")
     errors.check_kind(
         "indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError
     )
@@ -183,9 +182,8 @@ class Partition(ABC):
             errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
         labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
-            raise PartitionError(
-                f"num_examples is {num_examples}, but there are {len(labels)} labels; pass one label per example"
-            )
+            remedy = "pass one label per example"
+            raise PartitionError(f"num_examples is {num_examples}, but there are {len(labels)} labels; {remedy}")
         total = num_examples if labels is None else len(labels)
         dealt = self.deal(labels, total, np.random.default_rng(derive_seed(seed, "partition")))
         for client, indices in enumerate(dealt):
@@ -267,10 +265,9 @@ def check_enough(clients: int, num_examples: int | None) -> int:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
     errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
     if clients > num_examples:
-        raise PartitionError(
-            f"{clients} clients cannot share {num_examples} examples, since each needs at least one; "
-            "use fewer clients or more data"
-        )
+        what = f"{clients} clients cannot share {num_examples} examples, since each needs at least one"
+        remedy = "use fewer clients or more data"
+        raise PartitionError(f"{what}; {remedy}")
     return num_examples
 
 
@@ -323,19 +320,16 @@ class SizesPartition(Partition):
         for size in self.sizes:
             errors.check_number("a size", size, error=PartitionError)
         if len({isinstance(size, float) for size in self.sizes}) > 1:
-            raise PartitionError(
-                f"sizes {shown(self.sizes)} mix integers and floats; give all numbers of examples (integers) or all "
-                "fractions (floats)"
-            )
+            remedy = "give all numbers of examples (integers) or all fractions (floats)"
+            raise PartitionError(f"sizes {shown(self.sizes)} mix integers and floats; {remedy}")
         if not all(size > 0 for size in self.sizes):
             raise PartitionError(f"sizes {shown(self.sizes)} must all be above 0; leave out clients that hold no data")
         if not self.fractional and not all(map(is_whole, self.sizes)):
             raise PartitionError(f"sizes={shown(self.sizes)}: give integers (numbers of examples) or floats, fractions")
         if self.fractional and sum(self.sizes) > 1 + 1e-9:
-            raise PartitionError(
-                f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
-                "lower them, or pass integers for numbers of examples"
-            )
+            what = f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share"
+            remedy = "lower them, or pass integers for numbers of examples"
+            raise PartitionError(f"{what}; {remedy}")
 
     @property
     def clients(self) -> int:
@@ -354,8 +348,7 @@ class SizesPartition(Partition):
         if self.fractional:
             ends = np.floor(ends * total + 0.5).astype(np.int64)
         if ends[-1] > total:
-            raise PartitionError(
-                f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
-                "pass fractions as floats"
-            )
+            what = f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples"
+            remedy = "lower the sizes, or pass fractions as floats"
+            raise PartitionError(f"{what}; {remedy}")
         return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

@@ -162,10 +162,9 @@ class DirichletPartition(LabelPartition):
         total = check_enough(self.clients, len(labels))
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:
-            raise PartitionError(
-                f"min_examples {least} × {self.clients} clients is more than the {total} examples; lower min_examples "
-                "or clients"
-            )
+            what = f"min_examples {least} × {self.clients} clients is more than the {total} examples"
+            remedy = "lower min_examples or clients"
+            raise PartitionError(f"{what}; {remedy}")
         classes, supply = np.unique(labels, return_counts=True)
         if self.per == "label":
             counts = self._counts_per_label(supply, least, generator)

@@ -83,10 +83,9 @@ class HeadSlopes:
         if not isinstance(other, HeadSlopes):
             return NotImplemented
         if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
-            raise FedBayesError(
-                f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
-                "same fit"
-            )
+            what = f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up"
+            remedy = "give all clients the same fit"
+            raise FedBayesError(f"{what}: {remedy}")
         return HeadSlopes(*(getattr(self, name) + value for name, value in vars(other).items()))
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -137,10 +137,8 @@ class BayesianHead:
         self._check_labels(labels)
         design = design_of(features)
         if design.shape[1] != fit.weights.shape[1] or len(design) != len(labels):
-            raise FedBayesError(
-                f"features {tuple(features.shape)} of {len(labels)} labels: the fit is of {fit.weights.shape[1] - 1} "
-                "features, and each example has a label"
-            )
+            why = f"the fit is of {fit.weights.shape[1] - 1} features, and each example has a label"
+            raise FedBayesError(f"features {tuple(features.shape)} of {len(labels)} labels: {why}")
         parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
         found = (HeadSlopes.of(self._logits(fit, x, each), each, y, fit.takes_pairs) for x, each, y in parts)
         return total(found, HeadSlopes, "labels")
@@ -199,10 +197,9 @@ class BayesianHead:
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
-            raise FedBayesError(
-                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give sums of at least "
-                f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
-            )
+            what = f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}"
+            remedy = f"give sums of at least one example and {self.outputs} outputs, as BayesianHead.sums returns"
+            raise FedBayesError(f"{what}: {remedy}")
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
@@ -234,10 +231,8 @@ class BayesianHead:
         check_kind("targets", labels, Tensor, "give a tensor of classes", error=FedBayesError)
         good = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
         if not good or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.outputs):
-            raise FedBayesError(
-                f"targets of shape {tuple(labels.shape)} and {labels.dtype}: give classes from 0 to "
-                f"{self.outputs - 1}, shape (examples,)"
-            )
+            remedy = f"give classes from 0 to {self.outputs - 1}, shape (examples,)"
+            raise FedBayesError(f"targets of shape {tuple(labels.shape)} and {labels.dtype}: {remedy}")
 
 
 def total(parts: Iterable[Sent], kind: type[Sent], name: str) -> Sent:
