@@ -45,8 +45,7 @@ class ClientReport(Reader):
 
     The predictions are returned by ``validation_step`` (``test_step``), or by ``predict_step``. For another module a
     user gives this report or an :class:`~lightning_fedbayes.UncertaintyReport`: predictions are drawn from the global
-    posterior, and all names have "draws/" behind "val/", as "val/draws/clients/nll". The report that a federation
-    brings along prints a line that there are no scores.
+    posterior, and all names have "draws/" behind "val/", as "val/draws/clients/nll".
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`.ClientScores`. "personal/val" and "personal/test" by the

@@ -42,10 +42,9 @@ class ExamplePrivacy(L.Callback):
 
         Trainer(callbacks=[FederatedBayes(..., engine="sequential"), ExamplePrivacy(clip=1.0, noise_multiplier=1.0)])
 
-    The module and its optimizer stay what they are: Opacus's hooks leave the gradients of single examples on the
-    parameters, and Opacus's optimizer clips and noises them between backward and step. Bayesian layers of this package
-    may be in the network: given their noise, examples share nothing. The gradient of a
-    :class:`~lightning_fedbayes.BayesianModule`'s KL, which depends on no example, is added as it is.
+    The module, with Bayesian layers or without, and its optimizer stay what they are: Opacus clips and noises the
+    gradients between backward and step. The gradient of a :class:`~lightning_fedbayes.BayesianModule`'s KL, which
+    depends on no example, is added as it is.
 
     ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
     a batch's share of the client's examples, neighbours differ in one example more or less. Batches are in fact

@@ -18,8 +18,7 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     .. math:: \mathcal L + \frac{\beta}{n}\, KL(q\|p)
 
     with the loss :math:`\mathcal L` that ``training_step`` returns, a mean over the batch, and n the number of training
-    examples, in a federation the present client's. The copy's class is a subclass of the module's class, with the same
-    attributes, hooks and names of parameters.
+    examples, in a federation the present client's. The copy's class is a subclass of the module's class.
 
     When to use it: after :func:`~lightning_fedbayes.bayesianize` of your module, if you do not want to change its
     ``training_step``. For a warm-up or a logged KL, write :func:`~lightning_fedbayes.kl_divergence` into your loss.

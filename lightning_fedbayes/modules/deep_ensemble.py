@@ -42,9 +42,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
 
     .. math:: \mu = \frac1M\sum_m \mu_m, \qquad \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
 
-    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Every
-    client's member m starts from member m of the global model, so "weighted_average" averages like with like. Each draw
-    of members with Bayesian layers or Monte Carlo dropout counts as a further member.
+    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Fuse by
+    "weighted_average". Each draw of members with Bayesian layers or Monte Carlo dropout counts as a further member.
 
     Args:
         networks: with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes five.

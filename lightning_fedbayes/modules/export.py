@@ -31,9 +31,8 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
     Monte Carlo dropout goes. So the ``state_dict`` has the names of the network before conversion, and loads where this
     package is not installed. Tied means stay tied.
 
-    When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
-    :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
-    targets: a ``state_dict`` gives the units of training.
+    When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. A forward hook
+    converts outputs to the units of the targets. A ``state_dict`` gives the units of training.
 
     Args:
         module: a network. A :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network. A

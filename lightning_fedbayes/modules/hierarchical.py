@@ -123,11 +123,10 @@ class HierarchicalLinearRegression:
               V_k = \sigma^2 I + Z_k \Psi Z_k^\top.
 
     It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
-    client gives the result of the pooled data. σ² has its maximum in closed form. The search is for the triangular
-    factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
+    client gives the result of the pooled data. For Ψ = 0 the model is ordinary least squares.
 
     When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. At
-    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all have the same.
+    least two, better ten.
 
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.

@@ -48,10 +48,7 @@ def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -
 
 
 class HybridBayesianClassifier(LikelihoodModule):
-    r"""Classifies with a network with Bayesian last layers.
-
-    Validation and test score the mean predictive :math:`\bar p = \frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`, see
-    :class:`LikelihoodModule`.
+    r"""Classifies with a network with Bayesian last layers, by :math:`\frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`.
 
     Args:
         network: maps inputs to logits of shape (batch, classes).
@@ -128,8 +125,6 @@ class HybridBayesianRegressor(LikelihoodModule):
 
     .. math:: y = f(x;\theta) + \varepsilon, \quad \varepsilon \sim N(0, \sigma^2), \qquad
               \mathrm{Var}[y|x] = \sigma^2 + \mathrm{Var}_\theta f(x;\theta)
-
-    Validation and test score the predictive distribution, see :class:`LikelihoodModule`.
 
     Args:
         network: maps inputs to means of shape (batch,) or (batch, targets).
@@ -238,14 +233,13 @@ class CoxRegressor(LikelihoodModule):
     """Cox proportional hazards with a network with Bayesian layers as log risk, for (inputs, target) batches.
 
     The likelihood is :class:`~lightning_fedbayes.Cox`. A target has two columns, event (1 observed, 0 censored) and
-    time. The loss is the partial likelihood of the batch divided by its number of examples, plus a share of the KL, so
-    its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, stratified by client.
+    time. With one batch per epoch the loss is the ELBO of the Cox model per example, stratified by client.
 
     When to use it: times to an event, some of which are censored. The likelihood does not fix a constant in log risks,
     so leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``), which would widen predictions.
 
     Validation and test log "c_index", Harrell's c of the mean log risk, and "nll", its negative log partial likelihood
-    per example in nats, over the pairs and risk sets of all batches. They and the first epoch check targets.
+    per example in nats, over the pairs and risk sets of all batches.
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).

@@ -22,8 +22,7 @@ class LinearStatistics:
     r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
 
     Statistics of parts of the data add up by ``+``, and ``-`` takes a part out again. Those of few examples can reveal
-    them. Secure summation helps where the sums of all clients are enough, as for a
-    :class:`~lightning_fedbayes.BayesianHead`.
+    them.
 
     Args:
         gram: :math:`X^\top X`, float64, shape (columns, columns).
@@ -171,8 +170,7 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    Only sums over examples are kept: several clients' add up to the posterior of the pooled data, with the shared prior
-    counted once and the noise estimated from all (:meth:`conflate`). The sums of one example reveal it.
+    Only sums over examples are kept: several clients' add up to the posterior of the pooled data (:meth:`conflate`).
 
     When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
     Standardise inputs and targets, so that a prior of standard deviation 1 is vague. The bias has the same prior.

@@ -31,17 +31,14 @@ class PosteriorPredictive(ScoredModule):
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
     The first draws parameters. The second draws outputs of the network linearised at the mean, with Jacobian J
-    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`): posteriors of
-    :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict so, since their
-    variances belong to the linearised network. ::
+    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`), as Laplace approximations ask for. ::
 
         predictive = fb.PosteriorPredictive(model, callback.posterior)        # after a federation
         predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON
         predictive = fb.PosteriorPredictive.load_from_checkpoint("last.ckpt", module=Model())  # of either
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
-    All draws, or all examples, are one stacked pass if ``torch.func.vmap`` can run the network. The module is put into
-    evaluation mode, with its weights unchanged.
+    The module is put into evaluation mode, with its weights unchanged.
 
     When to use it: for networks without Bayesian layers, with a posterior from :class:`~lightning_fedbayes.IVON` or
     :class:`~lightning_fedbayes.Laplace`.
@@ -57,11 +54,10 @@ class PosteriorPredictive(ScoredModule):
             For inputs without targets, classes. Moments of a linearised Gaussian are exact.
         predictive: "draws" of the parameters, or "linearised". None: "linearised" for a posterior of a Laplace
             approximation, otherwise "draws".
-        unpack: batch → (inputs, targets). Not needed for a tensor of inputs. A sequence that begins with inputs and
-            targets. A mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
-            "targets". An object goes to ``forward`` as it is. A mapping goes to ``forward`` as keywords if its
-            signature has a parameter for every key and a key for every parameter without a default, and as one argument
-            if no key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
+        unpack: batch → (inputs, targets). Not needed for a tensor of inputs, a sequence that begins with inputs and
+            targets, and a mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
+            "targets". An object goes to ``forward`` as it is, a mapping as keywords if they fit its signature, or else
+            as one argument. A method ``unpack`` of ``module`` does the same.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.

@@ -20,9 +20,8 @@ class ClassPartition(LabelPartition):
     """Give each client exactly m classes (quantity-based label imbalance).
 
     The data are cut into K·m shards of a single class each, and each client gets m random shards of different classes.
-    Classes of equal size are cut into equally many shards, as in the source (10 classes of 5,000 and K·m = 20: 20
-    shards of 2,500). Larger classes into more, so that the largest shard is as small as possible. It deals every
-    example exactly once.
+    Larger classes are cut into more shards, so that the largest shard is as small as possible. It deals every example
+    exactly once.
 
     Use it for the hardest label skew. K·m must be at least the number of classes.
 
@@ -118,9 +117,7 @@ class DirichletPartition(LabelPartition):
     ``per="client"``: each client k draws its proportions of the C classes,
     :math:`(p_{k1}, …, p_{kC}) \sim \mathrm{Dir}(α C f_1, …, α C f_C)`, where f are the class frequencies of the data
     (Dir(α, …, α) for equally large classes). Every client holds N // K examples (up to K − 1 are left out), dealt
-    without replacement in turns. In each turn every client requests the examples that it lacks by a multinomial draw
-    from its proportions over the classes that are left (if its classes have run out, in proportion to what is left). A
-    class with too few examples serves a random subset of its requests.
+    without replacement in turns: every client draws what it lacks by its proportions over the classes that are left.
 
     Use ``"label"`` to compare with [BA-BFL] and most of the literature, ``"client"`` if sizes must not differ.
 

@@ -47,8 +47,7 @@ class BayesianHead:
     * "softmax": logits f(x). After the sums, each exchange is of slopes and curvature at the server's weights
       (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for s.
 
-    Sums of clients add up to the sums of the pooled data: the split of the data makes no difference, a client comes or
-    goes by ``+`` and ``-``, and there is no learning rate. ::
+    Sums of clients add up to the sums of the pooled data, and a client comes or goes by ``+`` and ``-``. ::
 
         head = fb.BayesianHead(outputs=10)
         fit = head.fit_clients([(features, labels), ...])               # in one process
@@ -68,15 +67,14 @@ class BayesianHead:
             1, without which few data, or redundant features, often leave no width.
         inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
             Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
-            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and s
-            too small for wide posteriors.
+            as many exchanges, which tell clients only the weights, but less exact, and s too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
         FedBayesError: an argument is out of range.
 
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
-    variational posterior; Kuss and Rasmussen 2005 for Laplace's evidence of wide posteriors.
+    variational posterior; Kuss and Rasmussen 2005.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
     >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))

@@ -30,8 +30,7 @@ class HeadModule(PosteriorPredictive):
     Its parameters are sums over examples, and a training step adds a batch's: the loss is minus their inner product
     with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange. A softmax takes an epoch
     for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1. It needs all
-    clients in every round. ``FederatedBayes`` adds the clients' sums by the method
-    :class:`~lightning_fedbayes.methods.Sums`.
+    clients in every round (:class:`~lightning_fedbayes.methods.Sums`).
 
     When to use it: in place of a fine-tuned head in a Trainer with its data, loggers, reports and calibration. For
     features in memory :meth:`BayesianHead.fit_clients` is shorter.

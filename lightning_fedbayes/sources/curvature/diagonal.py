@@ -50,9 +50,8 @@ class Laplace:
         sites = [laplace.site(model, loader) for loader in loaders]  # at each client, with the same network
         posterior = laplace.fuse(model, sites)                       # at the server: of the pooled data
 
-    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
-    gains the prior of the method. The information is taken at the end of its training, or under sites at the global
-    model that it received.
+    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training (under sites
+    at the global model that it received), and its loss gains the prior of the method.
 
     When to use it: for a trained network, or to keep an optimizer. Outside of a federation, training should end at a
     maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.

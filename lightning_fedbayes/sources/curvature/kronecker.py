@@ -71,7 +71,7 @@ class KroneckerLaplace:
         predictive = fb.PosteriorPredictive(network, posterior)
 
     When to use it: where clients can send once, and their networks start from the same weights. A site holds the
-    layers' second moments of inputs and gradients: more bytes than a diagonal, and more about the data.
+    layers' second moments of inputs and gradients.
 
     Args:
         curvature: a :class:`~lightning_fedbayes.Laplace`: likelihood, curvature, temperature :math:`\tau`, s, and the
@@ -82,8 +82,7 @@ class KroneckerLaplace:
             examples (``python -m benchmarks.posterior.one_shot``).
 
     Raises: FederationError if an argument is out of range.
-    Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher,
-    which minimises the same sum by Adam from the average and stops early.
+    Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher.
     """
 
     curvature: Laplace = field(default_factory=Laplace)

@@ -31,8 +31,7 @@ def linearised_outputs(
 
     with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
 
-    When to use it: for Laplace posteriors. Their variances hold for this linear model. The network itself, at
-    parameters drawn from them, is far from its mean.
+    When to use it: for Laplace posteriors. Their variances hold for this linear model.
 
     Args:
         network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself.
@@ -40,9 +39,7 @@ def linearised_outputs(
         posterior: of its parameters. Others, and those of variance 0, are fixed.
         inputs: a batch: a tensor of shape (batch, \*), a collection of such, or another input of the network, such as
             a graph, which is not divided into examples: one pass, and one back for every output of every example.
-        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one. The Jacobians of
-            a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or are of one
-            example.
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one.
 
     Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
     O, O).
