@@ -99,9 +99,8 @@ class Evaluator:
     if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
     ``forward``. The batch seeds these draws, and the global generators stay as they are.
 
-    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere (shuffled or
-    sampled, ``limit_val_batches`` below 1, another sampler or collate function) the clients' data sets are predicted in
-    one further pass.
+    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere the clients'
+    data sets are predicted in one further pass.
     """
 
     def __init__(self) -> None:

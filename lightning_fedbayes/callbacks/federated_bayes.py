@@ -158,9 +158,7 @@ class FederatedBayes(L.Callback):
 
         It is their fusion by "reverse_kl_barycenter", with weights 1 − λ and λ. Deterministic parameters are averaged,
         local parameters are the client's, buffers (BatchNorm's statistics) are no part of it. A client that has not
-        trained yet has the global posterior. Choose λ for each client on data that it has not trained on, as
-        :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and with λ = 1 it
-        is the client's posterior given the global one as prior, as in pFedBayes.
+        trained yet has the global posterior. :func:`~lightning_fedbayes.choose_personal_weight` chooses λ.
 
         Args:
             client: its number or name.
@@ -472,10 +470,9 @@ class _Checked(Exception):
 def check(trainer: L.Trainer, module: L.LightningModule, data: Any = None) -> list[str]:
     """Return every reason why ``trainer.fit(module, data)`` would be refused, without training. Empty if there is none.
 
-    The fit runs up to its first round, with its sanity check and without loggers: Trainer, reports, schedulers, data,
-    method and engine are checked, each although another is wrong. Random states stay, and the same Trainer can fit
-    afterwards. When to use it: before a long run. ``data`` are training loaders or a LightningDataModule. Raises
-    FederationError if the Trainer has no :class:`FederatedBayes`.
+    The fit runs up to its first round, with its sanity check and without loggers. Random states stay, and the same
+    Trainer can fit afterwards. When to use it: before a long run. ``data`` are training loaders or a
+    LightningDataModule. Raises FederationError if the Trainer has no :class:`FederatedBayes`.
     """
     check_kind("trainer", trainer, L.Trainer, "give a lightning.Trainer")
     federation = next((each for each in trainer.callbacks if isinstance(each, FederatedBayes)), None)  # pyright: ignore

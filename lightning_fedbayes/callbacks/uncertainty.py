@@ -48,9 +48,8 @@ class UncertaintyReport(Reader):
     Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
     Logged at the end: the two pictures.
 
-    For a module whose steps return no probabilities, in a federation, the report predicts from the global posterior (of
-    :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`. Figures then have
-    "draws/" behind "val/", as "val/draws/retained_area_entropy".
+    For a module whose steps return no probabilities, in a federation, the report predicts from the global posterior by
+    a :class:`~lightning_fedbayes.PosteriorPredictive`, and figures are "val/draws/...".
 
     Where the validation data are the clients', :class:`ClientReport` logs their accuracies. Elsewhere accuracies per
     class are averaged with each client's label proportions, an unbiased estimate under label skew, and logged as
@@ -81,13 +80,7 @@ class UncertaintyReport(Reader):
     def set_clients(
         self, sizes: tuple[int, ...], label_counts: Tensor | None, classes: tuple, names: tuple[str, ...] = ()
     ) -> None:
-        """Set the clients whose accuracies are reported.
-
-        Args:
-            sizes: training examples of each client.
-            label_counts, classes: training examples, (clients, classes), None if unknown, and their columns.
-            names: the clients' names in a :class:`~lightning_fedbayes.ClientDatasets` of validation data.
-        """
+        """Set the clients whose accuracies are reported: numbers of examples, also by class if known, and names."""
         self.client_sizes, self.label_counts, self.classes, self.client_names = sizes, label_counts, classes, names
 
     def _reset(self) -> None:

@@ -26,9 +26,8 @@ LABEL_ATTRIBUTES = ("targets", "labels", "y")
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
     """Return the integer class label of every example, or None if they cannot be known without loading examples.
 
-    It looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
-    of a TensorDataset, and looks into Subset and ConcatDataset. It does not load examples, so it decodes no image.
-    Anything but one integer per example (continuous targets, masks, names) is None.
+    It looks for an attribute ``targets``, ``labels`` or ``y``, takes the last tensor of a TensorDataset, and looks into
+    Subset and ConcatDataset. Anything but one integer per example (continuous targets, masks, names) is None.
 
     Args:
         dataset: map-style.

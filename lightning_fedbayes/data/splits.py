@@ -6,7 +6,6 @@ import lightning as L
 import torch
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fedbayes.core.errors import check_at_least, check_flag, check_number
@@ -162,23 +161,3 @@ class DiabetesDataModule(TensorDataModule):
             (each - each[train].mean(0)).div(each[train].std(0, correction=0)).float() for each in (inputs, targets)
         )
         self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))
-
-
-def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:
-    """Draw an order of all examples in which the first n, for any n, have the class shares, to about one per class.
-
-    The examples of a class, in random order, are spread evenly over the whole order from a random start. So a smaller
-    sample is a subset of a larger one.
-
-    Args:
-        labels: int64, not negative, shape (examples,).
-        draws: the source of randomness.
-
-    Returns: int64, shape (examples,).
-    """
-    shuffled = torch.randperm(len(labels), generator=draws)
-    grouped = shuffled[labels[shuffled].argsort(stable=True)]
-    sizes = labels.bincount()
-    number = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    start = torch.rand(len(sizes), dtype=torch.float64, generator=draws).repeat_interleave(sizes)
-    return grouped[((number + start) / sizes.repeat_interleave(sizes)).argsort(stable=True)]

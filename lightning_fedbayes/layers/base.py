@@ -273,9 +273,8 @@ class Reparameterized(BayesianLayer):
 
     When to use it: for a module without a Bayesian layer of its kind (LSTM, embedding, attention, normalisation, a
     whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
-    Parameters that are frozen when it is wrapped stay deterministic, buffers stay buffers. The estimator is
-    reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence. It works under
-    ``torch.func.vmap`` if the module does. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
+    Parameters that are frozen when it is wrapped stay deterministic. The batch shares one weight sample, and an LSTM
+    keeps it for a whole sequence.
 
     Args:
         module: the module to wrap. It is kept, not copied.

@@ -141,8 +141,7 @@ ONEDNN = torch.backends.mkldnn.is_available()
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
 
-    True on a CPU, in float32, for batches and kernels (out_channels, in_channels / groups, \\*size) that are not much
-    larger than the maps. GPUs and other dtypes have no fast convolution of many groups.
+    GPUs and other dtypes have no fast convolution of many groups.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False

@@ -43,8 +43,7 @@ class ScaleSums:
 
     .. math:: n = \sum_i 1, \qquad m = \frac1n \sum_i x_i, \qquad s = \sum_i (x_i - m)^2
 
-    Sums of parts add up exactly to the sums of the whole (:func:`pooled`), and stay exact far from 0, because squares
-    are of deviations (Chan, Golub and LeVeque 1983).
+    Sums of parts add up exactly to the sums of the whole, also far from 0 (Chan, Golub and LeVeque 1983).
 
     Args:
         num_examples: number of examples.
@@ -142,9 +141,8 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
 
     .. math:: d_k^2 = s_k / n_k + (m_k - \operatorname{med} m)^2 \;\le\; (30\, d)^2
 
-    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. So a
-    client that lies about n examples counts as n examples at that distance, at most. With fewer than three clients
-    there is no bound. A client with other shapes of examples than most is left out, and the log names it.
+    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. With
+    fewer than three clients there is no bound. A client with other shapes of examples than most is left out.
 
     Args:
         clients: name → its sums, at least one, else FederationError. Their order changes the last bit.
@@ -219,15 +217,13 @@ class FederatedScaler(nn.Module):
     .. math:: z = (x - m) / s
 
     for each entry of an example. A federation fills it before its first round, in one exchange of
-    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`. The pooled data give the same scale. A
-    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins. For any other module
-    call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
+    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`. A :class:`~lightning_fedbayes.BayesianModule` without a
+    federation fills it when the fit begins. For any other module call :meth:`fit`. Then it is fixed.
 
     When to use it: units are far from 1, or differ between inputs. The regressors of this package have one for their
     targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss. As the attribute ``scaler`` it
-    also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs, so that
-    predictions are in the units of the data. Inputs go through the scaler itself, which can be the first layer of a
-    network. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
+    also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs. Inputs go through
+    the scaler itself. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
 
     Args:
         targets, inputs: known mean and standard deviation, numbers or tensors of the shape of an example. With either,

@@ -26,7 +26,7 @@ from lightning_fedbayes.metrics.predictions import (
 
 
 class _OfClasses(Likelihood):
-    """Base of likelihoods whose targets are classes."""
+    """Base of likelihoods of classes."""
 
     of_classes = True
 

@@ -170,8 +170,7 @@ class EnsembleCRPS(ExampleMean):
 class IntervalCoverage(ExampleMean):
     """Share of targets in the central interval (:func:`~lightning_fedbayes.metrics.functional.interval_coverage`).
 
-    Compare it with ``level``, the probability of the interval: a smaller share means overconfident, a larger one
-    underconfident. Other arguments are those of :class:`torchmetrics.Metric`.
+    Compare it with ``level``, the probability of the interval: a smaller share means overconfident.
     """
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
@@ -217,7 +216,7 @@ class CalibrationDiagram(CalibrationSums):
     """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width. ECE.
 
     ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`. Log its ``ece``. [BA-BFL]
-    uses 100 ``bins``, most others 15. Other arguments are those of :class:`torchmetrics.Metric`.
+    uses 100 ``bins``, most others 15.
 
     >>> diagram = CalibrationDiagram(bins=2)
     >>> diagram.update(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
@@ -243,8 +242,7 @@ class AdaptiveCalibrationError(CalibrationSums):
     """Calibration error with bins of equal mass, over all batches.
 
     See :func:`~lightning_fedbayes.metrics.functional.adaptive_calibration_error`. Confidences are kept in a histogram
-    of ``resolution`` cells over [0, 1]. In one cell they count as equal, which matters only at the boundary of a bin.
-    Other arguments are those of :class:`torchmetrics.Metric`.
+    of ``resolution`` cells over [0, 1].
     """
 
     def __init__(self, bins: int = 15, resolution: int = 10_000, **kwargs: Any) -> None:
@@ -263,8 +261,7 @@ class ClientAccuracy(HitCounts):
     """Accuracy of each client on its own data. Source: [BA-BFL] §4.
 
     For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
-    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number. Other arguments
-    are those of :class:`torchmetrics.Metric`.
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number.
 
     >>> metric = ClientAccuracy(clients=2)
     >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))

@@ -152,8 +152,6 @@ class OutOfDistributionMetric(ExampleMetric):
 class OutOfDistributionAUROC(OutOfDistributionMetric):
     """AUROC of an uncertainty (:func:`~lightning_fedbayes.metrics.functional.ood_auroc`) over all batches.
 
-    Arguments are those of :class:`torchmetrics.Metric`.
-
     >>> metric = OutOfDistributionAUROC()
     >>> metric.update(torch.tensor([0.1, 0.2]), False)
     >>> metric.update(torch.tensor([0.2, 0.9]), True)

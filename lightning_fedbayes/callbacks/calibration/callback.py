@@ -139,8 +139,7 @@ class CalibrationCallback(Reader):
     :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each). Any other
     validation data are one client, "all". Training is not changed.
 
-    It calibrates the predictions of the validation's evaluator. If the package has drawn them, figures are
-    "val/draws/..." and "test/draws/...".
+    If the package has drawn the predictions, figures are "val/draws/..." and "test/draws/...".
     """
 
     calibrates = True
