@@ -287,11 +287,9 @@ class Evaluator:
         self._right = [0, 0, 0]
         if mean - draws > MOST_LOST * count + 2:  # two may be chance
             self._has_said = True
-            rank_zero_info(
-                f"Of {count} targets of the validation the posterior's mean gets {mean / count:.1%} right, and draws "
-                f"from it {draws / count:.1%}: it is too wide for the network. Figures of the module's own steps are "
-                "those of the mean. A smaller prior_std or temperature makes it narrower."
-            )
+            right = f"the posterior's mean gets {mean / count:.1%} right, and draws from it {draws / count:.1%}"
+            remedy = "it is too wide for the network. A smaller prior_std or temperature makes it narrower."
+            rank_zero_info(f"Of {count} targets of the validation {right}: {remedy}")
 
     def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
         """Return the predictions of a module by ``posterior``. One object, which warns once."""

@@ -225,7 +225,6 @@ def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: S
         prior = torch.zeros_like(parameter) if prior is None else prior
         rest = parameter.grad - prior - samples.mean(0).view_as(parameter)
         if rest.norm() > ROUNDING * (samples.norm(dim=1).max() + prior.norm()):
-            raise FederationError(
-                f"ExamplePrivacy: a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a "
-                "penalty on the parameters, and would be lost. Use weight_decay, or a BayesianModule, whose KL is known"
-            )
+            what = f"a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a penalty"
+            remedy = "Use weight_decay, or a BayesianModule, with a KL that is known"
+            raise FederationError(f"ExamplePrivacy: {what}, and would be lost. {remedy}")

@@ -207,12 +207,9 @@ class FederationReport:
             rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
         self._diverged = []
         if result.success and self._unheld and not KLWatch.seen:
-            rank_zero_info(
-                f"No KL divergence has been computed while the clients trained, but {self._unheld[0]} and "
-                f"{len(self._unheld) - 1} others are Gaussian: without it nothing keeps their variances from shrinking "
-                "to 0. Add fb.kl_divergence(self) / n to the loss, with n the client's number of examples, or train "
-                "fb.with_kl(module)"
-            )
+            gaussian = f"but {self._unheld[0]} and {len(self._unheld) - 1} others are Gaussian"
+            remedy = "add fb.kl_divergence(self) / n, the client's number of examples, or train fb.with_kl(module)"
+            rank_zero_info(f"No KL divergence has been computed while the clients trained, {gaussian}: {remedy}")
         self._unheld = []
         if result.refusal is not None:
             kept = "the old posterior stays, because the clients cannot be fused"
@@ -223,11 +220,8 @@ class FederationReport:
         self._outlying |= new
         if new:
             names = listed(self._clients.names[client] for client in sorted(new))
-            rank_zero_info(
-                f"Round {result.round + 1}: the updates of {names} stand out, and count only in part where they are "
-                "more than max_influence times as large as the median client's (Safeguards(max_influence=None) bounds "
-                "none). Few examples or unlike ones do that, too"
-            )
+            why = "more than max_influence times as large as the median client's, as of few or unlike examples"
+            rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
@@ -394,10 +388,8 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     if "sites/distance" in last:
         left = f"it has still about {last['sites/distance']:.2g} to go"
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
-    rank_zero_info(
-        f"Sites: round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter; "
-        f"{left}{elbo}."
-    )
+    moved = f"round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter"
+    rank_zero_info(f"Sites: {moved}; {left}{elbo}.")
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:

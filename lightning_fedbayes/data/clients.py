@@ -96,10 +96,8 @@ def _entry(example: Any, name: str) -> int:
         known, value = dir(example), getattr(example, name, None)
     if value is None:
         known = [each for each in map(str, known) if not each.startswith("_")]
-        raise PartitionError(
-            f"labels='{name}': neither the data set nor its examples, each a {type(example).__name__}, have that "
-            f"column: {nearest(name, known)}"
-        )
+        what = f"neither the data set nor its examples, each a {type(example).__name__}, have that column"
+        raise PartitionError(f"labels='{name}': {what}: {nearest(name, known)}")
     return int(as_labels([value]).reshape(-1)[0])
 
 
@@ -264,11 +262,10 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     )
     if partition is None:
         if not isinstance(dataset, ConcatDataset):
-            raise FederationError(
-                f"the training data are one {type(dataset).__name__}: who are the clients? Pass "
-                "FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a ClientDatasets "
-                "(or ConcatDataset) with one data set per client"
-            )
+            remedy = "Pass FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a"
+            parts = "ClientDatasets (or ConcatDataset) with one data set per client"
+            who = f"the training data are one {type(dataset).__name__}: who are the clients?"
+            raise FederationError(f"{who} {remedy} {parts}")
         datasets = tuple(dataset.datasets)
         names = getattr(dataset, "names", None) or tuple(str(k) for k in range(len(datasets)))
         labels, (counts, classes) = labels_of(dataset), (None, ())
@@ -277,10 +274,9 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
             counts, classes = counts_table(torch.arange(len(labels)).split(sizes), labels)
     else:
         if isinstance(dataset, ClientDatasets):
-            raise FederationError(
-                f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
-                f"({shown(partition)}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
-            )
+            what = f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition"
+            remedy = "drop the partition, or give a plain ConcatDataset to deal all examples out"
+            raise FederationError(f"{what} ({shown(partition)}): {remedy}")
         split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = Parts(dataset, split.indices)
         names = tuple(str(k) for k in range(len(datasets)))
@@ -306,10 +302,8 @@ def check_classes(clients: Clients) -> None:
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names
-        rank_zero_warn(
-            f"no client has an example of class {listed(gaps)}: if the network has outputs for it, they "
-            "will not learn it"
-        )
+        why = "if the network has outputs for it, they will not learn it"
+        rank_zero_warn(f"no client has an example of class {listed(gaps)}: {why}")
 
 
 class TensorsOfClients(Sequence[Any]):

@@ -132,10 +132,9 @@ class MultiKrum(GramRule):
             return torch.full((count,), 1 / count, dtype=torch.float64), {}
         byzantine = (count - 3) // 2 if self.byzantine is None else self.byzantine
         if not 2 * byzantine + 2 < count:
-            raise FusionError(
-                f"krum: byzantine={byzantine} of {count} clients, but 2·byzantine + 2 must be less than the number of "
-                f"clients; give at most {(count - 3) // 2}, or None for that"
-            )
+            rule = "but 2·byzantine + 2 must be less than the number of clients"
+            remedy = f"give at most {(count - 3) // 2}, or None for that"
+            raise FusionError(f"krum: byzantine={byzantine} of {count} clients, {rule}; {remedy}")
         keep = count - byzantine if self.keep is None else self.keep
         if keep > count:
             raise FusionError(f"krum: keep={keep} of {count} clients; give at most {count}")
@@ -363,10 +362,9 @@ class NearestNeighbourMixing(Preaggregation):
         count = len(distances)
         byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
         if not 2 * byzantine < count:
-            raise FusionError(
-                f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, but 2·byzantine must be less "
-                f"than the number of clients; give at most {(count - 1) // 2}, or None for that"
-            )
+            rule = "but 2·byzantine must be less than the number of clients"
+            remedy = f"give at most {(count - 1) // 2}, or None for that"
+            raise FusionError(f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, {rule}; {remedy}")
         distances.fill_diagonal_(-1)  # itself before clients at distance 0
         near = distances.sort(dim=1, stable=True).indices[:, : count - byzantine]
         mixing = torch.zeros_like(distances).scatter_(1, near, 1 / (count - byzantine))

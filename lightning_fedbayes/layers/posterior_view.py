@@ -188,10 +188,9 @@ class PosteriorView:
         if posterior.mean.keys() != self._entries.keys():
             missing = [name for name in self._entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
-            raise PosteriorError(
-                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
-                f"{listed(extra) or 'nothing'} that the module lacks; read it from this network with the same exclude"
-            )
+            what = f"it lacks {listed(missing) or 'nothing'} and has {listed(extra) or 'nothing'} that the module lacks"
+            remedy = "read it from this network with the same exclude"
+            raise PosteriorError(f"the posterior is not of this module: {what}; {remedy}")
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
             if posterior.mean[name].shape != live.shape:

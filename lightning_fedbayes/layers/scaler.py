@@ -165,10 +165,9 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
         found[stream] = _merged(torch.stack([count, mean, part.square() * square]))
     others = [f"{name} (other shapes)" for name in clients if name not in kept]
     if far or others:
-        rank_zero_info(
-            f"Scale: examples of {listed([*far, *others])} do not count as they are. Those that lie more than "
-            f"{FARTHEST:g} times as far out as the median client's count as if they lay there: are their units others?"
-        )
+        far_out = f"Those that lie more than {FARTHEST:g} times as far out as the median client's count as if they lay"
+        whose = f"examples of {listed([*far, *others])}"
+        rank_zero_info(f"Scale: {whose} do not count as they are. {far_out} there: are their units others?")
     return ScaleSums(sum(each.num_examples for each in kept.values()), found)
 
 

@@ -360,10 +360,9 @@ def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
     """Return ``outputs`` with so many dimensions, without a last one of size 1. Raise FedBayesError if it is larger."""
     found = outputs.squeeze(-1) if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1 else outputs
     if found.ndim != dimensions:
-        raise FedBayesError(
-            f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))}), but one log "
-            "risk per example is needed, shape (batch,) or (batch, 1); end the network with nn.Linear(features, 1)"
-        )
+        given = f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))})"
+        need = "one log risk per example is needed, shape (batch,) or (batch, 1)"
+        raise FedBayesError(f"{given}, but {need}; end the network with nn.Linear(features, 1)")
     return found
 
 

@@ -74,10 +74,8 @@ def _plus_kl(module: Any, output: Any) -> Any:
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise FedBayesError(
-            f"training_step of {type(module).__name__} returns {type(output).__name__} without a loss to add the KL "
-            'divergence to: return the loss, or a dict with "loss"'
-        )
+        what = f"training_step of {type(module).__name__} returns {type(output).__name__} without a loss"
+        raise FedBayesError(f'{what} to add the KL divergence to: return the loss, or a dict with "loss"')
     if module.kl_examples is None:
         what = f"{type(module).__name__} does not know the number of training examples that the KL is divided by"
         remedy = "train on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"

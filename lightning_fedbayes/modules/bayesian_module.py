@@ -401,10 +401,9 @@ class LikelihoodModule(ScoredModule, BayesianModule):
             targets = ScaleSums.of(first, loader.collate_fn, self).units("targets", 0.0).square().sum(0).mean().sqrt()
             noise = 1.0 if isinstance(known.noise, str) else float(torch.as_tensor(known.noise).max()) or 1.0
             if not 1 / FAR < targets / noise < FAR:
-                rank_zero_info(
-                    f"Targets are about {targets / noise:.2g} times as large as the noise at the start, {noise:.2g}, "
-                    "and not standardised: predictions may take long to come near. Give scaler=True"
-                )
+                large = f"{targets / noise:.2g} times as large as the noise at the start, {noise:.2g}"
+                remedy = "predictions may take long to come near. Give scaler=True"
+                rank_zero_info(f"Targets are about {large}, and not standardised: {remedy}")
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""

@@ -221,10 +221,9 @@ class HierarchicalLinearRegression:
         for column in self.random:
             having = int((data.grams[:, column, column] > 0).sum())
             if having < 2:
-                raise FedBayesError(
-                    f"column {column} is not 0 in {having} client(s): the variance between clients needs at least two. "
-                    "Take it out of random, or fit one client by BayesianLinearRegression"
-                )
+                remedy = "Take it out of random, or fit one client by BayesianLinearRegression"
+                need = "the variance between clients needs at least two"
+                raise FedBayesError(f"column {column} is not 0 in {having} client(s): {need}. {remedy}")
         gram = data.gram / data.scale / data.scale.unsqueeze(1)
         zero = (data.gram.diagonal() <= 0).nonzero().flatten().tolist()
         if zero:
@@ -232,11 +231,9 @@ class HierarchicalLinearRegression:
         values, vectors = torch.linalg.eigh(gram)
         if values[0] < DEPENDENT:
             which = (vectors[:, 0].abs() > 0.1).nonzero().flatten().tolist()
-            raise FedBayesError(
-                f"columns {listed(which)} are linearly dependent over all clients (smallest eigenvalue of "
-                f"the scaled Gram matrix {float(values[0]):.1g}): leave one out, standardise inputs with a large mean, "
-                "or give more examples than columns"
-            )
+            how = f"linearly dependent over all clients (smallest scaled eigenvalue {float(values[0]):.1g})"
+            remedy = "leave one out, standardise inputs with a large mean, or give more examples than columns"
+            raise FedBayesError(f"columns {listed(which)} are {how}: {remedy}")
         random = list(self.random)
         within = data.grams[:, random][:, :, random] / data.scale[random] / data.scale[random].unsqueeze(1)
         coefficients = int(torch.linalg.matrix_rank(within, hermitian=True).sum())
@@ -331,9 +328,7 @@ def _maximise(data: _Stacked) -> Tensor:
         if math.isfinite(end.fun) and np.abs(end.jac).max() < SLOPE:
             found.append((end.fun, root_of(torch.tensor(end.x))))
     if not found:
-        raise FedBayesError(
-            f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum that "
-            "can be found in double precision: standardise inputs and targets, take columns out of random, or give "
-            "clients more examples, so that no client's model fits exactly"
-        )
+        what = f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum"
+        remedy = "standardise inputs and targets, take columns out of random, or give clients more examples"
+        raise FedBayesError(f"{what} that can be found in double precision: {remedy}")
     return min(found, key=lambda each: each[0])[1]

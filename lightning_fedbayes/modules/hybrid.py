@@ -25,10 +25,9 @@ def hybrid(network: nn.Module, bayesian_last: int | None, **options: Any) -> nn.
     defaults = {"init": "fresh", "estimator": "local_reparameterization"}
     ignored = [f"{name}={value!r}" for name, value in options.items() if value != defaults.get(name)]
     if ignored:
-        raise ConversionError(
-            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would have no effect. "
-            "Give bayesian_last=n, or make the layers Bayesian yourself"
-        )
+        why = "the network is taken as it is, so they would have no effect"
+        remedy = "Give bayesian_last=n, or make the layers Bayesian yourself"
+        raise ConversionError(f"{', '.join(ignored)} without bayesian_last: {why}. {remedy}")
     return network
 
 

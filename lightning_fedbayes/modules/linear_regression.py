@@ -49,11 +49,9 @@ class LinearStatistics:
         columns, targets = self.moment.shape[:1], self.moment.shape[1:]
         fits = self.gram.shape == (*columns, *columns) and self.square.shape == targets
         if not fits or self.moment.ndim not in (1, 2) or not self.moment.numel():
-            raise FedBayesError(
-                f"gram {tuple(self.gram.shape)}, moment {tuple(self.moment.shape)} and square "
-                f"{tuple(self.square.shape)}: give (columns, columns), (columns,) and (), of at least one column, or "
-                "(columns, columns), (columns, targets) and (targets,)"
-            )
+            given = ", ".join(f"{name} {tuple(getattr(self, name).shape)}" for name in ("gram", "moment", "square"))
+            wanted = "(columns, columns), (columns,) and (), or (columns, columns), (columns, targets) and (targets,)"
+            raise FedBayesError(f"{given}: give {wanted}, of at least one column")
         if not (torch.equal(self.gram, self.gram.T) or torch.allclose(self.gram, self.gram.T)):
             raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
 
@@ -122,10 +120,9 @@ def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
     for name, values in (("inputs", inputs), ("targets", targets)):
         check_real(name, values)
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
-        raise FedBayesError(
-            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features), and "
-            f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
-        )
+        wanted = f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
+        given = f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}"
+        raise FedBayesError(f"{given}: give (examples, features), and {wanted}")
     for name, values in (("inputs", inputs), ("targets", targets)):
         rows = values.unsqueeze(1) if values.ndim == 1 else values
         wrong = (~rows.isfinite()).any(0).nonzero().flatten().tolist()
@@ -248,15 +245,11 @@ class BayesianLinearRegression:
             )
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
-                    raise FedBayesError(
-                        f"{name} is {getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model "
-                        f"{number}: fit all clients with the same, or their product is not the posterior of their data"
-                    )
+                    values = f"{getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model {number}"
+                    raise FedBayesError(f"{name} is {values}: fit all clients with the same")
             if model.moment.shape != first.moment.shape:
-                raise FedBayesError(
-                    f"model {number} has (features + 1, targets) = {tuple(model.moment.shape)}, model 0 "
-                    f"{tuple(first.moment.shape)}: fit all clients to the same columns"
-                )
+                shapes = f"(features + 1, targets) = {tuple(model.moment.shape)}, model 0 {tuple(first.moment.shape)}"
+                raise FedBayesError(f"model {number} has {shapes}: fit all clients to the same columns")
         gram, moment, squares = (
             torch.stack([getattr(model, name) for model in models]).sum(0) for name in ("gram", "moment", "squares")
         )
@@ -312,10 +305,10 @@ class BayesianLinearRegression:
         try:
             return torch.linalg.cholesky(self.precision)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            raise FedBayesError(
-                f"the precision is not positive definite in double precision, with prior_std={self.prior_std:g} and a "
-                f"noise variance of {self.noise_variance:g}: standardise the inputs, or give values nearer to 1"
-            ) from None
+            given = f"with prior_std={self.prior_std:g} and a noise variance of {self.noise_variance:g}"
+            remedy = "standardise the inputs, or give values nearer to 1"
+            what = "the precision is not positive definite in double precision"
+            raise FedBayesError(f"{what}, {given}: {remedy}") from None
 
     @property
     def mean(self) -> Tensor:

@@ -255,10 +255,9 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
         mean = {name: values[name] for name in names}
         shapes = [states[n]["momentum"].shape if n in states else mean[name].shape for n, name in zip(numbers, names)]
         if len(names) != len(numbers) or shapes != [each.shape for each in mean.values()]:
-            raise FedBayesError(
-                "the checkpoint's IVON does not train all parameters of this module in their order, so its variances "
-                "cannot be assigned to parameters: give posterior=optimizer.posterior(module) in place of a checkpoint"
-            )
+            what = "the checkpoint's IVON does not train all parameters of this module in their order"
+            remedy = "give posterior=optimizer.posterior(module) in place of a checkpoint"
+            raise FedBayesError(f"{what}: {remedy}")
         variance = {
             name: states[n]["precision"].reciprocal().to(mean[name])
             if "precision" in states.get(n, {})

@@ -200,20 +200,19 @@ class IVON(Optimizer):
             if not callable(closure):
                 raise FederationError(f"closure={shown(closure)}: give a function that evaluates the loss")
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-                raise FederationError(
-                    "IVON: there are gradients at the mean, from before the draw of the parameters, such as those of "
-                    "accumulated batches: use accumulate_grad_batches=1 and larger batches, or samples="
+                what = (
+                    "there are gradients at the mean, from before the draw of the parameters, as of accumulated batches"
                 )
+                remedy = "use accumulate_grad_batches=1 and larger batches, or samples="
+                raise FederationError(f"IVON: {what}: {remedy}")
             self.forget()
             for _ in range(self.samples):
                 with self.sampled(), torch.enable_grad():
                     result = closure()
         elif not self._draws:
-            raise FederationError(
-                "IVON.step() has no gradient at a draw of the parameters: hand it a closure, as Lightning's automatic "
-                "optimization does (not with precision='16-mixed': take 'bf16-mixed'), or take gradients inside "
-                "`with optimizer.sampled():`"
-            )
+            closure_of = "as Lightning's automatic optimization does (not with precision='16-mixed': take 'bf16-mixed')"
+            remedy = f"hand it a closure, {closure_of}, or take gradients inside `with optimizer.sampled():`"
+            raise FederationError(f"IVON.step() has no gradient at a draw of the parameters: {remedy}")
         sums, draws = self._sums or {}, self._draws
         self.forget()
         for group in self.param_groups:

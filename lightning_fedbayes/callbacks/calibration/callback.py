@@ -104,10 +104,8 @@ def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
     if shared:
         used_again, total = map(sum, zip(*shared.values()))
         who, whose = ("client", "its") if len(shared) == 1 else ("clients", "their")
-        rank_zero_warn(
-            f"{who} {errors.listed(shared)}: {used_again} of {whose} {total} calibration examples were trained on, so "
-            "what is calibrated is too confident; hold examples out before training"
-        )
+        found = f"{used_again} of {whose} {total} calibration examples were trained on, so what is calibrated is"
+        rank_zero_warn(f"{who} {errors.listed(shared)}: {found} too confident; hold examples out before training")
 
 
 def _parts(dataset: Dataset) -> list[Dataset]:

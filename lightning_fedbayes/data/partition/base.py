@@ -134,9 +134,8 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     for client in indices:
         check_tensor("indices", client, error=PartitionError)
         if client.numel() and not 0 <= int(client.min()) <= int(client.max()) < len(labels):
-            raise PartitionError(
-                f"indices from {int(client.min())} to {int(client.max())} of {len(labels)} examples; they count from 0"
-            )
+            given = f"indices from {int(client.min())} to {int(client.max())}"
+            raise PartitionError(f"{given} of {len(labels)} examples; they count from 0")
     classes, inverse = torch.unique(labels.detach().cpu(), return_inverse=True)
     counts = [torch.bincount(inverse[client], minlength=len(classes)) for client in indices]
     return torch.stack(counts), tuple(classes.tolist())
@@ -188,10 +187,8 @@ class Partition(ABC):
         dealt = self.deal(labels, total, np.random.default_rng(derive_seed(seed, "partition")))
         for client, indices in enumerate(dealt):
             if len(indices) == 0:
-                raise PartitionError(
-                    f"client {client} of {len(dealt)} would get none of the {total} examples, but each needs at least "
-                    "one; use fewer clients or more data"
-                )
+                need = "but each needs at least one; use fewer clients or more data"
+                raise PartitionError(f"client {client} of {len(dealt)} would get none of the {total} examples, {need}")
         return Split.from_indices(dealt, labels)
 
     @abstractmethod
@@ -229,15 +226,12 @@ class LabelPartition(Partition):
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
         if labels is None:
-            raise PartitionError(
-                f"{type(self).__name__} deals by label, but the labels are unknown (None); give labels= a column's "
-                "name, one integer per example or a function of the data set; or use IIDPartition"
-            )
+            remedy = "give labels= a column's name, one integer per example or a function; or use IIDPartition"
+            raise PartitionError(f"{type(self).__name__} deals by label, but the labels are unknown (None); {remedy}")
         if not is_class_label(labels):
-            raise PartitionError(
-                f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}, but {type(self).__name__} needs "
-                "one integer class per example; bin a continuous target into classes first, or use IIDPartition"
-            )
+            need = f"{type(self).__name__} needs one integer class per example; bin a continuous target into classes"
+            given = f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}"
+            raise PartitionError(f"{given}, but {need} first, or use IIDPartition")
         return self.deal_classes(labels.detach().cpu().numpy(), generator)
 
     @abstractmethod
@@ -250,9 +244,8 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise PartitionError(
-            f"labels of type {type(labels).__name__} cannot be read as numbers ({error}); give one integer per example"
-        ) from None
+        what = f"labels of type {type(labels).__name__} cannot be read as numbers"
+        raise PartitionError(f"{what} ({error}); give one integer per example") from None
     check_tensor("labels", values, error=PartitionError)
     if values.ndim == 0:
         raise PartitionError(f"labels={shown(labels)}: give one integer per example")

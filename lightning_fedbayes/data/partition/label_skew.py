@@ -67,19 +67,14 @@ class ClassPartition(LabelPartition):
         """Return the number of shards of each class: K·m in all, from 1 to K per class, none empty."""
         wanted, most = self.clients * self.classes_per_client, np.minimum(sizes, self.clients)
         if self.classes_per_client > len(sizes):
-            raise PartitionError(
-                f"classes_per_client is {self.classes_per_client}, but the data have {len(sizes)} classes; lower it"
-            )
+            have = f"but the data have {len(sizes)} classes; lower it"
+            raise PartitionError(f"classes_per_client is {self.classes_per_client}, {have}")
+        product, remedy = f"{self.clients} clients × {self.classes_per_client} classes", "clients or classes_per_client"
         if wanted < len(sizes):
-            raise PartitionError(
-                f"{self.clients} clients × {self.classes_per_client} classes cover only {wanted} of the {len(sizes)} "
-                "classes; raise clients or classes_per_client"
-            )
+            raise PartitionError(f"{product} cover only {wanted} of the {len(sizes)} classes; raise {remedy}")
         if wanted > most.sum():
-            raise PartitionError(
-                f"{self.clients} clients × {self.classes_per_client} classes need {wanted} shards, but classes of "
-                f"{shown(sizes.tolist())} examples give only {most.sum()}; lower clients or classes_per_client"
-            )
+            have = f"classes of {shown(sizes.tolist())} examples give only {most.sum()}"
+            raise PartitionError(f"{product} need {wanted} shards, but {have}; lower {remedy}")
         shards, tie = np.ones_like(sizes), generator.permutation(len(sizes))
         for _ in range(wanted - len(sizes)):
             largest = np.where(shards < most, sizes / shards, -1.0)
@@ -183,11 +178,9 @@ class DirichletPartition(LabelPartition):
             if counts.sum(1).min() >= least:
                 return counts
             fewest = max(fewest, int(counts.sum(1).min()))
-        raise PartitionError(
-            f"none of {MAX_REDRAWS} draws of Dirichlet({self.alpha}) gave all {self.clients} clients {least} of the "
-            f"{supply.sum()} examples (best: {fewest}); raise alpha, lower min_examples or clients, or use "
-            "per='client', which makes all clients equally large"
-        )
+        gave = f"gave all {self.clients} clients {least} of the {supply.sum()} examples (best: {fewest})"
+        remedy = "raise alpha, lower min_examples or clients, or use per='client'"
+        raise PartitionError(f"none of {MAX_REDRAWS} draws of Dirichlet({self.alpha}) {gave}; {remedy}")
 
 
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:

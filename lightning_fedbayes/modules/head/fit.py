@@ -46,11 +46,9 @@ class HeadSlopes:
         pairs = classes * (classes - 1) // 2
         fits = self.curvature.shape[0] in (0, pairs) and self.curvature.shape[1:] == (columns, columns)
         if not columns or self.loss.ndim or self.spread.shape != (classes, classes) or not fits:
-            raise FedBayesError(
-                f"slope {tuple(self.slope.shape)}, spread {tuple(self.spread.shape)} and curvature "
-                f"{tuple(self.curvature.shape)}: give (classes, columns), (classes, classes) and (0 or pairs of "
-                "classes, columns, columns)"
-            )
+            given = ", ".join(f"{name} {tuple(getattr(self, name).shape)}" for name in ("slope", "spread", "curvature"))
+            wanted = "(classes, columns), (classes, classes) and (0 or pairs of classes, columns, columns)"
+            raise FedBayesError(f"{given}: give {wanted}")
 
     @classmethod
     def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:

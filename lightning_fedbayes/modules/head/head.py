@@ -177,10 +177,8 @@ class BayesianHead:
             raise FedBayesError(f"the fit is not one of {self} that is done: go on with step() until it is")
         own = self.sums(features, targets)
         if own.moment.shape != fit.sums.moment.shape or own.num_examples > fit.sums.num_examples:
-            raise FedBayesError(
-                f"features {tuple(features.shape)}: the fit is of {fit.sums.num_examples} examples with "
-                f"{fit.weights.shape[1] - 1} features, the client's among them"
-            )
+            fitted = f"{fit.sums.num_examples} examples with {fit.weights.shape[1] - 1} features"
+            raise FedBayesError(f"features {tuple(features.shape)}: the fit is of {fitted}, the client's among them")
         if not own.num_examples:
             return fit
         if self.likelihood != "softmax":
@@ -207,10 +205,9 @@ class BayesianHead:
             raise FedBayesError("the fit is done: do not call step() again")
         found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, HeadSlopes, "slopes")
         if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
-            raise FedBayesError(
-                f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
-                f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}; all clients of the sums have to answer"
-            )
+            given = f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}"
+            fitted = f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}"
+            raise FedBayesError(f"{given}: the fit is of {fitted}; all clients of the sums have to answer")
         return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:

@@ -112,10 +112,9 @@ class Laplace:
             site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]
         for name, value in site.items():
             if not bool(torch.isfinite(value).all()):
-                raise FederationError(
-                    f"Laplace: the information of '{name}' is not finite at {int((~value.isfinite()).sum())} of "
-                    f"{value.numel()} entries: look for NaN in the inputs, or for training that has diverged"
-                )
+                where = f"{int((~value.isfinite()).sum())} of {value.numel()} entries"
+                remedy = "look for NaN in the inputs, or for training that has diverged"
+                raise FederationError(f"Laplace: the information of '{name}' is not finite at {where}: {remedy}")
         return site
 
     def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:

@@ -155,11 +155,9 @@ class KroneckerLaplace:
             _check_finite(f"sites[{number}].", each)
             units = [n for n in each.buffers if n.endswith(UNITS) and not each.buffers[n].equal(sites[0].buffers[n])]
             if units:
-                raise FederationError(
-                    f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have different scales and "
-                    "weights in different units. Fill the module's scaler before clients train, by the data "
-                    "of all or by numbers, FederatedScaler(targets=(mean, std)), or give scaler=False"
-                )
+                what = f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have different scales"
+                remedy = "Fill the module's scaler before clients train, FederatedScaler(targets=(mean, std))"
+                raise FederationError(f"{what} and weights in different units. {remedy}, or give scaler=False")
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
         mean = _averaged([each.mean for each in sites], shares)
