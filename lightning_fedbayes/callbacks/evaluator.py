@@ -231,7 +231,6 @@ class Evaluator:
                 reader.read(self._keep(found))
 
     def _give(self, found: Predicted) -> None:
-        """Give predictions to the readers."""
         self._has_given = True
         for reader in self._readers or ():
             reader.see(found)

@@ -89,7 +89,6 @@ def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
 
 
 def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
-    """Return the path of a figure or table of ``name``."""
     folder = Path(logger.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{name.replace('/', '_')}.{suffix}"

@@ -118,7 +118,6 @@ class UncertaintyReport(Reader):
             self._count()
 
     def _count(self) -> None:
-        """Count the batches that wait."""
         if not self._waiting:
             return
         probs, target = (torch.cat(parts, dim) for parts, dim in zip(zip(*self._waiting), (1, 0)))
@@ -181,7 +180,6 @@ class UncertaintyReport(Reader):
         pl_module.log_dict(figures)
 
     def _log_curves(self, trainer: L.Trainer, retained: Mapping[str, RetainedCurve]) -> None:
-        """Log the calibration diagram and the accuracy-retained curves as data."""
         round = trainer.current_epoch + (trainer.state.fn == "fit")
         bins = self._calibration.compute()
         full = bins.counts > 0

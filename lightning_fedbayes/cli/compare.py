@@ -116,7 +116,6 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
 
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
-    """Print the table. Save the table and the picture."""
     from lightning_fedbayes.core.tables import markdown_table
 
     text = markdown_table(*results.table(runs))

@@ -40,7 +40,6 @@ def doctor(arguments: list[str]) -> int:
 
 
 def _versioned(package: str) -> str:
-    """Return a package's name and its version."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:

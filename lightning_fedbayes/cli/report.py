@@ -128,7 +128,6 @@ def page(run: RunRecord, name: str) -> str:
 
 
 def _about(run: RunRecord) -> str:
-    """Return rounds, clients, rule and network in one line."""
     rounds = max(max(of_rounds) for of_rounds in run.figures.values())
     clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
     parts = [f"{rounds} rounds", f"{clients} clients", f"fusion {fusion}"]
@@ -176,7 +175,6 @@ def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
 
 
 def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
-    """Draw the accuracy and the training loss of each client, or quantiles of them."""
     for kind, title in (
         ("client_accuracy/", "accuracy of each client"),
         ("client_train_loss/", "its training loss"),
@@ -201,7 +199,6 @@ def _clients(table: Table | None) -> str:
 
 
 def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
-    """Draw the megabytes of each round and their running sums."""
     names = {way: f"federation/megabytes_{way}" for way in ("up", "down")}
     lines = {way: dict(sorted(figures[name].items())) for way, name in names.items() if name in figures}
     if lines:

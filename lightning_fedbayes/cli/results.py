@@ -122,7 +122,6 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _last(values: Sequence[float]) -> float:
-    """Return the last value that is not NaN, or NaN."""
     return next((value for value in reversed(values) if not math.isnan(value)), math.nan)
 
 

@@ -235,7 +235,6 @@ def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
 
 
 def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
-    """Draw one line per label over the rounds, from 1."""
     for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
         marker = "o" if len(values) <= 20 else None
         axes.plot(range(1, len(values) + 1), values, label=label, marker=marker, markersize=3.5, **style)
@@ -243,7 +242,6 @@ def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
-    """Return an empty figure of ``width`` × ``height`` inches in the style of this module."""
     figure = empty_figure(width, height)
     axes = figure.add_subplot()
     _style(axes)

@@ -380,5 +380,4 @@ def _fuse_shards(
 
 
 def _shard(mean: Tensor, variance: Tensor) -> GaussianPosterior:
-    """Return a shard of all parameters as a posterior of one parameter."""
     return GaussianPosterior({SHARD: mean}, {SHARD: variance})

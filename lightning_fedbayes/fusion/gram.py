@@ -210,7 +210,6 @@ def points_of(
 
 
 def _around(centre: int, cohort: Cohort) -> Gram:
-    """Return the Gram matrix relative to the client in place ``centre``."""
     points = points_of(cohort.posteriors, cohort.previous)
     products, size = torch.zeros(len(points), len(points), dtype=torch.float64), 0
     for block in columns(points):

@@ -277,5 +277,4 @@ def alpha_moments(
 
 
 def _log_density(distance: Tensor, variance: Tensor) -> Tensor:
-    """Return the log density of Gaussians at ``distance`` from their mean."""
     return -0.5 * (distance.square() / variance + variance.log() + math.log(2 * math.pi))

@@ -106,7 +106,6 @@ class ScaleSums:
 
 
 def _streams(inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return a batch by stream."""
     pairs = (("inputs", inputs), ("targets", targets))
     found = {name: each for name, each in pairs if isinstance(each, Tensor) and each.ndim and not each.is_complex()}
     if "targets" in found and targets.ndim == 1 and not targets.is_floating_point():

@@ -414,7 +414,6 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         return known.predict(draws)
 
     def _known(self) -> Likelihood:
-        """Return the likelihood with the module's noise."""
         return said_by(self) or self.likelihood
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Rows:

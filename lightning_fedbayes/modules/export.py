@@ -104,7 +104,6 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _load_means(module: nn.Module, means: Mapping[str, Tensor]) -> None:
-    """Write ``means``, by their names in a posterior, into the parameters of ``module``."""
     paths, parameters = parameter_paths(module), dict(module.named_parameters())
     for name, mean in means.items():
         if name not in paths:

@@ -100,7 +100,6 @@ class PosteriorPredictive(ScoredModule):
         self.eval()
 
     def _check(self, posterior: GaussianPosterior | KroneckerPosterior) -> None:
-        """Raise FedBayesError unless ``posterior`` is of the network."""
         if not isinstance(posterior, KroneckerPosterior):
             check_posterior(posterior, "posterior", error=FedBayesError)
         paths, shapes = parameter_paths(self.network), {n: p.shape for n, p in self.network.named_parameters()}
@@ -158,7 +157,6 @@ class PosteriorPredictive(ScoredModule):
         return outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0]
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of the linearised outputs."""
         return self._vectorized_if_possible(linearised_outputs, self.network, self._known(), inputs)
 
     def _draws(self, mean: Tensor, covariance: Tensor, samples: int | None = None) -> Tensor:

@@ -271,7 +271,6 @@ class IVON(Optimizer):
         self._draws += bool(found)
 
     def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
-        """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
         first = group["betas"][0]
@@ -360,7 +359,6 @@ class IVON(Optimizer):
         return wanted
 
     def _update_point(self, group: State, parameter: Tensor, gradient: Tensor) -> None:
-        """Take Adam's step of a parameter without a posterior."""
         state, (first, second) = self.state[parameter], group["betas"]
         if not state:
             state.update(step=torch.zeros(()), momentum=torch.zeros_like(gradient), square=torch.zeros_like(gradient))
@@ -389,7 +387,6 @@ class IVON(Optimizer):
         return GaussianPosterior(mean, variance)
 
     def _state_of(self, parameter: Tensor) -> State:
-        """Return the state of a parameter with a posterior, made at the first call."""
         state = self.state[parameter]
         if not state:
             group = next(each for each in self.param_groups if any(p is parameter for p in each["params"]))

@@ -114,7 +114,6 @@ def unit_of(
 
 
 def _mode(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return c of :func:`unit_of` from P and Q."""
     root = torch.hypot(signal, 2 * noise.sqrt())
     return torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
 

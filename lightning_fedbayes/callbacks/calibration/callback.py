@@ -180,7 +180,6 @@ class CalibrationCallback(Reader):
         return self.score(self._found(predictive, datasets, batch_size, seed))
 
     def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
-        """Return the predictions of each client's data."""
         found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=self.takes_moments)
         return {name: self.read(each) for name, each in found}
 

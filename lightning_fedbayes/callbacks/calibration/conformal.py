@@ -238,7 +238,6 @@ class FederatedConformal(CalibrationCallback):
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
-        """Return the scores of each client's predictions."""
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
             each = (
@@ -392,7 +391,6 @@ class FederatedConformal(CalibrationCallback):
         self.fit(scores, seed=seed)
 
     def _temperature_in(self, trainer: L.Trainer) -> float:
-        """Return the temperature by which the Trainer's callbacks scale logits."""
         scaling = callback_of(trainer, FederatedTemperature)
         return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
 

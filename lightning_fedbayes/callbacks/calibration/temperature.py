@@ -97,7 +97,6 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
 
 def _message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
-    """Return the message of logits and targets that have been checked."""
     classes_first = logits.movedim(-1, 0).contiguous()  # where softmax and sums take half the time
     index = targets.expand(classes_first.shape[1:]).unsqueeze(0)
     scaled = classes_first / temperature

@@ -75,7 +75,6 @@ class Split:
         )
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
         head, *rows = self._table()
         return html_table(head, rows)
 
@@ -147,7 +146,6 @@ def is_class_label(labels: Tensor) -> bool:
 
 
 def _abbreviate(items: list[Any], limit: int) -> list[Any]:
-    """Leave out the middle of more than ``limit`` items."""
     if len(items) <= limit:
         return items
     gap = ["…"] * len(items[0]) if isinstance(items[0], list) else "…"

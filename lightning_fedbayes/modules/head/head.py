@@ -222,7 +222,6 @@ class BayesianHead:
         return fit
 
     def _check_labels(self, labels: Tensor) -> None:
-        """Raise FedBayesError unless ``labels`` are classes."""
         check_kind("targets", labels, Tensor, "give a tensor of classes", error=FedBayesError)
         good = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
         if not good or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.outputs):

@@ -157,7 +157,6 @@ class HeadModule(PosteriorPredictive):
         return self.fitted.linear().to(self.device)(self.features(inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of the outputs, in closed form."""
         if self._is_empty and self._trainer is not None and self.trainer.sanity_checking:
             features, outputs = self.features(inputs), self.head.outputs
             return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
@@ -180,13 +179,11 @@ class HeadModule(PosteriorPredictive):
 
 
 def _clear(sums: nn.ParameterDict) -> None:
-    """Set the sums to 0."""
     for value in sums.values():
         value.data.zero_()
 
 
 def _zeros(**shapes: tuple[int, ...]) -> nn.ParameterDict:
-    """Return sums of 0, in double precision."""
     return nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     )

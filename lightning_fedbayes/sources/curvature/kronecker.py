@@ -175,7 +175,6 @@ class KroneckerLaplace:
         return KroneckerPosterior(mean, terms, priors, _averaged([each.buffers for each in sites], shares))
 
     def _layers(self, module: nn.Module) -> dict[str, Any]:
-        """Return the layers that get a precision, by name."""
         supported = {
             f"{name}.weight" if name else "weight": layer
             for name, layer in module.named_modules()
@@ -243,7 +242,6 @@ def _rows(layer: Any, gradient: Tensor) -> Tensor:
 
 
 def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """Return the clients' average, name → tensor of the first client's dtype."""
     return {
         name: torch.stack([share * each[name].double() for share, each in zip(shares, values)]).sum(0).to(like)
         for name, like in values[0].items()
@@ -251,7 +249,6 @@ def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
 
 
 def _check_finite(whose: str, site: KroneckerSite) -> None:
-    """Raise FederationError unless all values of a client's ``site`` are finite."""
     for part in ("mean", "buffers", "inputs", "outputs"):
         for name, value in getattr(site, part).items():
             if not bool(torch.isfinite(value).all()):
@@ -260,7 +257,6 @@ def _check_finite(whose: str, site: KroneckerSite) -> None:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """Return the sum of the outer products of rows with themselves, float64."""
     rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     return (rows.T @ rows).double()
 
@@ -366,6 +362,5 @@ def split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
 
 
 def _root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of a positive semidefinite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp_min(0).sqrt() @ vectors.T
