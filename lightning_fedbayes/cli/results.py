@@ -99,8 +99,8 @@ def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows: each rule's validation metrics in the last round, seconds and megabytes per round.
 
-    Several seeds give mean ± standard deviation, "nan" where one has no value. Seconds are the median over the rounds,
-    because the first includes the set-up. Megabytes are those sent and received, summed over the clients.
+    Several seeds give mean ± standard deviation. Seconds are the median over the rounds. Megabytes are those sent and
+    received, summed over the clients.
 
     >>> curves = {"val/nll": [0.5, 0.25], "federation/seconds": [3.0, 1.0], "federation/megabytes_up": [2.0, 2.0]}
     >>> table([Run("conflation", 0, curves), Run("conflation", 1, {**curves, "val/nll": [0.5, 0.75]})])

@@ -93,14 +93,7 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 
 
 def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
-    """Heat map of the examples of each class (columns) at each client (rows).
-
-    Of more than 100 clients, or classes, it shows every n-th.
-
-    Args:
-        counts: shape (clients, classes), non-negative.
-        classes: labels of the columns.
-    """
+    """Heat map of ``counts``, (clients, classes). Of more than 100 clients, or classes, it shows every n-th."""
     clients, shown = map(sample, counts.shape)
     table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
@@ -120,13 +113,7 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
 def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_is_better: bool = False) -> Figure:
     """Heat map of each client's model (rows) on every client's data (columns), the darker the worse.
 
-    Of more than 100 clients it shows every n-th.
-
-    Args:
-        values: shape (models, data). What is not finite is grey.
-        names: of the clients, in the order of rows and columns.
-        figure: name of the values.
-        higher_is_better: higher values are better.
+    Of more than 100 clients it shows every n-th. What is not finite is grey. ``figure`` names the values.
     """
     shown = sample(len(names))
     table = np.ma.masked_invalid(_array(values)[np.ix_(shown, shown)])
@@ -176,11 +163,7 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
 
 
 def client_accuracy(accuracies: Tensor) -> Figure:
-    """Bars of every client's accuracy, from the worst to the best, with their mean. Of more than 100 a sample.
-
-    Args:
-        accuracies: shape (clients,), NaN for a client without examples, which is left out.
-    """
+    """Bars of every client's accuracy, from the worst to the best, with their mean. NaN is left out."""
     known = ~torch.isnan(accuracies)
     order = torch.argsort(accuracies.where(known, torch.inf))[: int(known.sum())]
     bars = order[sample(len(order))]
@@ -199,12 +182,7 @@ def client_accuracy(accuracies: Tensor) -> Figure:
 
 
 def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
-    """Learning curves: one value per round, from round 1. NaN leaves a gap.
-
-    Args:
-        curves: label → values of rounds 1, 2, ….
-        ylabel: name of the values, with their unit.
-    """
+    """Learning curves: label → one value per round, from round 1. NaN leaves a gap."""
     figure, axes = _figure()
     _draw_rounds(axes, curves)
     axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
@@ -213,11 +191,7 @@ def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
 
 
 def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Learning curves of several quantities on one page: a panel each, as :func:`rounds` draws one.
-
-    Args:
-        panels: name of the values → label → values of rounds 1, 2, …. At least one, all with the same labels.
-    """
+    """Learning curves of several quantities on one page, with the same labels: a panel each, as :func:`rounds`."""
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = empty_figure(4.2 * columns, 3.0 * rows + 0.4)

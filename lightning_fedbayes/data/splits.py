@@ -121,9 +121,8 @@ class DiabetesDataModule(TensorDataModule):
     """442 patients from scikit-learn, 10 measurements, one target: progression after a year. Needs no network.
 
     Inputs are float32 of shape (batch, 10), targets float32 of shape (batch, 1). Both are standardised with the mean
-    and standard deviation of the training split. To score in original units: y = ``target_mean`` + ``target_std``·z, a
-    variance times ``target_std``², a Gaussian NLL plus log ``target_std``, a CRPS times ``target_std``. Test and
-    predict use the validation examples.
+    and standard deviation of the training split (``target_mean``, ``target_std``). Test and predict use the validation
+    examples.
 
     Args:
         batch_size: examples per batch.

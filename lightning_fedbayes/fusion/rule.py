@@ -127,9 +127,8 @@ class ReliabilityRule(CohortRule):
 class SumRule(FusionRule):
     """A rule that is a closed form of sums over clients.
 
-    It streams: memory is O(P) for any number of clients, partial sums of several processes merge, and the sums survive
-    secure aggregation. Formulas work on flat float64 vectors of all P parameters. With ``by_columns = True`` they work
-    on pieces of them, which is several times faster for a large network.
+    It streams: memory is O(P) for any number of clients, and partial sums of several processes merge. Formulas work on
+    flat float64 vectors of all P parameters. With ``by_columns = True`` they work on pieces of them, which is faster.
     """
 
     @abstractmethod

@@ -96,8 +96,7 @@ class FedAvgM(ServerOptimizer):
     When to use it: clients' data differ and few clients take part in a round, so that rounds pull to and fro.
 
     Args:
-        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses. The default, :math:`1 - \beta`, goes as far
-            as that rule if all rounds pull in one direction.
+        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses.
         momentum: :math:`\beta` in [0, 1).
         then: see :class:`ServerOptimizer`.
 

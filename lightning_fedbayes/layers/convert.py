@@ -53,14 +53,13 @@ def bayesianize(
     r"""A copy of ``network`` in which the chosen layers are Bayesian. ``network`` itself stays as it is.
 
     Linear layers and (transposed) convolutions become the Bayesian layer of the same geometry. Any other module that
-    holds trainable parameters (LSTM, embedding, attention, normalisation), or that overrides the forward of a linear
-    layer, becomes a :class:`~lightning_fedbayes.layers.Reparameterized`. Dtype, device, training mode and
-    ``requires_grad`` are kept. A module used in two places stays one module.
+    holds trainable parameters (LSTM, embedding, attention, normalisation) becomes a
+    :class:`~lightning_fedbayes.layers.Reparameterized`. A module used in two places stays one module.
 
     Args:
         network: any module without hooks or parametrisations on the chosen layers.
         last: the last n linear or convolutional layers in the order of definition. 0 gives an unchanged copy. Frozen
-            layers do not count where others train, such as the unused original of a fine-tuned layer.
+            layers do not count where others train.
         names: dotted names of the chosen modules, as in ``network.named_modules()``.
         types: all modules that are instances of these types.
         estimator: "local_reparameterization" (the least gradient noise), "flipout" (keeps the correlation between

@@ -159,8 +159,7 @@ def flipout_by_example(
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution, at the cost of the deterministic layer and of building the
-    kernels. Source: Wen et al. 2018, equation (4), rearranged.
+    The kernels of all examples form one grouped convolution. Source: Wen et al. 2018, equation (4), rearranged.
 
     Args:
         convolve: the convolution, which must treat every channel's map alike.

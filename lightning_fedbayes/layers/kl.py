@@ -37,9 +37,6 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    Large parameters use :class:`GaussianKL`, with half of autograd's passes over memory. Small ones autograd, which
-    takes half the time under ``vmap``.
-
     Args:
         mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
         prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.

@@ -352,9 +352,8 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     """A :class:`BayesianModule` with a likelihood: it trains on its NLL, predicts and is scored by it.
 
     Validation and test log as "val/" and "test/": for classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
-    mutual information ("epistemic") and Kwon's two traces, means over examples and positions. For numbers RMSE, NLL,
-    CRPS, coverage of the 90 % interval and sharpness. For risks Harrell's c and NLL. Their steps return the scored
-    :data:`~lightning_fedbayes.metrics.predictions.Rows`.
+    mutual information ("epistemic") and Kwon's two traces. For numbers RMSE, NLL, CRPS, coverage of the 90 % interval
+    and sharpness. For risks Harrell's c and NLL.
 
     Args:
         network, options: see :class:`BayesianModule`.

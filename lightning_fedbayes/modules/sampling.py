@@ -142,9 +142,8 @@ def is_stochastic(network: nn.Module) -> bool:
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """Return ``samples`` independent draws of the network's output, shape (S, batch, *).
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
-    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample. One without randomness runs once.
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A network that cannot be
+    vectorised (such as an LSTM behind noise) runs once per sample. One without randomness runs once.
 
     Args:
         network: maps ``inputs`` to a tensor. A tuple's first element counts (bayesian-torch returns the KL second). In

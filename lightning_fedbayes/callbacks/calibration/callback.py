@@ -133,9 +133,7 @@ class CalibrationCallback(Reader):
     """Calibrates in every validation, so that each checkpoint holds the calibration of its weights.
 
     ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores the result, in
-    tables by client, and ``trainer.predict`` uses it. The clients are those of a
-    :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each). Any other
-    validation data are one client, "all". Training is not changed.
+    tables by client, and ``trainer.predict`` uses it. Validation data that are not of clients are one, "all".
 
     If the package has drawn the predictions, figures are "val/draws/..." and "test/draws/...".
     """

@@ -78,14 +78,12 @@ class FederatedConformal(CalibrationCallback):
         shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
         epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit. None
-            adds none, and :class:`~lightning_fedbayes.UpdatePrivacy` refuses it. With noise ``trainer.fit`` takes the
-            thresholds after its last round only: each time costs ε again.
+            adds none. With noise ``trainer.fit`` takes the thresholds after its last round only.
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
         max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
             :class:`~lightning_fedbayes.Safeguards`. None: no bound.
         per: where an example has several positions, labels or targets: "position" covers each with the level, as a
-            mean over the positions of new examples, exact up to the scatter between examples. "example" covers all of
-            an example at once, and the guarantee above is for examples.
+            mean over the positions of new examples. "example" covers all of an example at once.
 
     Attributes:
         threshold: of the pooled clients. None before :meth:`fit`.
@@ -160,9 +158,8 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's scores or sketch. Return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
-        class, and intervals are the whole line. A warning names the client, or some of many. With ``epsilon`` each call
-        counts as a release of every client's noisy counts (:attr:`releases`), with new noise, the same for a new object
-        and the same ``seed``.
+        class, and intervals are the whole line. With ``epsilon`` each call counts as a release of every client's noisy
+        counts (:attr:`releases`), with new noise.
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has

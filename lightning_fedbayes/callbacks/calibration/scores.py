@@ -220,9 +220,8 @@ class ScoreSketch:
     def threshold(self, level: float) -> float:
         r"""Return an upper bound of the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of n scores.
 
-        It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
-        the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
-        last cell has an infinite edge. Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
+        It is the upper edge of that score's cell. If that rank exceeds n it is infinite, as is the edge of the last
+        cell of a "half_line". Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
 
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
@@ -239,13 +238,11 @@ class ScoreSketch:
 
         Where an example may be *replaced* by another, ε is twice as large. Each noisy sketch of the same examples
         costs its ε again. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
-        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then only
-        approximate. Clipping adds a few examples to empty cells.
+        examples: the noise has a standard deviation of about √2/ε per cell. Coverage is then only approximate.
 
         Args:
             epsilon: ε > 0.
-            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise. Other counts
-                have unrelated noise even by the same seed, so that it does not cancel between two sketches.
+            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise.
 
         Raises:
             FedBayesError: ε is not above 0, or the seed no whole number.

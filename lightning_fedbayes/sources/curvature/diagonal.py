@@ -253,8 +253,7 @@ class SWAG:
     ``FederatedBayes(posterior=fb.SWAG())``.
 
     When to use it: with SGD at a constant learning rate, so that noise moves the path about the optimum, and several
-    local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so it does not work
-    with sites. BatchNorm keeps the statistics of the last weights.
+    local epochs. It has no prior, so it does not work with sites.
 
     Args:
         start: share of the local steps that is left out, in [0, 1).

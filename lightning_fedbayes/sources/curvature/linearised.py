@@ -97,8 +97,7 @@ def linearised_outputs(
 def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     r"""Return draws from :math:`N(f, C)`, shape (draws, batch, \*outputs), spread evenly.
 
-    Each is a draw from that distribution, and their averages are unbiased. Together they are one scrambled Sobol
-    sequence, the same for all examples: averages over 256 draws are as exact as over 1,000 independent ones.
+    They are one scrambled Sobol sequence, the same for all examples, and their averages are unbiased.
 
     Args:
         mean: f, shape (batch, \*outputs).

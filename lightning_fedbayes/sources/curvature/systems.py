@@ -218,7 +218,7 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
     Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`; both have the same
-    fixed point. With expected derivatives of the loss under a Gaussian it maximises the variational bound.
+    fixed point.
 
     Args:
         information: F, the eigenvalues, shape (parameters,), none negative.
