@@ -35,19 +35,12 @@ DRAWS = 10
 
 
 class Reader(L.Callback):
-    """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
+    """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`."""
 
-    Attributes:
-        is_given: a user has given it. Training is refused where it would be in vain.
-        by_client: it needs validation data of clients.
-        calibrates: it needs the predictions of every client, also where the module's steps return none.
-        needs_logits: it needs the logits of every draw. Mean probabilities do not suffice.
-    """
-
-    is_given = True
-    by_client = False
-    calibrates = False
-    needs_logits = False
+    is_given = True  # by a user, so that training is refused where it would be in vain
+    by_client = False  # needs validation data of clients
+    calibrates = False  # needs the predictions of every client, also where the module's steps return none
+    needs_logits = False  # of every draw: mean probabilities do not suffice
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if ``module`` is to predict once more where its steps return no predictions."""

@@ -235,14 +235,10 @@ def chart(
     y: tuple[float, float] | None = None,
     shares: Sequence[float] = (),
 ) -> str:
-    """Return a chart of lines as SVG. Logarithmic where the values span more than three orders of magnitude.
+    """Return a chart of lines, label → points, as SVG. Logarithmic where values span three orders of magnitude.
 
-    Args:
-        title: above it.
-        lines: label → points. Those that are not finite, or nearly, are left out.
-        xlabel: name of the x-axis.
-        x, y: ends of the axes. None: of the points.
-        shares: with both ends of both axes: draw the diagonal, and the points of the last line as discs of these areas.
+    ``x`` and ``y`` are ends of the axes, with None those of the points. With ``shares`` it draws the diagonal, and the
+    points of the last line as discs of these areas.
     """
     lines = {label: [(a, b) for a, b in points if abs(b) < FAR] for label, points in lines.items()}
     values = [point[1] for points in lines.values() for point in points]

@@ -41,13 +41,7 @@ def read_curves(file: Path) -> Curves:
 
 @dataclass(frozen=True)
 class Run:
-    """One federation of a comparison.
-
-    Attributes:
-        fusion: name of the fusion rule.
-        seed: seed of all random draws.
-        curves: metrics by round.
-    """
+    """One federation of a comparison: the name of its rule, its seed, and its metrics by round."""
 
     fusion: str
     seed: int

@@ -326,10 +326,7 @@ def fuse_distributed(
     """Fuse the clients of all processes, whose weights sum to 1. The result is the same in each.
 
     A rule ``by_columns`` gets a shard of the parameters of all clients in each process, any other rule all clients. A
-    process may have no clients of its ``own``.
-
-    Raises:
-        FusionError: the rule cannot fuse these posteriors.
+    process may have no clients of its ``own``. Raises FusionError if the rule cannot fuse these posteriors.
     """
     if collective.size == 1:
         return rule.apply(own, state)

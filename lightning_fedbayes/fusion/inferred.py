@@ -188,11 +188,6 @@ def alike(distances: Tensor) -> Tensor:
 
     A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
     shorter update.
-
-    >>> alike(torch.tensor([[0.0, 9.0, 8.0, 5.0], [9.0, 0.0, 0.0, 4.0], [8.0, 0.0, 0.0, 4.0], [5.0, 4.0, 4.0, 0.0]]))
-    tensor([[ True, False, False],
-            [False,  True,  True],
-            [False, False, False]])
     """
     lengths, count = distances[:-1, -1], len(distances) - 1
     near = distances[:-1, :-1] <= ALIKE * torch.minimum(lengths[:, None], lengths)

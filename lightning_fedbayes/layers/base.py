@@ -214,12 +214,7 @@ class BayesianAffine(BayesianLayer):
         """Shapes of Flipout's input and output signs: the shapes of input and output, with 1 along space and time."""
 
     def forward(self, x: Tensor, return_kl: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
-
-        Args:
-            x: input, shaped as for the deterministic layer.
-            return_kl: also return :meth:`kl_loss`.
-        """
+        """The output at sampled weights (mean-only: at their mean), with ``return_kl`` also :meth:`kl_loss`."""
         output = self._output(self.op, x)
         return (output, self.kl_loss()) if return_kl else output
 
@@ -363,9 +358,6 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     r"""A draw of each N(μ, σ²), :math:`w = \mu + \sigma \odot \epsilon`, with noise of torch's global generator.
 
     A ``TorchFunctionMode`` can override it. Source: Kingma & Welling 2014; Blundell et al. 2015.
-
-    Args:
-        means, rhos: μ and ρ of each parameter, of equal shape. The draws have these shapes.
     """
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)

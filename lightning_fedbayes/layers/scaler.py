@@ -70,10 +70,7 @@ class ScaleSums:
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> ScaleSums:
         """Return the sums of a client's examples, in one pass that leaves random generators as they are.
 
-        Args:
-            dataset: map-style.
-            collate: makes batches of examples. None: torch's default.
-            module: its ``unpack``, if any, tells inputs from targets. Only tensors of real numbers count.
+        ``unpack`` of the ``module``, if any, tells inputs from targets. Only tensors of real numbers count.
         """
         known = tensors_of(dataset) if collate in (None, default_collate) else None
         batches: Iterable[Any] = DataLoader(dataset, ROWS, collate_fn=collate)
@@ -141,10 +138,8 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
     .. math:: d_k^2 = s_k / n_k + (m_k - \operatorname{med} m)^2 \;\le\; (30\, d)^2
 
     Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. With
-    fewer than three clients there is no bound. A client with other shapes of examples than most is left out.
-
-    Args:
-        clients: name → its sums, at least one, else FederationError. Their order changes the last bit.
+    fewer than three clients there is no bound. A client with other shapes of examples than most is left out. Raises
+    FederationError without clients.
     """
     if not clients:
         raise FederationError("no client has sent the sums that a FederatedScaler needs: see the log for their reasons")
@@ -175,10 +170,8 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
 
     A row for all, then one for each client, the least alike first: examples, missing values, and for inputs and targets
     "shift", the root mean square over their entries of :math:`(m_k - m) / s`, mean and standard deviation of their
-    first four entries, and shares of up to twenty classes. NaN where a client has no value.
-
-    Args:
-        clients: name → its sums, at least one, else FederationError.
+    first four entries, and shares of up to twenty classes. NaN where a client has no value. Raises FederationError
+    without clients.
     """
     whole = pooled(clients)
     streams = [stream for stream in ("inputs", "targets") if stream in whole.moments]

@@ -423,11 +423,6 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
     Integers of the shape of the outputs without their channels are classes. Real targets need a noise, and targets of
     0 and 1 with one output each may be numbers: there the module must say.
 
-    Args:
-        module: it gave the outputs.
-        outputs: of a batch, without draws.
-        targets: of the batch.
-
     Raises: FedBayesError if no likelihood fits, or several do. It names the line to add.
     """
     named = said_by(module)

@@ -13,7 +13,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
-from lightning_fedbayes.modules.linear_regression import LinearStatistics, check_real, design_of
+from lightning_fedbayes.metrics.functional.utilities import check_numbers
+from lightning_fedbayes.modules.linear_regression import LinearStatistics, design_of
 
 STARTS = (0.1, 1.0, 10.0)
 """Standard deviations of the random coefficients, relative to the noise, at which searches start."""
@@ -97,7 +98,7 @@ class HierarchicalFit:
             FedBayesError: an unknown name, or another number of features.
         """
         mean, covariance = self.posterior_of(client)
-        check_real("inputs", inputs)
+        check_numbers(inputs=inputs)
         features = len(self.fixed) - self.bias
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")

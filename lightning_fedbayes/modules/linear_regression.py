@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, listed
-from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.metrics.functional.utilities import check_numbers
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 
 
@@ -117,8 +117,7 @@ def with_bias(inputs: Tensor) -> Tensor:
 
 def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
     """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` this many."""
-    for name, values in (("inputs", inputs), ("targets", targets)):
-        check_real(name, values)
+    check_numbers(inputs=inputs, targets=targets)
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
         wanted = f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
         given = f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}"
@@ -131,16 +130,9 @@ def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
             raise FedBayesError(f"{name} are not finite in column {listed(wrong)}: {remedy}")
 
 
-def check_real(name: str, values: Tensor) -> None:
-    """Raise FedBayesError unless ``values`` is a dense tensor of real numbers."""
-    check_tensor(name, values, error=FedBayesError)
-    if values.is_complex():
-        raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
-
-
 def check_sums(name: str, values: Tensor) -> None:
     """Raise FedBayesError unless ``values`` is a dense tensor of finite numbers in float64."""
-    check_real(name, values)
+    check_numbers(**{name: values})
     if values.dtype != torch.float64:
         raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
     if not values.isfinite().all():
@@ -337,7 +329,7 @@ class BayesianLinearRegression:
 
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """
-        check_real("inputs", inputs)
+        check_numbers(inputs=inputs)
         errors.check_at_least("samples", samples, 0, error=FedBayesError)
         features, targets = len(self.gram) - 1, self.moment.shape[1]
         if inputs.ndim != 2 or inputs.shape[1] != features:

@@ -305,10 +305,7 @@ def bounded_distribution(
     which is the pooled distribution, with one more score at infinity, wherever no client exceeds the bound. Where one
     does, F is clamped to [0, 1], and :math:`n_k` counts as at most c times the median.
 
-    Args:
-        sketches: of the clients, on one grid.
-        level: coverage in (0, 1) at whose quantile the distribution is used.
-        max_influence: c. None: the pooled distribution.
+    Sketches are on one grid. ``max_influence`` is c, with None the pooled distribution.
 
     Returns: F at the upper edges, shape (bins,), and which client exceeds its bound there, bool (clients, bins).
     """

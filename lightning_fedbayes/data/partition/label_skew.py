@@ -210,13 +210,9 @@ def draw_proportions(clients: int, alpha: float, supply: Array, generator: np.ra
 def deal_by_proportions(proportions: Array, size: int, supply: Array, generator: np.random.Generator) -> Array:
     """Give each client ``size`` examples by its class proportions, without replacement (``per="client"``).
 
-    Args:
-        proportions: shape (K, C), rows sum to 1.
-        size: number of examples of every client. K·size ≤ N.
-        supply: number of examples of each class, shape (C,), sum N.
-        generator: source of the draws.
+    Proportions have shape (K, C). ``supply``, (C,), is the number of examples of each class, at least K·size in all.
 
-    Returns: counts of shape (K, C). Rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
+    Returns: counts of shape (K, C). Rows sum to ``size``, columns to at most ``supply``.
     """
     counts, left = np.zeros(proportions.shape, np.int64), supply.copy()
     while (lacking := size - counts.sum(1)).any():

@@ -339,14 +339,13 @@ def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
     utilities.check_vectors(**predicted, time=time, event=event)
     if not len(time):
         raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")
-    wrong = ~(time.isfinite() & (time >= 0))
-    if bool(wrong.any()):
-        given = f"time holds {time[wrong][0].item():.6g} among {int(wrong.sum())} of {len(time)} entries"
-        remedy = "drop those examples, or censor them at the last time known"
-        raise FedBayesError(f"{given} that are not finite or negative; {remedy}")
-    wrong = (event != 0) & (event != 1)
-    if bool(wrong.any()):
-        given = f"event holds {event[wrong][0].item():.6g} among {int(wrong.sum())} of {len(event)} entries"
-        remedy = "give 1 where the event was observed and 0 where it was censored (swapped with time?)"
-        raise FedBayesError(f"{given} that are neither 0 nor 1; {remedy}")
+    late = "drop those examples, or censor them at the last time known"
+    swapped = "give 1 where the event was observed and 0 where it was censored (swapped with time?)"
+    for name, values, wrong, what, remedy in (
+        ("time", time, ~(time.isfinite() & (time >= 0)), "not finite or negative", late),
+        ("event", event, (event != 0) & (event != 1), "neither 0 nor 1", swapped),
+    ):
+        if bool(wrong.any()):
+            given = f"{name} holds {values[wrong][0].item():.6g} among {int(wrong.sum())} of {len(values)} entries"
+            raise FedBayesError(f"{given} that are {what}; {remedy}")
     return event != 0
