@@ -161,8 +161,7 @@ class FederatedBayes(L.Callback):
 
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
-        Raises:
-            FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
+        Raises FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
         """
         return self.federation.personal(client, weight)
 

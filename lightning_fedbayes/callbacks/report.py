@@ -31,12 +31,9 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 class ClientRecords:
     """Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
-    Attributes:
-        rounds, failures: rounds that each took part in, and was left out of.
-        train_loss, first_loss: mean training loss in its last and first round.
-        diverged: 1 if its training loss has exceeded :func:`worst_loss` in some round.
-        weight, seconds, megabytes_up: its normalised weight ω, training time and size of the update in its last round.
-        last_failure: client → the reason why it was left out last.
+    ``rounds`` and ``failures`` count where each took part, and was left out. ``first_loss`` is the mean training loss
+    of its first round, ``train_loss``, ``weight``, ``seconds`` and ``megabytes_up`` are of its last one. ``diverged``
+    is 1 if its loss has exceeded :func:`worst_loss`. ``last_failure`` has the reason why it was left out last.
     """
 
     def __init__(self, clients: int) -> None:

@@ -44,12 +44,8 @@ def _png(figure: Figure) -> bytes:
 def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
     """Calibration diagram (also called reliability diagram): accuracy against confidence, above the number of examples.
 
-    Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence.
-
-    Args:
-        confidence, accuracy: per bin of equal width over [0, 1], shape (bins,). NaN where a bin is empty.
-        counts: examples per bin, shape (bins,).
-        ece: expected calibration error, for the title.
+    Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence. The
+    fields are those of :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`.
     """
     at, height, number = (np.atleast_1d(_array(values)) for values in (confidence, accuracy, counts))
     width, full = 1 / len(number), number > 0
@@ -74,10 +70,7 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
 def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
     """Accuracy against the fraction of examples retained when the most uncertain are discarded.
 
-    Fractions below 1 % are not drawn: the accuracy of a handful of examples is noise.
-
-    Args:
-        curves: label → (fractions retained, accuracies), each of shape (points,).
+    ``curves`` are label → (fractions retained, accuracies). Fractions below 1 %, which are noise, are not drawn.
     """
     figure, axes = _figure()
     for (label, (fraction, accuracy)), style in zip(curves.items(), _line_styles(len(curves))):
@@ -139,11 +132,7 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
 def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     """Heat map of each client's inferred share of the fusion (rows) in each round (columns).
 
-    Of more than 100 clients it shows a sample, from the lowest mean share to the highest.
-
-    Args:
-        shares: shape (clients, rounds), in [0, 1], NaN where a client did not take part.
-        names: of the clients.
+    Of more than 100 clients it shows a sample, from the lowest mean share to the highest. NaN is absence.
     """
     order = np.arange(len(shares))
     if len(order) > MOST_ROWS:

@@ -70,9 +70,8 @@ class FusionAccumulator:
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
         """Add one client. Weight 0 changes nothing.
 
-        Raises:
-            FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
-                earlier clients are kept as they were.
+        Raises FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
+        earlier clients are kept as they were.
         """
         self.add_all([(posterior, weight)])
 

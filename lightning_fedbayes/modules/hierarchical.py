@@ -64,8 +64,7 @@ class HierarchicalFit:
         β has a flat prior. Ψ and σ² count as known. Few examples draw a client towards the population. A client without
         any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
-        Raises:
-            FedBayesError: ``client`` is no name of a client of the fit.
+        Raises FedBayesError: ``client`` is no name of a client of the fit.
 
         Source: Laird and Ware (1982) §3.
         """
@@ -94,8 +93,7 @@ class HierarchicalFit:
             inputs: shape (batch, features), without the column of ones. The result has their dtype.
             client: see :meth:`posterior_of`.
 
-        Raises:
-            FedBayesError: an unknown name, or another number of features.
+        Raises FedBayesError: an unknown name, or another number of features.
         """
         mean, covariance = self.posterior_of(client)
         check_numbers(inputs=inputs)
@@ -165,10 +163,9 @@ class HierarchicalLinearRegression:
         Args:
             clients: name of the client → its statistics. Clients without examples are allowed.
 
-        Raises:
-            FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column is
-                not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
-                coefficients. Targets that fit exactly; or a search that does not converge.
+        Raises FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column
+        is not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
+        coefficients. Targets that fit exactly; or a search that does not converge.
         """
         self._check(clients)
         names = sorted(clients)

@@ -64,8 +64,7 @@ class LinearStatistics:
             targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
             bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
 
-        Raises:
-            FedBayesError: shapes that do not fit, or a value that is not finite.
+        Raises FedBayesError: shapes that do not fit, or a value that is not finite.
         """
         errors.check_flag("bias", bias, error=FedBayesError)
         check_examples(inputs, targets)
@@ -198,10 +197,9 @@ class BayesianLinearRegression:
                 probable, the weights integrated out, see :func:`most_evident`. "target": the variance of the targets,
                 too large if the inputs are informative.
 
-        Raises:
-            FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
-                noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so
-                that clients too small for that can still be conflated.
+        Raises FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
+        noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so that
+        clients too small for that can still be conflated.
         """
         errors.check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
         if isinstance(noise, str):
@@ -222,8 +220,7 @@ class BayesianLinearRegression:
         Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
         variance. An estimated one is estimated from all data.
 
-        Raises:
-            FedBayesError: no models, or models that differ in shape, prior or noise.
+        Raises FedBayesError: no models, or models that differ in shape, prior or noise.
 
         Source: [FBDL] eq. (17), with full covariance.
         """
@@ -324,8 +321,7 @@ class BayesianLinearRegression:
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
 
-        Raises:
-            FedBayesError: another number of features, or an estimate of the noise that fails.
+        Raises FedBayesError: another number of features, or an estimate of the noise that fails.
 
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """

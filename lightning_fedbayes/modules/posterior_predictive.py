@@ -136,8 +136,7 @@ class PosteriorPredictive(ScoredModule):
     def sample(self, inputs: Any, samples: int | None = None) -> Tensor:
         r"""Return draws of the network's output, shape (samples, batch, \*); None: as many as the constructor says.
 
-        Raises:
-            FedBayesError: there is no posterior, or the network cannot predict the inputs.
+        Raises FedBayesError: there is no posterior, or the network cannot predict the inputs.
         """
         if self.is_linearised:
             return self._draws(*self._linearised(inputs), samples)

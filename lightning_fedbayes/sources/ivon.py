@@ -191,9 +191,8 @@ class IVON(Optimizer):
             closure: evaluates the loss and its gradients, once for each draw. None: the step uses the gradients of all
                 :meth:`sampled` blocks since the last step.
 
-        Raises:
-            FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated before
-                the draw.
+        Raises FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated
+        before the draw.
         """
         result = None
         if closure is not None:

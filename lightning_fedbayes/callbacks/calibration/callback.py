@@ -172,8 +172,7 @@ class CalibrationCallback(Reader):
         They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
         of the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
 
-        Raises:
-            FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
+        Raises FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
         """
         return self.score(self._found(predictive, datasets, batch_size, seed))
 

@@ -166,9 +166,8 @@ class FederatedConformal(CalibrationCallback):
                 added its noise.
             seed: of the noise.
 
-        Raises:
-            FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
-                grids.
+        Raises FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
+        grids.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
@@ -213,8 +212,7 @@ class FederatedConformal(CalibrationCallback):
             datasets, trained_on, batch_size, seed: as there. The noise depends on the seed, too.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
 
-        Raises:
-            FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
+        Raises FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
         """
         callback.check_apart(datasets, trained_on)
         scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
@@ -280,8 +278,7 @@ class FederatedConformal(CalibrationCallback):
 
         Returns: bool, of the shape of ``probs``.
 
-        Raises:
-            FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
+        Raises FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
         """
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
@@ -301,8 +298,7 @@ class FederatedConformal(CalibrationCallback):
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
-        Raises:
-            FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
+        Raises FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
         """
         if self.kind != "interval":
             raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")

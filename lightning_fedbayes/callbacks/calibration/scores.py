@@ -186,8 +186,7 @@ class ScoreSketch:
             scores: shape (examples,). In [0, 1] for "unit", at least 0 for "half_line".
             bins, grid: of the sketch.
 
-        Raises:
-            FedBayesError: scores outside the grid or not finite, or an argument out of range.
+        Raises FedBayesError: scores outside the grid or not finite, or an argument out of range.
         """
         check_choice("grid", grid, ("unit", "half_line"), error=FedBayesError)
         check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
@@ -244,8 +243,7 @@ class ScoreSketch:
             epsilon: ε > 0.
             seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise.
 
-        Raises:
-            FedBayesError: ε is not above 0, or the seed no whole number.
+        Raises FedBayesError: ε is not above 0, or the seed no whole number.
 
         Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
 

@@ -326,8 +326,7 @@ class FederatedTemperature(CalibrationCallback):
             clients: name → (logits, targets), as :func:`temperature_message` takes them, or for numbers vectors of
                 (means, standard deviations, targets).
 
-        Raises:
-            FedBayesError: no clients, or logits and targets that cannot be used.
+        Raises FedBayesError: no clients, or logits and targets that cannot be used.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
@@ -371,8 +370,7 @@ class FederatedTemperature(CalibrationCallback):
             batch_size: examples at a time.
             seed: of the draws from the posterior.
 
-        Raises:
-            FedBayesError: as :meth:`fit`, or data that are not pairs.
+        Raises FedBayesError: as :meth:`fit`, or data that are not pairs.
         """
         callback.check_apart(datasets, trained_on)
         return self.fit(callback.predictions_of(predictive, datasets, batch_size, seed))

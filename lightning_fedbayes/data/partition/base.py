@@ -171,8 +171,7 @@ class Partition(ABC):
             seed: seed of the federation. The draws are from its stream ``"partition"``.
             num_examples: number of examples, needed only without labels.
 
-        Raises:
-            PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
+        Raises PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
         """
         errors.check_at_least("seed", seed, -LARGEST, error=PartitionError)
         if num_examples is not None:

@@ -114,8 +114,7 @@ class BayesianHead:
             features: shape (examples, features).
             targets: classes, shape (examples,); or real numbers, shape (examples,) or (examples, outputs).
 
-        Raises:
-            FedBayesError: values or shapes that do not fit.
+        Raises FedBayesError: values or shapes that do not fit.
         """
         if self.is_classifier:
             self._check_labels(targets)
@@ -166,8 +165,7 @@ class BayesianHead:
             features, targets: of the client, which has taken part. With no examples it gets ``fit``.
             weight: w in [0, 1].
 
-        Raises:
-            FedBayesError: the fit is not done, or values or shapes do not fit.
+        Raises FedBayesError: the fit is not done, or values or shapes do not fit.
 
         Source: Ibrahim and Chen 2000, for the power prior.
         """

@@ -98,9 +98,8 @@ class KroneckerLaplace:
 
         ``module`` and ``batches`` as for :meth:`Laplace.posterior`.
 
-        Raises:
-            FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
-                weight or is another kind of convolution, or a batch has no targets or other inputs.
+        Raises FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
+        weight or is another kind of convolution, or a batch has no targets or other inputs.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
@@ -139,9 +138,8 @@ class KroneckerLaplace:
     def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
         """Return the global posterior of the clients' sites and the prior.
 
-        Raises:
-            FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
-                :class:`~lightning_fedbayes.FederatedScaler`), or a value is not finite.
+        Raises FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
+        :class:`~lightning_fedbayes.FederatedScaler`), or a value is not finite.
         """
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
