@@ -198,7 +198,7 @@ class CoordinateMedian(_CoordinateRule):
     For an even number of clients it is the mean of the two in the middle.
 
     When to use it: fewer than half of the clients may send anything, means or variances: every fused value lies between
-    two honest ones. Dependence across parameters is lost, which matters for small K. It takes no weights.
+    two honest ones. It takes no weights.
 
     Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
     [Untrusted] baseline; the median of the variances is our addition.
@@ -262,9 +262,8 @@ def middle(rows: Sequence[Mapping[str, Tensor]], drop: int) -> Tensor:
 class Preaggregation(CohortRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
-    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are not
-    formed if that rule is a :class:`GramRule`, as their Gram matrix follows from the clients', or the weighted average,
-    since its shares are known. Any other rule gets K posteriors of the clients' dtypes.
+    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are
+    formed only if that rule is neither a :class:`GramRule` nor the weighted average.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -337,8 +336,7 @@ class NearestNeighbourMixing(Preaggregation):
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
-    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one.
-    Mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
+    When to use it: clients' data differ, and a robust rule may take an honest client with unusual data for a bad one.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.

@@ -75,8 +75,7 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
     .. math:: E[y] = \mathrm{op}(x, \mu), \qquad \mathrm{Var}[y] = \mathrm{op}(x^2, \sigma^2)
 
-    Kingma et al. 2015, equation (6). The gradient stays finite where the variance is 0. Under float16 autocast the
-    variance is computed in float32, because float16 rounds a variance below 6e-8 to 0.
+    Kingma et al. 2015, equation (6). Under float16 autocast the variance is computed in float32.
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_variance = None if bias is None or bias.std is None else bias.std.square()

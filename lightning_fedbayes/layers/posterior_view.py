@@ -246,10 +246,9 @@ def add(entries: dict[str, T], name: str, entry: T) -> None:
 def kl_divergence(module: nn.Module) -> Tensor:
     r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
 
-    The ELBO of n examples is the summed log-likelihood minus this. The loss per example is the mean negative
-    log-likelihood plus KL/n. A tied layer counts once. A bayesian-torch layer counts with the sum over its parameters
-    and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``. 0 for a network without Gaussian
-    parameters. A ``TorchFunctionMode`` can override it.
+    The loss per example is the mean negative log-likelihood plus KL/n. A tied layer counts once. A bayesian-torch layer
+    counts with the sum over its parameters and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``.
+    A ``TorchFunctionMode`` can override it.
 
     >>> kl_divergence(nn.Linear(2, 1))
     tensor(0.)
@@ -267,8 +266,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
 def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
     """Make ``posterior`` the prior of all Gaussian parameters of ``module``. None restores the layers' priors.
 
-    The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
-    deviation in their prior buffers, as their ``kl_loss`` reads them.
+    The tensors are copied, so ``posterior`` may be a view of the module.
 
     Args:
         module: any network.

@@ -38,8 +38,7 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
         module: a network. A :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network. A
             :class:`HeadModule`, for backbone and head; or any other module, copied whole.
         posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``. Parameters that it does
-            not name keep their value. None: the module's values, which a fit leaves at the posterior's mean, or the
-            posterior of a :class:`PosteriorPredictive`.
+            not name keep their value. None: the module's values, or the posterior of a :class:`PosteriorPredictive`.
 
     Raises:
         ConversionError: a layer of bayesian-torch, which outputs a pair. A Bayesian layer with hooks, which would be

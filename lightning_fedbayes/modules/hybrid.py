@@ -58,8 +58,7 @@ class HybridBayesianClassifier(LikelihoodModule):
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         robustness: :math:`\delta` in [0, 1]: train on the generalised cross-entropy :math:`(1 - p_y^\delta) / \delta`,
-            for data with wrong labels: a label that the network finds improbable counts little. 0 is the cross-entropy.
-            The NLL is logged and scored in any case.
+            for data with wrong labels. 0 is the cross-entropy. The NLL is logged and scored in any case.
         likelihood: "categorical", or "bernoulli" for yes or no.
         options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
@@ -130,12 +129,10 @@ class HybridBayesianRegressor(LikelihoodModule):
         bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
             where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
-            mean over about a third of an epoch, in a buffer that federations average, weighted by examples: where
-            training stands still, the σ² of the largest ELBO. "per_client": each client keeps its σ, which weights its
-            errors and predicts for it. The global model has the pooled one. "fixed": σ stays ``noise_std``. "residual":
-            as "learnt", but training minimises the squared error, for a network without a likelihood. "none": the
-            squared error, and σ = 0 in predictions, so only draws disagree, as in [FedAG]. Measured noise is too small
-            where the network over-fits.
+            mean over about a third of an epoch, in a buffer that federations average. "per_client": each client keeps
+            its σ, and the global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but
+            training minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
+            Measured noise is too small where the network over-fits.
         noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.
         targets: number of targets if each has a σ. None: one σ for all.

@@ -73,8 +73,6 @@ def outputs_with(
 ) -> Tensor:
     """Compute the network's output with each set of parameters, shape (sets, batch, *).
 
-    In one pass, layers before the first parameter that differs between the sets run once.
-
     Args:
         network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`). Its noise (Bayesian
             layers, Monte Carlo dropout) is off.

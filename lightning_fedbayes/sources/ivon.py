@@ -36,9 +36,8 @@ class IVON(Optimizer):
     Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
     from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
     :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
-    of the loss. The estimate :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased and noisy. Squares of
-    gradients have less noise, but their unit depends on the batch size and on the width. So squares give the shape over
-    the entries of a tensor, and :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
+    of the loss. Squares of gradients give its shape over the entries of a tensor. The unbiased and noisy estimate
+    :math:`\hat h = g (\theta - m) \Lambda / \lambda`, summed over the tensor and over steps, gives their unit c:
 
     .. math:: v \leftarrow v + \max\left(\tfrac{1}{t + 30}, 1 - \beta_2\right) (g^2 - v), \qquad
               P = \sum_t w_t \sum_i g_i (\theta_i - m_i), \qquad Q = \sum_t w_t \sum_i v_i / \Lambda_i,

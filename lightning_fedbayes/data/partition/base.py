@@ -203,10 +203,9 @@ class LabelPartition(Partition):
     """Base class of partitions that need integer labels, because they deal by class.
 
     Attributes:
-        labels: where the class of every example is found, for data sets of dicts, graphs or sequences: the name of a
-            column (an attribute of the data set, or a key or an attribute of its examples, which are then all read
-            once). One integer per example; or a function of the data set that returns these. None: the data set's
-            attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
+        labels: where the class of every example is found: the name of a column (an attribute of the data set, or a key
+            or an attribute of its examples), one integer per example, or a function of the data set that returns these.
+            None: its attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
     """
 
     def __post_init__(self) -> None:

@@ -38,9 +38,7 @@ class Laplace:
     .. math:: q(\theta) = N\left(\hat\theta, \left(\tfrac1\tau \sum_i F_i + s^{-2}\right)^{-1}\right)
 
     with :math:`\hat\theta` at the end of training, and :math:`F_i` the diagonal of the generalised Gauss-Newton matrix
-    of example i, for these likelihoods the Fisher information
-    :math:`E_{y \sim p(y \mid x_i, \hat\theta)} (\nabla \log p(y \mid x_i))^2`, or of the empirical Fisher, the same
-    at the label :math:`y_i`.
+    of example i, for these likelihoods the Fisher information, or of the empirical Fisher, at the label :math:`y_i`.
 
     ::
 
@@ -63,12 +61,10 @@ class Laplace:
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
             (:func:`~lightning_fedbayes.sources.curvature.systems.chosen_precision`).
-        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is close to
-            0 and the posterior as wide as the prior: choose a smaller one by held-out data.
+        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior. The others are point masses. By
             default all that require gradients.
-        unpack: batch → (inputs, targets), if the form of a batch does not tell. Inputs without one row per example,
-            such as graphs, are measured as a whole, with a backward pass for every output of every example.
+        unpack: batch → (inputs, targets), if the form of a batch does not tell.
 
     Raises: FederationError if an argument is out of range.
     Source: MacKay 1992; Daxberger et al. 2021.

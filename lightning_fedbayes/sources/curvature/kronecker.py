@@ -78,8 +78,7 @@ class KroneckerLaplace:
             patterns of ``parameters``. A layer counts if its weight matches and requires gradients. All else
             (normalisation, embeddings, buffers) is averaged by numbers of examples, without a variance.
         damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
-            which draws directions of little curvature to the clients' average. 0 is Bayes. Choose it by held-out
-            examples (``python -m benchmarks.posterior.one_shot``).
+            which draws directions of little curvature to the clients' average. 0 is Bayes.
 
     Raises: FederationError if an argument is out of range.
     Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher.
