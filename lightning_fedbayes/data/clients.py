@@ -33,8 +33,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
         dataset: map-style.
         source: where to find them instead. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
-    Raises:
-        PartitionError: ``source`` is not a column, or does not give one number per example.
+    Raises PartitionError: ``source`` is not a column, or does not give one number per example.
 
     Returns: integers, shape (examples,), in the order of the data set; or None.
 
@@ -176,8 +175,7 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
 
     Returns: the rest, and the held-out examples, for all clients.
 
-    Raises:
-        FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
+    Raises FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
     """
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
     errors.check_number("fraction", fraction, "(0, 1)", why="the share that is held out")

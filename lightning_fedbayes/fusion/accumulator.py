@@ -222,9 +222,8 @@ def fuse(
         weights: one per client, at least 0, not all 0. They are normalised. None gives every client the same.
         previous: the global posterior that the clients started from. ``dwc`` needs it.
 
-    Raises:
-        FusionError: unknown rule. No client. Names or shapes that differ. Values that are not finite. Weights of the
-            wrong number, negative or all 0. A fusion that is not defined (see the rule).
+    Raises FusionError: unknown rule. No client. Names or shapes that differ. Values that are not finite. Weights of the
+    wrong number, negative or all 0. A fusion that is not defined (see the rule).
 
     >>> import torch
     >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})

@@ -171,8 +171,7 @@ def gram_of(cohort: Cohort) -> Gram:
     the clients is more than :math:`10^4` times the least such median, the client with the least becomes c, and the
     products are computed again, in float64 and in blocks of a few MiB.
 
-    Raises:
-        FusionError: a client is so far from the others that its squared distance exceeds float64 (about 1e154).
+    Raises FusionError: a client is so far from the others that its squared distance exceeds float64 (about 1e154).
     """
     few = sample([posterior.mean for posterior in cohort.posteriors], SAMPLED)
     far = (few - few.median(0).values).square().sum(1) if few.numel() else few.new_zeros(len(few))  # from the middle

@@ -49,8 +49,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
         name: the name that users give as ``fusion="name"``.
         aliases: other names of the same rule.
 
-    Raises:
-        FusionError: a name or alias is taken, or the decorated object is neither a rule class nor a function.
+    Raises FusionError: a name or alias is taken, or the decorated object is neither a rule class nor a function.
 
     >>> @register_fusion("first_client")
     ... def first_client(posteriors, weights, previous):

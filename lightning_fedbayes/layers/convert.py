@@ -73,9 +73,8 @@ def bayesianize(
         posterior_std: initial σ of "fresh". None is 0.1 × the standard deviation of the default initialisation.
         bayesian_bias: False keeps the biases of linear layers and convolutions deterministic.
 
-    Raises:
-        ConversionError: not exactly one of ``last``, ``names`` and ``types`` is given, no layer matches, or a chosen
-            module cannot be converted (the message names it and says why).
+    Raises ConversionError: not exactly one of ``last``, ``names`` and ``types`` is given, no layer matches, or a chosen
+    module cannot be converted (the message names it and says why).
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> [type(layer).__name__ for layer in bayesianize(network, last=1, estimator="flipout")]

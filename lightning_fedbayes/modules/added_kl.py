@@ -27,9 +27,8 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
         module: its ``training_step`` returns the loss, or a dict with "loss".
         kl_weight: tempering factor β. 1 is the ELBO, smaller a cold posterior.
 
-    Raises:
-        FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a length,
-            or a ``training_step`` that returns something else.
+    Raises FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a
+    length, or a ``training_step`` that returns something else.
 
     Source: [BA-BFL] eq. (3); [FBDL] eq. (6).
 

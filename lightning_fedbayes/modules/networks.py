@@ -30,8 +30,7 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
 
     Each convolution is followed by a ReLU and 2×2 max pooling. ``size`` is height and width of the images.
 
-    Raises:
-        FedBayesError: the images are smaller than 16×16.
+    Raises FedBayesError: the images are smaller than 16×16.
     """
     for name, value in (("channels", channels), ("classes", classes), ("size", size)):
         check_at_least(name, value, 1, error=FedBayesError)

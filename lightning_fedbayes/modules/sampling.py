@@ -81,8 +81,7 @@ def outputs_with(
         vectorized: all sets in one pass, by ``torch.func.vmap``. Otherwise one after the other.
         buffers: in place of the network's, by name.
 
-    Raises:
-        PosteriorError: the network has no parameter of a name.
+    Raises PosteriorError: the network has no parameter of a name.
     """
     paths = parameter_paths(network)
     unknown = sorted(sets.keys() - paths.keys())

@@ -44,8 +44,7 @@ def predictions_of(
         seed: of the draws, which depend on the client's number, not on other clients. Global generators stay unused.
         first: number of the first client.
 
-    Raises:
-        FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
+    Raises FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
     return {name: scalable(each) for name, each in rows_of_clients(predictive, datasets, batch_size, seed, first)}
 

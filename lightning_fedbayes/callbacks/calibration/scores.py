@@ -57,8 +57,7 @@ def class_scores(
 
     Returns: scores in [0, 1], shape (batch,), float64.
 
-    Raises:
-        FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
+    Raises FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
 
     Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
 
@@ -123,8 +122,7 @@ def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
 
     Returns: scores of at least 0, shape (batch,), float64.
 
-    Raises:
-        FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
+    Raises FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
 
     Source: Lei et al. (2018), §5.2.
 

@@ -82,9 +82,8 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
         targets: class of each example, integers, shape (batch,).
         temperature: T > 0.
 
-    Raises:
-        FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes of
-            the logits, or a temperature that is not above 0.
+    Raises FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes
+    of the logits, or a temperature that is not above 0.
 
     Source: Guo et al. (2017); derivatives in closed form, in double precision.
 
