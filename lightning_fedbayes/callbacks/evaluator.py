@@ -87,7 +87,7 @@ class Evaluator:
 
     ``validation_step`` (``test_step``) returns predictions as a dict with "target", (batch, \*positions), and "probs"
     in the form of the outputs, (batch, classes, \*positions), for one logit the probability of 1, perhaps with draws
-    first, (samples, batch, \*); or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
+    first, (samples, batch, \*), or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
     of "probs", are needed to scale them. A module whose steps return no predictions predicts once more, batch by batch,
     if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
     ``forward``. The batch seeds these draws, and the global generators stay as they are.

@@ -35,7 +35,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
 
     Raises PartitionError: ``source`` is not a column, or does not give one number per example.
 
-    Returns: integers, shape (examples,), in the order of the data set; or None.
+    Returns: integers, shape (examples,), in the order of the data set, or None.
 
     >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
     >>> labels_of(Subset(data, [3, 2]))

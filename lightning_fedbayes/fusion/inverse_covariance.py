@@ -297,7 +297,7 @@ def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: in
 
     .. math:: \kappa = \frac{x_b^\top d - \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
-    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors; if they are
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors. If they are
     independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part with the least error, with a standard error of
     :math:`\|y\| / (\|d\| \sqrt P)`.
     """

@@ -135,7 +135,7 @@ class DistributedWeightConsolidation(_ProductRule):
             ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
-        FusionError: no previous posterior; or a fused precision that is not positive, as clients are vaguer than q_o.
+        FusionError: no previous posterior, or a fused precision that is not positive, as clients are vaguer than q_o.
 
     Source: [FBDL] eq. (17); McClure et al. 2018.
     """

@@ -201,7 +201,7 @@ class CoordinateMedian(_CoordinateRule):
     two honest ones. It takes no weights.
 
     Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
-    [Untrusted] baseline; the median of the variances is our addition.
+    [Untrusted] baseline. The median of the variances is our addition.
     """
 
     def dropped(self, count: int) -> int:

@@ -119,7 +119,7 @@ class AdaptiveServerOptimizer(ServerOptimizer):
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad s = \frac{m}{\sqrt{v} + \tau}
 
-    with m from 0 and v from :math:`\tau^2`; as in the source, no bias is corrected.
+    with m from 0 and v from :math:`\tau^2`. As in the source, no bias is corrected.
 
     Args:
         lr: :math:`\eta` > 0, about the length of a step of one entry.

@@ -255,7 +255,7 @@ def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None,
 
 @torch.no_grad()
 def moped(layer: BayesianLayer, delta: float, prior_std: float | None) -> None:
-    r"""Set σ to :math:`\delta |w|` around the means w of ``layer``; centre the prior at w if ``prior_std`` is given."""
+    r"""Set σ to :math:`\delta |w|` around the means w of ``layer``. Centre the prior at w if ``prior_std`` is given."""
     parameters = list(layer.gaussian_parameters())
     fallback = base.root_mean_square(torch.cat([each.mean.flatten() for each in parameters])) or 1.0
     for parameter in parameters:

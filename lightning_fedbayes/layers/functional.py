@@ -244,7 +244,7 @@ class _SquareTally(torch.autograd.Function):
 
 
 def weight_squares(op: Op, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over examples of squared gradients by the weight; x and the output's gradient: (examples, \\*).
+    """Return the sum over examples of squared gradients by the weight. x and the output's gradient: (examples, \\*).
 
     >>> x, gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [-1.0]])
     >>> weight_squares(torch.nn.functional.linear, x, gradient, torch.zeros(1, 2))

@@ -131,7 +131,7 @@ class PlainGaussianKL(torch.autograd.Function):
 def standardised(
     mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`; for N(0, 1), μ and σ themselves."""
+    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`. For N(0, 1), μ and σ themselves."""
     if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
         return mean, std
     return (mean - prior_mean) / prior_std, std / prior_std

@@ -156,7 +156,7 @@ class Bernoulli(_OfClasses):
 
     When to use it: two classes by one logit, or several labels at once. A label is scored like a class of two, with the
     logits (0, f).
-    Shapes: outputs (batch,), (batch, labels, \*positions); targets, 0 or 1, of as many entries.
+    Shapes: outputs (batch,), (batch, labels, \*positions). Targets, 0 or 1, of as many entries.
 
     >>> Bernoulli().nll(torch.zeros(2, 1), torch.tensor([0, 1]))
     tensor([[0.6931],
@@ -201,13 +201,13 @@ class Gaussian(Likelihood):
 
     Args:
         noise: standard deviation :math:`\sigma` in the units of the targets, a number or a tensor that is expanded to
-            (targets, \*positions); "learnt": the module's ``noise_variance``, in units of f; or "output": the second
+            (targets, \*positions); "learnt": the module's ``noise_variance``, in units of f, or "output": the second
             half of the channels is :math:`\log \sigma^2 / b^2` of the first, for each input.
         units: a and b, a tensor of shape (2,) or (2, targets, \*positions); None: from the module's ``scaler``, a
             :class:`~lightning_fedbayes.FederatedScaler`, else 0 and 1. Losses, predictions and what is scored are in
             the units of the targets.
 
-    Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
+    Shapes: outputs (batch,), (batch, targets, \*positions). Targets of as many entries.
 
     Raises: FedBayesError if ``noise`` or ``units`` has another form.
 

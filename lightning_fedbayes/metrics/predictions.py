@@ -33,7 +33,7 @@ class ClassPrediction(NamedTuple):
     r"""Prediction of classes for a batch. Of a Bernoulli all fields have the shape of its outputs.
 
     Attributes:
-        probs: mean predictive probabilities, shape (batch, classes, \*positions); of a Bernoulli the probability of 1.
+        probs: mean predictive probabilities, shape (batch, classes, \*positions). Of a Bernoulli the probability of 1.
         label: most probable class, shape (batch, \*positions), as of all below.
         entropy: normalised predictive entropy in [0, 1], the total uncertainty.
         epistemic: mutual information between label and parameters, in nats.

@@ -36,13 +36,13 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
 
     Args:
         module: a network. A :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network. A
-            :class:`HeadModule`, for backbone and head; or any other module, copied whole.
+            :class:`HeadModule`, for backbone and head, or any other module, copied whole.
         posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``. Parameters that it does
             not name keep their value. None: the module's values, or the posterior of a :class:`PosteriorPredictive`.
 
     Raises:
         ConversionError: a layer of bayesian-torch, which outputs a pair. A Bayesian layer with hooks, which would be
-            lost; or a layer of your own without ``mean_layer``.
+            lost, or a layer of your own without ``mean_layer``.
         PosteriorError: the posterior is of another module.
 
     >>> from lightning_fedbayes import bayesianize

@@ -165,7 +165,7 @@ class HierarchicalLinearRegression:
 
         Raises FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column
         is not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
-        coefficients. Targets that fit exactly; or a search that does not converge.
+        coefficients. Targets that fit exactly, or a search that does not converge.
         """
         self._check(clients)
         names = sorted(clients)

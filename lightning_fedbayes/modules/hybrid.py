@@ -141,7 +141,7 @@ class HybridBayesianRegressor(LikelihoodModule):
             it sees targets as they are. Draws (:meth:`sample`) are in the units of the network.
 
     Raises:
-        FedBayesError: ``noise_std`` is not positive. An unknown ``noise``; or ``noise`` "residual" or "none" for a
+        FedBayesError: ``noise_std`` is not positive. An unknown ``noise``, or ``noise`` "residual" or "none" for a
             network with Bayesian layers, which needs a likelihood for its ELBO.
         ConversionError: the network has fewer layers to convert than asked for.
 

@@ -61,7 +61,7 @@ class LinearStatistics:
 
         Args:
             inputs: shape (examples, features). A client may have no examples.
-            targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
+            targets: shape (examples,) or, the same, (examples, 1), or (examples, targets), any units.
             bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
 
         Raises FedBayesError: shapes that do not fit, or a value that is not finite.
@@ -143,7 +143,7 @@ NoiseEstimate = Literal["evidence", "target"]
 STEPS, TOLERANCE = 10_000, 1e-12
 """Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise variance relative to the mean square of the targets below which the fit is exact; and number of weights that
+"""Noise variance relative to the mean square of the targets below which the fit is exact, and number of weights that
 the data determine below which they determine none."""
 
 

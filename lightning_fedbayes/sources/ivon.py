@@ -33,7 +33,7 @@ LEAST = 1e-3
 class IVON(Optimizer):
     r"""Improved variational online Newton: an optimizer that learns the posterior of a network without Bayesian layers.
 
-    Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
+    Every parameter has a posterior :math:`N(m, 1/\Lambda)`. The module holds the mean m. A step draws :math:`\theta`
     from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
     :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
     of the loss. Squares of gradients give its shape over the entries of a tensor. The unbiased and noisy estimate
@@ -84,14 +84,14 @@ class IVON(Optimizer):
         prior_std: s > 0, infinite for no prior. It replaces ``weight_decay``, which is :math:`\tau / n s^2`.
         hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: draws are a tenth of
             the root mean square of a tensor's values wide. With ``curvature="ivon"`` 1.
-        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares; with ``curvature="ivon"`` of
+        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares, with ``curvature="ivon"`` of
             the curvature.
         samples: draws per step, each with its gradient.
         temperature: :math:`\tau` > 0; 1 is Bayes, less makes the posterior narrower.
         curvature: "squares" or "ivon".
 
     State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
-    "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`; in a federation
+    "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`. In a federation
     also "prior_precision" A and "prior_shift" b of a prior :math:`\exp(b\theta - \tfrac12 A \theta^2)`, where
     :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` is constant.
 

@@ -91,7 +91,7 @@ class FederatedConformal(CalibrationCallback):
         temperature: of the logits that were scored.
         releases: number of times that thresholds were taken from noisy counts. Each has cost ``epsilon``.
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
-            for yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
+            for yes or no (batch, 2, labels, \*positions), or lower and upper ends, shape (batch, \*, 2).
 
     Raises:
         FedBayesError: an argument is out of range.

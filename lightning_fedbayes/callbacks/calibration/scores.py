@@ -207,7 +207,7 @@ class ScoreSketch:
         return int(self.counts.sum())
 
     def distribution(self) -> Tensor:
-        """Return the share of scores up to each upper edge, with one more score at infinity; float64, shape (bins,)."""
+        """Return the share of scores up to each upper edge, with one more score at infinity, float64, shape (bins,)."""
         return self.counts.cpu().cumsum(0).double() / (self.num_examples + 1)
 
     def __add__(self, other: ScoreSketch) -> ScoreSketch:

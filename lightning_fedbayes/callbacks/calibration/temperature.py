@@ -69,7 +69,7 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
     .. math:: \ell_s' = E_{p_s}[z_s] - z_{s,y}, \qquad \ell_s'' = -\ell_s' - \mathrm{Var}_{p_s}[z_s]
 
-    The NLL of an example is the NLL of the mean over draws; with :math:`w = \mathrm{softmax}(\ell)` over draws,
+    The NLL of an example is the NLL of the mean over draws, with :math:`w = \mathrm{softmax}(\ell)` over draws,
 
     .. math::
         L = -\log \frac1S \sum_s e^{\ell_s}, \qquad L' = -E_w[\ell'], \qquad

@@ -292,7 +292,7 @@ class SizesPartition(Partition):
 
     Args:
         sizes: all integers (numbers of examples, each at least 1), or all floats (fractions of the data, each
-            above 0, sum at most 1; cumulative fractions are rounded to whole examples).
+            above 0, sum at most 1. Cumulative fractions are rounded to whole examples).
 
     >>> SizesPartition((0.5, 0.25, 0.25)).split(None, seed=0, num_examples=10).sizes
     (5, 3, 2)

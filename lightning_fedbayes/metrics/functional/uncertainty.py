@@ -72,7 +72,7 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
 
 
 def aleatoric_covariance(probs: Tensor) -> Tensor:
-    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`; for a single number use its trace.
+    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`. For a single number use its trace.
 
     Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
     :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. Source: [FBDL] eq. (9).

@@ -28,7 +28,7 @@ class HeadSlopes:
         slope: :math:`\sum_i (p_i - e_{y_i}) \tilde\phi_i^\top`, shape (classes, columns).
         spread: :math:`\sum_i \mathrm{diag}(p_i) - p_i p_i^\top`, shape (classes, classes).
         curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
-            (pairs, columns, columns); or no pair, if they are too many.
+            (pairs, columns, columns), or no pair, if they are too many.
         num_examples: their number.
     """
 
@@ -158,7 +158,7 @@ class HeadFit:
 
     @cached_property
     def posterior(self) -> KroneckerPosterior:
-        r"""Posterior of :meth:`linear`, with means or logits as outputs; for "one_hot" logits :math:`f / \sigma^2`."""
+        r"""Posterior of :meth:`linear`, with means or logits as outputs. For "one_hot" logits :math:`f / \sigma^2`."""
         weights, scale = self.weights, 1 / self.noise if self.likelihood == "one_hot" else 1.0
         terms = [(a, b / scale**2) for a, b in self.terms]
         mean = {"weight": weights[:, :-1] * scale, "bias": weights[:, -1] * scale}

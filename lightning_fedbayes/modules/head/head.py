@@ -40,7 +40,7 @@ class BayesianHead:
     with one of three likelihoods:
 
     * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
-      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, with s and σ² of most evidence.
+      :math:`\Phi^\top Y` and :math:`\sum y^2` once. The posterior is exact, with s and σ² of most evidence.
     * "one_hot": classification by the same regression on one-hot targets, in one exchange. Classes have densities
       :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so logits are :math:`f(x) / \sigma^2`; where the Gaussian does
       not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
@@ -112,7 +112,7 @@ class BayesianHead:
 
         Args:
             features: shape (examples, features).
-            targets: classes, shape (examples,); or real numbers, shape (examples,) or (examples, outputs).
+            targets: classes, shape (examples,), or real numbers, shape (examples,) or (examples, outputs).
 
         Raises FedBayesError: values or shapes that do not fit.
         """

@@ -102,7 +102,7 @@ class Laplace:
         return self.fuse(module, [self.site(module, batches)])
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
-        r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name; see :meth:`posterior`."""
+        r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name. See :meth:`posterior`."""
         errors.check_kind("module", module, nn.Module, "give a torch.nn.Module")
         with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot be measured", BATCHES):
             site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]

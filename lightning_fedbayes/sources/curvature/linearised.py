@@ -119,7 +119,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _covariance(
     posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
 ) -> Tensor:
-    r"""Return :math:`J \Sigma J^\top`, (batch, O, O); overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
+    r"""Return :math:`J \Sigma J^\top`, (batch, O, O). Overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
     total = mean.new_zeros(*mean.shape, mean.shape[1])
     if isinstance(posterior, GaussianPosterior):
         for name, jacobian in jacobians.items():

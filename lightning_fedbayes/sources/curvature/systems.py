@@ -213,7 +213,7 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
     .. math:: L(\theta) = \tfrac12 \theta^\top F \theta - t^\top \theta, \qquad
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
-    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`; both have the same
+    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`. Both have the same
     fixed point.
 
     ``information`` are the eigenvalues of F, (parameters,), and ``pull`` is t in their eigenvectors. The search is
