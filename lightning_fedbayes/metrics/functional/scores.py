@@ -167,7 +167,7 @@ def calibration_diagram(probs: Tensor, target: Tensor, bins: int = 15) -> Calibr
 
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
 
-    The diagram, also called a reliability diagram, has the largest probability as confidence. Source: Guo et al. (2017).
+    It is also called a reliability diagram. Confidence is the largest probability. Source: Guo et al. (2017).
 
     Args:
         probs: mean predictive, shape (batch, classes).
