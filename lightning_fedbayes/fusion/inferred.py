@@ -175,8 +175,8 @@ class InferredRule(ReliabilityRule):
 def progress(distances: Tensor, moved: float | None) -> float:
     """Return the squared length of the last round's fused update, ``moved``, in this round's units, at most 1.
 
-    Where the global model no longer moves, updates are the errors that it has been fitted to: they sum to 0 with the
-    coefficients that were used, so they do not tell which are right. A first round, without ``moved``, counts 1.
+    Where the global model no longer moves, updates are the errors that it has been fitted to, and do not tell which are
+    right. A first round, without ``moved``, counts 1.
     """
     lengths = distances[:-1, -1]
     length = float(lengths[lower_quartile(lengths)])
@@ -373,8 +373,7 @@ class InverseVarianceVB(_InverseVariance):
               \bar y_i = \lambda_i \sum_{j \in J_i} \frac{x_{ij}}{\sigma_j^2}
 
     and the variances that maximise the evidence, :math:`\tau^2 = \lambda + \|\bar y\|^2 / P` and
-    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so the prior
-    pulls towards the previous global posterior, noticeably only if the noise is much larger than the update.
+    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds).
 
     When to use it: the default if clients cannot be trusted. It follows clients that agree: clients with unusual data
     may look like noise. y ends at one client's update less easily than under maximum likelihood.

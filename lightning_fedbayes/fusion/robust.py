@@ -101,11 +101,11 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. Of equal
-    scores the smaller sum of squared distances to all comes first. One or two clients are averaged.
+    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. One or two
+    clients are averaged.
 
-    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. With m near
-    :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
+    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. It takes no
+    weights.
 
     Args:
         byzantine: f, the number of clients that may send anything. :math:`2f + 2 < K`. None: the largest allowed.
@@ -220,8 +220,7 @@ class TrimmedMean(_CoordinateRule):
     When to use it: at most f of the clients may send anything, and averaging shall reduce noise. It takes no weights.
 
     Args:
-        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
-            cover that fraction of a small cohort too, but leaves at least one client. An integer is f itself.
+        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end, rounded up. An integer is f itself.
 
     Raises:
         FusionError: ``trim`` is out of range, or leaves no client.
@@ -378,8 +377,8 @@ class NormClipping(Preaggregation):
 
     with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
 
-    When to use it: clients may send scaled updates, as in a model replacement attack. No client then moves the global
-    posterior further than the others do. It bounds neither wrong directions (let a robust rule follow) nor variances.
+    When to use it: clients may send scaled updates, as in a model replacement attack. It bounds neither wrong
+    directions (let a robust rule follow) nor variances.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -388,8 +387,7 @@ class NormClipping(Preaggregation):
     Raises:
         FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
 
-    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3, with a given
-    radius.
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3.
     """
 
     needs_previous: ClassVar[bool] = True

@@ -124,11 +124,8 @@ class BayesianLayer(BaseVariationalLayer_):
 class BayesianAffine(BayesianLayer):
     """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
 
-    Args:
-        template: the deterministic layer. The means take its shapes and initial values.
-        weight_name: "weight" or "kernel", as bayesian-torch calls it.
-        prior: of weight and bias.
-        posterior_mu_init, posterior_rho_init, bayesian_bias: see :class:`LinearReparameterization`.
+    The means take shapes and initial values of ``template``, the deterministic layer. For the other arguments see
+    :class:`LinearReparameterization`.
     """
 
     default_estimator: ClassVar[Estimator] = "reparameterization"

@@ -33,9 +33,8 @@ KEPT = "_replaced"
 class ForeignGaussianParameter(GaussianParameter):
     """A Gaussian parameter tensor of a bayesian-torch layer, with a prior in two buffers.
 
-    The buffer ``prior_*_sigma`` holds the argument ``prior_variance``, and is read as a variance (bayesian-torch's KL
-    takes it for a standard deviation). While a replaced prior is in force, the buffers hold its mean and *standard
-    deviation*, so that bayesian-torch's ``kl_loss`` has the right prior too.
+    The buffer ``prior_*_sigma`` holds a variance, which bayesian-torch's KL takes for a standard deviation. While a
+    replaced prior is in force, it holds the *standard deviation*, so that ``kl_loss`` has the right prior too.
     """
 
     @property

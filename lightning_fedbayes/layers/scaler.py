@@ -170,8 +170,7 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
 
     A row for all, then one for each client, the least alike first: examples, missing values, and for inputs and targets
     "shift", the root mean square over their entries of :math:`(m_k - m) / s`, mean and standard deviation of their
-    first four entries, and shares of up to twenty classes. NaN where a client has no value. Raises FederationError
-    without clients.
+    first four entries, and shares of up to twenty classes. Raises FederationError without clients.
     """
     whole = pooled(clients)
     streams = [stream for stream in ("inputs", "targets") if stream in whole.moments]

@@ -51,8 +51,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         learning_rate, optimizer: see :class:`BayesianModule`.
 
     Raises:
-        FedBayesError: no network, or two with equal initial parameters, which would stay equal. At the first batch:
-            outputs that are not two per target.
+        FedBayesError: no network, two with equal initial parameters, or outputs that are not two per target.
 
     Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
 

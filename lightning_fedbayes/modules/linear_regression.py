@@ -217,8 +217,7 @@ class BayesianLinearRegression:
 
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
 
-        Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
-        variance. An estimated one is estimated from all data.
+        Exact for clients of any size, if every client uses the same noise variance.
 
         Raises FedBayesError: no models, or models that differ in shape, prior or noise.
 

@@ -168,8 +168,8 @@ class CalibrationCallback(Reader):
     ) -> ClientScores:
         """Return the scores of the calibrated predictions on each client's data, other than those of the fit.
 
-        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
-        of the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
+        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage), or coverage and size of the sets (width of
+        the intervals). For the arguments see :meth:`fit_from`.
 
         Raises FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
         """

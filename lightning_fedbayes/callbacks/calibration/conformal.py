@@ -68,8 +68,8 @@ class FederatedConformal(CalibrationCallback):
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
     keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
-    as "test/lac_90/coverage" and the like, each by its threshold with ``per_client``. ``trainer.predict`` puts the
-    sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
+    as "test/lac_90/coverage" and the like. ``trainer.predict`` puts the sets or intervals of each batch, by the pooled
+    threshold, into :attr:`predictions`.
 
     Args:
         level: probability of coverage in (0, 1).

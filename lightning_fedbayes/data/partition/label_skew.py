@@ -120,8 +120,7 @@ class DirichletPartition(LabelPartition):
         clients: number of clients K.
         alpha: concentration α > 0. Literature: 0.1 strong, 0.5 usual, 5 mild skew.
         per: ``"label"`` or ``"client"``.
-        min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most half an equal
-            share (N // 2K, at least 1), since draws from small data rarely give 10.
+        min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most N // 2K.
         balance: with ``per="label"``, do not give examples of later labels to a client that holds N/K.
         labels: where the classes are found. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 

@@ -97,8 +97,8 @@ class KroneckerLaplace:
 
         ``module`` and ``batches`` as for :meth:`Laplace.posterior`.
 
-        Raises FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
-        weight or is another kind of convolution, or a batch has no targets or other inputs.
+        Raises FederationError: no layer matches, there is no example, a layer is used several times or is another kind
+        of convolution, or a batch has no targets or other inputs.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
