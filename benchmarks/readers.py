@@ -13,10 +13,30 @@ from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
+from lightning_fedbayes.data.splits import SplitDataModule
 
 ImageSet = Literal["mnist", "fashion_mnist", "cifar10"]
 CIFAR_SHAPE = (3, 32, 32)
+
+
+def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:
+    """Draw an order of all examples in which the first n, for any n, have the class shares, to about one per class.
+
+    The examples of a class, in random order, are spread evenly over the whole order from a random start. So a smaller
+    sample is a subset of a larger one.
+
+    Args:
+        labels: int64, not negative, shape (examples,).
+        draws: the source of randomness.
+
+    Returns: int64, shape (examples,).
+    """
+    shuffled = torch.randperm(len(labels), generator=draws)
+    grouped = shuffled[labels[shuffled].argsort(stable=True)]
+    sizes = labels.bincount()
+    number = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    start = torch.rand(len(sizes), dtype=torch.float64, generator=draws).repeat_interleave(sizes)
+    return grouped[((number + start) / sizes.repeat_interleave(sizes)).argsort(stable=True)]
 
 
 class LabelledImages(NamedTuple):

@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.images.settings import Settings
-from benchmarks.readers import ImageDataModule, ImageSet
+from benchmarks.readers import ImageDataModule, ImageSet, stratified_order
 from lightning_fedbayes.core.errors import FederationError, nearest
-from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
+from lightning_fedbayes.data.splits import SplitDataModule
 
 OFFLINE = "digits"
 FILES: tuple[ImageSet, ...] = ("fashion_mnist", "mnist", "cifar10")

@@ -35,10 +35,10 @@ from torch.utils.data import TensorDataset
 import lightning_fedbayes as fb
 from benchmarks import cells as study
 from benchmarks.page import include
-from benchmarks.readers import read_images
+from benchmarks.readers import read_images, stratified_order
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.data.splits import TensorDataModule, stratified_order
+from lightning_fedbayes.data.splits import TensorDataModule
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, load_posterior
 from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood

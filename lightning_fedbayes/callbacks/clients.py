@@ -40,13 +40,11 @@ class ClientReport(Reader):
     If clients keep their posteriors and the parts of the data have the clients' names, "val/personal/nll" and the like,
     and the table "val/personal", score each client's personal posterior,
     :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1. At the end of training each is scored on every
-    client's validation data: the table and the picture "val/across" (:class:`.CrossScores`), of at most 24 clients at
-    equal distances. A line names the clients that stand out.
+    client's validation data: the table and the picture "val/across" (:class:`.CrossScores`), of at most 24 clients.
 
     The predictions are returned by ``validation_step`` (``test_step``), or by ``predict_step``. For another module a
     user gives this report or an :class:`~lightning_fedbayes.UncertaintyReport`: predictions are drawn from the global
-    posterior, and all names have "draws/" behind "val/", as "val/draws/clients/nll". The report that a federation
-    brings along prints a line that there are no scores.
+    posterior, and all names have "draws/" behind "val/", as "val/draws/clients/nll".
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`.ClientScores`. "personal/val" and "personal/test" by the

@@ -1,7 +1,5 @@
 """One evaluator for all reports and calibrations of a Trainer: each validation and test predicts once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,19 +35,12 @@ DRAWS = 10
 
 
 class Reader(L.Callback):
-    """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
+    """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`."""
 
-    Attributes:
-        is_given: a user has given it. Training is refused where it would be in vain.
-        by_client: it needs validation data of clients.
-        calibrates: it needs the predictions of every client, also where the module's steps return none.
-        needs_logits: it needs the logits of every draw. Mean probabilities do not suffice.
-    """
-
-    is_given = True
-    by_client = False
-    calibrates = False
-    needs_logits = False
+    is_given = True  # by a user, so that training is refused where it would be in vain
+    by_client = False  # needs validation data of clients
+    calibrates = False  # needs the predictions of every client, also where the module's steps return none
+    needs_logits = False  # of every draw: mean probabilities do not suffice
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
         """Return True if ``module`` is to predict once more where its steps return no predictions."""
@@ -78,17 +69,9 @@ class Reader(L.Callback):
         """Forget the last predictions."""
         self.on_validation_epoch_start(trainer, pl_module)
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *batch: Any, **options: Any) -> None:
         """Let the evaluator see a batch. Of several readers the first one does."""
-        evaluator_of(trainer).collect(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        evaluator_of(trainer).collect(trainer, *batch, **options)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -104,14 +87,13 @@ class Evaluator:
 
     ``validation_step`` (``test_step``) returns predictions as a dict with "target", (batch, \*positions), and "probs"
     in the form of the outputs, (batch, classes, \*positions), for one logit the probability of 1, perhaps with draws
-    first, (samples, batch, \*); or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
+    first, (samples, batch, \*), or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
     of "probs", are needed to scale them. A module whose steps return no predictions predicts once more, batch by batch,
     if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
     ``forward``. The batch seeds these draws, and the global generators stay as they are.
 
-    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere (shuffled or
-    sampled, ``limit_val_batches`` below 1, another sampler or collate function) the clients' data sets are predicted in
-    one further pass.
+    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere the clients'
+    data sets are predicted in one further pass.
     """
 
     def __init__(self) -> None:
@@ -185,13 +167,19 @@ class Evaluator:
         return readers
 
     def collect(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, number: int, loader: int
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Take the predictions of a batch, once, and give them to all readers."""
         if trainer.sanity_checking:
             self._try(trainer, module, outputs, batch)
             return
-        readers = self._open(trainer, module)
+        readers, number, loader = self._open(trainer, module), batch_idx, dataloader_idx
         if not readers or self._last == (loader, number):
             return
         if self._last is None:
@@ -236,7 +224,6 @@ class Evaluator:
                 reader.read(self._keep(found))
 
     def _give(self, found: Predicted) -> None:
-        """Give predictions to the readers."""
         self._has_given = True
         for reader in self._readers or ():
             reader.see(found)
@@ -292,11 +279,9 @@ class Evaluator:
         self._right = [0, 0, 0]
         if mean - draws > MOST_LOST * count + 2:  # two may be chance
             self._has_said = True
-            rank_zero_info(
-                f"Of {count} targets of the validation the posterior's mean gets {mean / count:.1%} right, and draws "
-                f"from it {draws / count:.1%}: it is too wide for the network. Figures of the module's own steps are "
-                "those of the mean. A smaller prior_std or temperature makes it narrower."
-            )
+            right = f"the posterior's mean gets {mean / count:.1%} right, and draws from it {draws / count:.1%}"
+            remedy = "it is too wide for the network. A smaller prior_std or temperature makes it narrower."
+            rank_zero_info(f"Of {count} targets of the validation {right}: {remedy}")
 
     def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
         """Return the predictions of a module by ``posterior``. One object, which warns once."""

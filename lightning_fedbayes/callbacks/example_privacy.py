@@ -1,7 +1,5 @@
 """Example-level privacy: clients whose optimizer sees clipped and noised gradients only (DP-SGD)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,10 +42,9 @@ class ExamplePrivacy(L.Callback):
 
         Trainer(callbacks=[FederatedBayes(..., engine="sequential"), ExamplePrivacy(clip=1.0, noise_multiplier=1.0)])
 
-    The module and its optimizer stay what they are: Opacus's hooks leave the gradients of single examples on the
-    parameters, and Opacus's optimizer clips and noises them between backward and step. Bayesian layers of this package
-    may be in the network: given their noise, examples share nothing. The gradient of a
-    :class:`~lightning_fedbayes.BayesianModule`'s KL, which depends on no example, is added as it is.
+    The module, with Bayesian layers or without, and its optimizer stay what they are: Opacus clips and noises the
+    gradients between backward and step. The gradient of a :class:`~lightning_fedbayes.BayesianModule`'s KL, which
+    depends on no example, is added as it is.
 
     ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
     a batch's share of the client's examples, neighbours differ in one example more or less. Batches are in fact
@@ -89,10 +86,9 @@ class ExamplePrivacy(L.Callback):
         if stage != "fit":
             return
         if federated_callback(trainer).settings.engine == "vectorized":
-            raise FederationError(
-                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute; use "
-                "engine='sequential' or 'auto'"
-            )
+            what = "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute"
+            remedy = "use engine='sequential' or 'auto'"
+            raise FederationError(f"{what}; {remedy}")
         if trainer.world_size > 1:
             why = f"it counts the steps of clients that one process trains, and there are {trainer.world_size}"
             raise FederationError(f"ExamplePrivacy: {why}; use devices=1")
@@ -229,7 +225,6 @@ def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: S
         prior = torch.zeros_like(parameter) if prior is None else prior
         rest = parameter.grad - prior - samples.mean(0).view_as(parameter)
         if rest.norm() > ROUNDING * (samples.norm(dim=1).max() + prior.norm()):
-            raise FederationError(
-                f"ExamplePrivacy: a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a "
-                "penalty on the parameters, and would be lost. Use weight_decay, or a BayesianModule, whose KL is known"
-            )
+            what = f"a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a penalty"
+            remedy = "Use weight_decay, or a BayesianModule, with a KL that is known"
+            raise FederationError(f"ExamplePrivacy: {what}, and would be lost. {remedy}")

@@ -1,7 +1,5 @@
 """The callback that makes one Trainer a federation: one epoch is one round."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,22 +49,18 @@ class FederatedBayes(L.Callback):
         fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as ``FedProx(0.1)``, or a
             fusion rule, by which it averages (:func:`~lightning_fedbayes.methods.available_methods`). "auto", or an
             :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
-            "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
-            one normal prior, clients that keep no more than 1 GiB in memory, and no conflicting setting. Elsewhere
-            "reverse_kl_barycenter", an average. A line says which, and why.
+            "sites" for Bayesian layers, or IVON, with one normal prior, clients that keep no more than 1 GiB in memory,
+            and no conflicting setting. Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
             and it is likely to be faster, and says why. A number: "vectorized", with at most so many clients in a
-            stack, in place of as many as fit into 256 MiB (4 GiB on a GPU). Results with Bayesian noise depend on it,
-            within the noise.
+            stack. Results with Bayesian noise depend on it, within the noise.
         keep: what every client keeps from round to round: its "optimizer" state, which otherwise begins at zero, and
-            whose momentum fades in rounds that the client misses. The "posterior" that it has trained last, for
-            :meth:`posterior_of`. Neither leaves the client. Each takes once or twice the network's memory and room in a
-            checkpoint, for each client. Under ``fusion="sites"`` clients always keep their optimizers' states, unless
-            one is L-BFGS, or holds more than a state per parameter. A :class:`~lightning_fedbayes.Kept` says where
-            they lie: on disk, for many clients.
+            the "posterior" that it has trained last, for :meth:`posterior_of`. Neither leaves the client. Each takes
+            once or twice the network's memory, for each client. Under ``fusion="sites"`` clients keep most optimizers'
+            states anyway. A :class:`~lightning_fedbayes.Kept` says where they lie: on disk, for many clients.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights. "local":
             every client keeps its buffers, and the global model gets the average. "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
@@ -75,8 +69,7 @@ class FederatedBayes(L.Callback):
             :class:`~lightning_fedbayes.Safeguards`.
         adversaries: for tests of a defence: a function of a :class:`~lightning_fedbayes.clients.settings.Sending`,
             called at the start of each round. Its result is called with each update, after privacy, and yields what is
-            sent instead. After the round's last update with None, to send what it has held back. In each process it
-            has the clients that train there.
+            sent instead. After the round's last update with None, to send what it has held back.
         privacy: an :class:`~lightning_fedbayes.UpdatePrivacy`: every client clips its update and adds noise
             before it sends it, and the ε given away is logged as ``privacy/epsilon``.
         posterior: source of the posterior of parameters outside of Bayesian layers: a
@@ -160,9 +153,7 @@ class FederatedBayes(L.Callback):
 
         It is their fusion by "reverse_kl_barycenter", with weights 1 − λ and λ. Deterministic parameters are averaged,
         local parameters are the client's, buffers (BatchNorm's statistics) are no part of it. A client that has not
-        trained yet has the global posterior. Choose λ for each client on data that it has not trained on, as
-        :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and with λ = 1 it
-        is the client's posterior given the global one as prior, as in pFedBayes.
+        trained yet has the global posterior. :func:`~lightning_fedbayes.choose_personal_weight` chooses λ.
 
         Args:
             client: its number or name.
@@ -170,8 +161,7 @@ class FederatedBayes(L.Callback):
 
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
-        Raises:
-            FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
+        Raises FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
         """
         return self.federation.personal(client, weight)
 
@@ -474,10 +464,9 @@ class _Checked(Exception):
 def check(trainer: L.Trainer, module: L.LightningModule, data: Any = None) -> list[str]:
     """Return every reason why ``trainer.fit(module, data)`` would be refused, without training. Empty if there is none.
 
-    The fit runs up to its first round, with its sanity check and without loggers: Trainer, reports, schedulers, data,
-    method and engine are checked, each although another is wrong. Random states stay, and the same Trainer can fit
-    afterwards. When to use it: before a long run. ``data`` are training loaders or a LightningDataModule. Raises
-    FederationError if the Trainer has no :class:`FederatedBayes`.
+    The fit runs up to its first round, with its sanity check and without loggers. Random states stay, and the same
+    Trainer can fit afterwards. When to use it: before a long run. ``data`` are training loaders or a
+    LightningDataModule. Raises FederationError if the Trainer has no :class:`FederatedBayes`.
     """
     check_kind("trainer", trainer, L.Trainer, "give a lightning.Trainer")
     federation = next((each for each in trainer.callbacks if isinstance(each, FederatedBayes)), None)  # pyright: ignore

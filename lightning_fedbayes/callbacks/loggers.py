@@ -1,7 +1,5 @@
 """Figures, curves and tables for the loggers of a Trainer. Weights & Biases without an account."""
 
-from __future__ import annotations
-
 import configparser
 import csv
 import netrc
@@ -91,7 +89,6 @@ def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
 
 
 def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
-    """Return the path of a figure or table of ``name``."""
     folder = Path(logger.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{name.replace('/', '_')}.{suffix}"

@@ -1,11 +1,9 @@
 """Report of a federation: settings, clients, rounds and reliabilities, to the loggers, the log and the progress bar."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -33,37 +31,17 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 class ClientRecords:
     r"""Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
-    Attributes:
-        rounds, failures: rounds that each took part in, and was left out of.
-        train_loss, first_loss: mean training loss in its last and first round.
-        diverged: 1 if its training loss has exceeded :math:`\ell + \max(|\ell|, 1)` in some round. The loss ℓ of the
-            first round began without knowledge.
-        weight, seconds, megabytes_up: its normalised weight ω, training time and size of the update in its last round.
-        last_failure: client → the reason why it was left out last.
+    ``rounds`` and ``failures`` count where each took part, and was left out. ``first_loss`` is the mean training loss
+    of its first round, ``train_loss``, ``weight``, ``seconds`` and ``megabytes_up`` are of its last one. ``diverged``
+    is 1 if its loss has exceeded its first one, ℓ, by more than :math:`\max(|\ell|, 1)`. ``last_failure`` has the reason
+    why it was left out last.
     """
 
-    COLUMNS: ClassVar[dict[str, tuple[str, float]]] = {
-        "rounds": ("l", 0),
-        "failures": ("l", 0),
-        "train_loss": ("d", math.nan),
-        "first_loss": ("d", math.nan),
-        "diverged": ("b", 0),
-        "weight": ("d", math.nan),
-        "seconds": ("d", 0.0),
-        "megabytes_up": ("d", 0.0),
-    }
-
     def __init__(self, clients: int) -> None:
-        self.rounds: array[int]
-        self.failures: array[int]
-        self.diverged: array[int]
-        self.train_loss: array[float]
-        self.first_loss: array[float]
-        self.weight: array[float]
-        self.seconds: array[float]
-        self.megabytes_up: array[float]
-        for name, (kind, start) in self.COLUMNS.items():
-            setattr(self, name, array(kind, [int(start) if kind in "lb" else start]) * clients)
+        self.rounds, self.failures = (array("l", [0]) * clients for _ in range(2))
+        self.diverged = array("b", [0]) * clients
+        self.train_loss, self.first_loss, self.weight = (array("d", [math.nan]) * clients for _ in range(3))
+        self.seconds, self.megabytes_up = (array("d", [0.0]) * clients for _ in range(2))
         self.last_failure: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -93,24 +71,20 @@ class ClientRecords:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns, as tensors, and the failures."""
-        columns = {
-            name: torch.tensor(getattr(self, name), dtype=DTYPES[kind]) for name, (kind, _) in self.COLUMNS.items()
-        }
+        known = {name: value for name, value in vars(self).items() if isinstance(value, array)}
+        columns = {name: torch.tensor(value, dtype=DTYPES[value.typecode]) for name, value in known.items()}
         return {**columns, "last_failure": dict(self.last_failure)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        for name, (kind, _) in self.COLUMNS.items():
-            setattr(self, name, array(kind, state[name].tolist()))
+        for name, value in vars(self).items():
+            if isinstance(value, array):
+                setattr(self, name, array(value.typecode, state[name].tolist()))
         self.last_failure = dict(state["last_failure"])
 
 
 def divergence_of(names: Sequence[str]) -> str:
-    """Return the message that the training of clients has diverged.
-
-    >>> divergence_of(["a", "b"])[:45]
-    'the training of clients a, b has diverged: th'
-    """
+    """Return the message that the training of clients has diverged."""
     return (
         f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
         "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
@@ -124,7 +98,6 @@ MOST_CURVES = 20
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
 """Figures with curves that begin in the first round in which they are not 0."""
-RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
 class FederationReport:
@@ -225,12 +198,9 @@ class FederationReport:
             rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
         self._diverged = []
         if result.success and self._unheld and not KLWatch.seen:
-            rank_zero_info(
-                f"No KL divergence has been computed while the clients trained, but {self._unheld[0]} and "
-                f"{len(self._unheld) - 1} others are Gaussian: without it nothing keeps their variances from shrinking "
-                "to 0. Add fb.kl_divergence(self) / n to the loss, with n the client's number of examples, or train "
-                "fb.with_kl(module)"
-            )
+            gaussian = f"but {self._unheld[0]} and {len(self._unheld) - 1} others are Gaussian"
+            remedy = "add fb.kl_divergence(self) / n, the client's number of examples, or train fb.with_kl(module)"
+            rank_zero_info(f"No KL divergence has been computed while the clients trained, {gaussian}: {remedy}")
         self._unheld = []
         if result.refusal is not None:
             kept = "the old posterior stays, because the clients cannot be fused"
@@ -241,11 +211,8 @@ class FederationReport:
         self._outlying |= new
         if new:
             names = listed(self._clients.names[client] for client in sorted(new))
-            rank_zero_info(
-                f"Round {result.round + 1}: the updates of {names} stand out, and count only in part where they are "
-                "more than max_influence times as large as the median client's (Safeguards(max_influence=None) bounds "
-                "none). Few examples or unlike ones do that, too"
-            )
+            why = "more than max_influence times as large as the median client's, as of few or unlike examples"
+            rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
@@ -261,13 +228,9 @@ class FederationReport:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
         They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Only the
-        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`).
-
-        Args:
-            trainer: at the end of a training epoch.
-            figures: name → value. "round", counted from 1, becomes the x-axis.
-            training_names, step_names: figures that the module has logged per epoch, and per step, over the step.
-            scored: knows the accuracy of the global model for each client, by the last validation.
+        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`). "round" in ``figures``, counted
+        from 1, becomes the x-axis, also of what the module has logged per epoch (``training_names``, not
+        ``step_names``).
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
@@ -365,7 +328,8 @@ class FederationReport:
         ]
         if len(names) > MOST_ROWS:
             rows = worst_rows(rows, lambda row: (bool(row[3]), badness_of(-float(row[2]))))
-        log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
+        columns = ("round", "client", "reliability", "left_out")
+        log_table(trainer, "federation/reliability_by_round", columns, rows, round=trainer.current_epoch)
         table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:
             for client, share in each["shares"].items():
@@ -415,28 +379,24 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     if "sites/distance" in last:
         left = f"it has still about {last['sites/distance']:.2g} to go"
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
-    rank_zero_info(
-        f"Sites: round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter; "
-        f"{left}{elbo}."
-    )
+    moved = f"round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter"
+    rank_zero_info(f"Sites: {moved}; {left}{elbo}.")
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:
     """Log the rule that was chosen in each round, and every candidate's loss on the held-out data."""
-    scored = [row for row in history if candidate_losses(row)]
+    scored = [(int(row["round"]), losses) for row in history if (losses := candidate_losses(row))]
     if not scored:
         return
-    names = sorted({name for row in scored for name in candidate_losses(row)})
+    names = sorted({name for _, losses in scored for name in losses})
     rows = []
-    for row in scored:
-        losses = candidate_losses(row)
-        chosen = min((name for name in losses if math.isfinite(losses[name])), key=lambda name: losses[name])
-        rows.append([int(row["round"]), chosen, *(losses.get(name, math.nan) for name in names)])
+    for round, losses in scored:
+        chosen = min(filter(lambda name: math.isfinite(losses[name]), losses), key=losses.__getitem__)
+        rows.append([round, chosen, *(losses.get(name, math.nan) for name in names)])
     log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
 
 
 def candidate_losses(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the loss of each candidate, by its name, from the figures of a round."""
-    return {
-        name.removeprefix(HELD_OUT_LOSS): value for name, value in figures.items() if name.startswith(HELD_OUT_LOSS)
-    }
+    known = [name for name in figures if name.startswith(HELD_OUT_LOSS)]
+    return {name.removeprefix(HELD_OUT_LOSS): figures[name] for name in known}

@@ -1,7 +1,5 @@
 """Report of a classifier's calibration, uncertainty and fairness, to the logger."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -50,9 +48,8 @@ class UncertaintyReport(Reader):
     Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
     Logged at the end: the two pictures.
 
-    For a module whose steps return no probabilities, in a federation, the report predicts from the global posterior (of
-    :class:`~lightning_fedbayes.IVON`, say) by a :class:`~lightning_fedbayes.PosteriorPredictive`. Figures then have
-    "draws/" behind "val/", as "val/draws/retained_area_entropy".
+    For a module whose steps return no probabilities, in a federation, the report predicts from the global posterior by
+    a :class:`~lightning_fedbayes.PosteriorPredictive`, and figures are "val/draws/...".
 
     Where the validation data are the clients', :class:`ClientReport` logs their accuracies. Elsewhere accuracies per
     class are averaged with each client's label proportions, an unbiased estimate under label skew, and logged as
@@ -83,13 +80,7 @@ class UncertaintyReport(Reader):
     def set_clients(
         self, sizes: tuple[int, ...], label_counts: Tensor | None, classes: tuple, names: tuple[str, ...] = ()
     ) -> None:
-        """Set the clients whose accuracies are reported.
-
-        Args:
-            sizes: training examples of each client.
-            label_counts, classes: training examples, (clients, classes), None if unknown, and their columns.
-            names: the clients' names in a :class:`~lightning_fedbayes.ClientDatasets` of validation data.
-        """
+        """Set the clients whose accuracies are reported: numbers of examples, also by class if known, and names."""
         self.client_sizes, self.label_counts, self.classes, self.client_names = sizes, label_counts, classes, names
 
     def _reset(self) -> None:
@@ -127,7 +118,6 @@ class UncertaintyReport(Reader):
             self._count()
 
     def _count(self) -> None:
-        """Count the batches that wait."""
         if not self._waiting:
             return
         probs, target = (torch.cat(parts, dim) for parts, dim in zip(zip(*self._waiting), (1, 0)))
@@ -190,7 +180,6 @@ class UncertaintyReport(Reader):
         pl_module.log_dict(figures)
 
     def _log_curves(self, trainer: L.Trainer, retained: Mapping[str, RetainedCurve]) -> None:
-        """Log the calibration diagram and the accuracy-retained curves as data."""
         round = trainer.current_epoch + (trainer.state.fn == "fit")
         bins = self._calibration.compute()
         full = bins.counts > 0

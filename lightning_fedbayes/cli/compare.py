@@ -3,8 +3,6 @@
 Slow imports stand where they are needed: help and mistakes in the options do without.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -118,7 +116,6 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
 
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
-    """Print the table. Save the table and the picture."""
     from lightning_fedbayes.core.tables import markdown_table
 
     text = markdown_table(*results.table(runs))

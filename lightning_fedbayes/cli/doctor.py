@@ -1,7 +1,5 @@
 """``fedbayes doctor``: which versions are here, and which engines and extras work with them."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +40,6 @@ def doctor(arguments: list[str]) -> int:
 
 
 def _versioned(package: str) -> str:
-    """Return a package's name and its version."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:

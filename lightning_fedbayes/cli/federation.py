@@ -1,7 +1,5 @@
 """LightningCLI for federations: ``fedbayes fit``, ``validate``, ``test`` and ``predict``."""
 
-from __future__ import annotations
-
 from argparse import ArgumentError, HelpFormatter
 from pathlib import Path
 from typing import Any
@@ -58,16 +56,8 @@ class FederationCLI(LightningCLI):
     ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, except its seed, which is
     ``seed_everything``. Classes of this package need no import path.
 
-    Args:
-        arguments: of the command line. The first is the stage if ``run`` is true.
-        run: run that stage. Otherwise only make the objects.
-
-    Attributes:
-        model, datamodule, trainer: objects that the configuration describes.
-        config: the configuration.
-
-    Raises:
-        FedBayesError: an option, key, class or value cannot be used. The message has one line.
+    ``arguments`` are of the command line, the stage first if ``run`` is true. Otherwise it only makes the objects.
+    Raises FedBayesError, in one line, for an option, key, class or value that cannot be used.
     """
 
     def __init__(self, arguments: list[str], run: bool = True) -> None:

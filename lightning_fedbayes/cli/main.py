@@ -1,7 +1,5 @@
 """Entry point of ``fedbayes``: run a command, print mistakes in one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,15 +1,14 @@
 """Help and error messages of the commands: one page of help, one line for every mistake."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from pydoc import locate
+from typing import NoReturn
 
 from lightning_fedbayes.core.errors import FedBayesError, nearest
 
@@ -57,11 +56,19 @@ def explain(message: str, keys: Collection[str]) -> str:
     >>> explain("Subcommand 'fit' does not accept option 'federation.fuson'", ["federation.fusion", "model"])
     "unknown option 'federation.fuson': did you mean 'federation.fusion'? Known: federation.fusion"
     """
-    for pattern, sentence in SENTENCES:
+    where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    for pattern, what, known_by in MISTAKES:
         found = re.search(pattern, message)
         if found is not None:
-            return sentence(found, keys)
-    return one_line(message)
+            *_, name = found.groups()
+            sentence = f"unknown {what} '{name}': {nearest(name, set(known_by(found, keys)))}"
+            return f"{where}: {sentence}" if where else sentence
+    missing = re.search(r"arguments are required: (.*)", message)
+    if missing is None:
+        return one_line(message)
+    names = " and ".join(name.strip().rpartition(".")[2] for name in missing[1].split(","))
+    remedy = "give --config FILE with a class_path for each, as in examples/configs"
+    return f"{where}: {names} missing" if where else f"{names} missing: {remedy}"
 
 
 def one_line(message: str) -> str:
@@ -81,88 +88,45 @@ def subclass_names(base: type) -> list[str]:
     return sorted({each.__name__ for each in kinds if not inspect.isabstract(each) and each.__name__[0] != "_"})
 
 
-def _where(message: str) -> str:
-    """Return the key that a message is about, such as ``model.network``."""
-    return ".".join(re.findall(r'Parser key "([^"]+)"', message)) or "configuration"
+def _options(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
+    """Return the known keys in the group of an unknown one, or all."""
+    group = found[1].rpartition(".")[0]
+    return [key for key in keys if key.rpartition(".")[0] == group] or keys
 
 
-def _load(path: str) -> Any:
-    """Import the object at a dotted path. Return None if there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name) if module else None
-    except (ImportError, AttributeError):
-        return None
+def _parameters(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
+    return [name for name in inspect.signature(locate(found[1])).parameters if name != "self"]  # type: ignore[arg-type]
 
 
-def _unknown_key(found: re.Match[str], keys: Collection[str]) -> str:
-    """Name the first unknown part of a dotted key, and the nearest key of the same depth."""
-    parts = ".".join(found.groups()).split(".")
-    for depth in range(1, len(parts) + 1):
-        parent, name = ".".join(parts[: depth - 1]), ".".join(parts[:depth])
-        level = {".".join(key.split(".")[:depth]) for key in keys if not parent or key.startswith(f"{parent}.")}
-        if level and name not in level:
-            return f"unknown option '{name}': {nearest(name, level)}"
-    return f"unknown option '{'.'.join(parts)}'"
-
-
-def _unknown_argument(found: re.Match[str], keys: Collection[str]) -> str:
-    owner, name = _load(found[1]), found[2]
-    known = [] if owner is None else [each for each in inspect.signature(owner).parameters if each != "self"]
-    return f"{_where(found.string)}: {found[1]} has no argument '{name}': {nearest(name, known)}"
-
-
-def _unknown_attribute(found: re.Match[str], keys: Collection[str]) -> str:
+def _public_names(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
     module = importlib.import_module(found[1])
-    known: Iterable[str] = getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
-    return f"{_where(found.string)}: '{found[1]}' has no '{found[2]}': {nearest(found[2], known)}"
+    return getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
 
 
-def _unknown_class(found: re.Match[str], keys: Collection[str]) -> str:
+def _classes(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
     types = re.search(r"Subtypes: \[(.*)\]", found.string)
     named = re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", "" if types is None else types[1])
-    bases = [kind for kind in map(_load, named) if isinstance(kind, type) and kind.__module__ not in CONTAINERS]
-    known = [name for base in bases for name in subclass_names(base)]
-    return f"{_where(found.string)}: unknown class '{found[1]}': {nearest(found[1], set(known))}"
+    bases = [kind for kind in map(locate, named) if isinstance(kind, type) and kind.__module__ not in CONTAINERS]
+    return [name for base in bases for name in subclass_names(base)]
 
 
-def _wrong_choice(found: re.Match[str], keys: Collection[str]) -> str:
-    choices = [choice.strip().strip("'\"") for choice in found[1].split(",")]
-    return f"{_where(found.string)}: unknown choice '{found[2]}': {nearest(found[2], choices)}"
+def _choices(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
+    return [choice.strip().strip("'\"") for choice in found[1].split(",")]
 
 
-def _missing(found: re.Match[str], keys: Collection[str]) -> str:
-    names = " and ".join(name.strip().rpartition(".")[2] for name in found[1].split(","))
-    if 'Parser key "' in found.string:
-        return f"{_where(found.string)}: {names} missing"
-    return f"{names} missing: give --config FILE with a class_path for each, as in examples/configs"
-
-
-SENTENCES: tuple[tuple[str, Callable[[re.Match[str], Collection[str]], str]], ...] = (
-    (r"(?i)unrecognized arguments: --([\w.]+)", _unknown_key),
-    (r"Group '([\w.]+)' does not accept option '([\w.]+)'", _unknown_key),
-    (r"does not accept option '([\w.]+)'", _unknown_key),
-    (r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", _unknown_argument),
-    (r"Option '([\w.]+)' is not accepted", _unknown_key),
-    (r"module '([\w.]+)' has no attribute '(\w+)'", _unknown_attribute),
-    (r"Expected a dot import path string: (\w+)", _unknown_class),
-    (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)", _wrong_choice),
-    (r"(?s)Expected a typing\.Literal\[([^]]*)\]\s+- Expected a <class 'int'>.*Given value: (\S+)", _wrong_choice),
-    (r"arguments are required: (.*)", _missing),
+MISTAKES: tuple[tuple[str, str, Callable[[re.Match[str], Collection[str]], Iterable[str]]], ...] = (
+    (r"(?i)unrecognized arguments: --([\w.]+)", "option", _options),
+    (r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", "argument", _parameters),
+    (r"(?:does not accept option|Option) '([\w.]+)'", "option", _options),
+    (r"module '([\w.]+)' has no attribute '(\w+)'", "name", _public_names),
+    (r"Expected a dot import path string: (\w+)", "class", _classes),
+    (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)", "choice", _choices),
+    (r"(?s)Expected a typing\.Literal\[([^]]*)\]\s+- Expected a <class 'int'>.*Given value: (\S+)", "choice", _choices),
 )
-"""Pattern of a message → function that rewrites it. The first match counts."""
+"""Pattern of a message that ends with an unknown name, its kind, and a function that returns the known ones."""
 
 
 WIDTH, COLUMN = 110, 34
-HELP = {
-    "config": "YAML file; of several, and of options, the later wins",
-    "print_config": "print the whole configuration, with every default, and exit",
-    "optimizer": "CLASS of torch.optim, in place of the model's own; --optimizer.lr and so on",
-    "lr_scheduler": "CLASS of torch.optim.lr_scheduler, one step per round",
-    "ckpt_path": "FILE of a checkpoint to load, or to go on from; 'last' or 'best'",
-    "weights_only": "load a checkpoint without executing any code in it",
-}
-"""Option → help text that is shorter than the docstring it would come from."""
 
 
 def short_help(command: str, description: str, actions: Iterable[argparse.Action], classes: dict[str, type]) -> str:
@@ -172,13 +136,11 @@ def short_help(command: str, description: str, actions: Iterable[argparse.Action
     """
     options = {action.dest: action for action in actions if _is_option(action)}
     heads = {name.partition(".")[0] for name in options if "." in name}
-    others = {*heads, *classes}
-    general = [_line(name, option) for name, option in options.items() if "." not in name and name not in others]
+    general = {name: each for name, each in options.items() if "." not in name and name not in {*heads, *classes}}
     usage = f"usage: fedbayes {command} --config FILE [--KEY VALUE ...]"
-    sections = [usage, description, "\n".join(["options:", *general])]
+    sections = [usage, description, _lines("options", general)]
     for head in sorted(heads - {"trainer"}):
-        lines = [_line(name, option) for name, option in options.items() if name.startswith(f"{head}.")]
-        sections.append("\n".join([f"{head}:", *lines]))
+        sections.append(_lines(head, {n: each for n, each in options.items() if n.startswith(f"{head}.")}))
     for key, base in classes.items():
         names = ", ".join(name for name in subclass_names(base) if name != base.__name__)
         head = f"--{key} CLASS, --{key}.ARGUMENT VALUE (arguments: fedbayes {command} --{key}.help CLASS)"
@@ -190,8 +152,7 @@ def short_help(command: str, description: str, actions: Iterable[argparse.Action
 
 def class_help(name: str, actions: Iterable[argparse.Action]) -> str:
     """Return one line per argument of the class ``name``. ``actions`` are of a parser for this class."""
-    lines = [_line(action.dest, action) for action in actions if _is_option(action)]
-    return "\n".join([f"arguments of {name}:", *lines]) + "\n"
+    return _lines(f"arguments of {name}", {each.dest: each for each in actions if _is_option(each)}) + "\n"
 
 
 def option_names(actions: Iterable[argparse.Action]) -> list[str]:
@@ -205,16 +166,19 @@ def _is_option(action: argparse.Action) -> bool:
     return bool(names) and names[-1].startswith("--") and not names[0].endswith((".help", "--help", "-h"))
 
 
-def _line(name: str, action: argparse.Action) -> str:
-    default = action.default
-    text = HELP.get(name) or plain(action.help or "")
-    if isinstance(default, str | int | float) and default is not argparse.SUPPRESS:
-        text += f" (default: {default})"
-    head = f"  --{name} ".ljust(COLUMN)
-    lines = textwrap.wrap(text, WIDTH - COLUMN, max_lines=3, placeholder=" …")
-    if len(head) > COLUMN:  # the text begins below it
-        lines.insert(0, "")
-    return head + f"\n{' ' * COLUMN}".join(lines)
+def _lines(title: str, options: Mapping[str, argparse.Action]) -> str:
+    """Return a title and each option with its help and default, in two columns."""
+    parts = [f"{title}:"]
+    for name, option in options.items():
+        text = plain(option.help or "")
+        if isinstance(option.default, str | int | float) and option.default is not argparse.SUPPRESS:
+            text += f" (default: {option.default})"
+        head = f"  --{name} ".ljust(COLUMN)
+        lines = textwrap.wrap(text, WIDTH - COLUMN, max_lines=3, placeholder=" …")
+        if len(head) > COLUMN:  # the text begins below it
+            lines.insert(0, "")
+        parts.append(head + f"\n{' ' * COLUMN}".join(lines))
+    return "\n".join(parts)
 
 
 def _wrapped(text: str) -> str:

@@ -1,7 +1,5 @@
 """``fedbayes report``: one page of HTML about a run, charts in it, which needs no server and no other file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -130,7 +128,6 @@ def page(run: RunRecord, name: str) -> str:
 
 
 def _about(run: RunRecord) -> str:
-    """Return rounds, clients, rule and network in one line."""
     rounds = max(max(of_rounds) for of_rounds in run.figures.values())
     clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
     parts = [f"{rounds} rounds", f"{clients} clients", f"fusion {fusion}"]
@@ -178,7 +175,6 @@ def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
 
 
 def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
-    """Draw the accuracy and the training loss of each client, or quantiles of them."""
     for kind, title in (
         ("client_accuracy/", "accuracy of each client"),
         ("client_train_loss/", "its training loss"),
@@ -203,7 +199,6 @@ def _clients(table: Table | None) -> str:
 
 
 def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
-    """Draw the megabytes of each round and their running sums."""
     names = {way: f"federation/megabytes_{way}" for way in ("up", "down")}
     lines = {way: dict(sorted(figures[name].items())) for way, name in names.items() if name in figures}
     if lines:
@@ -240,14 +235,10 @@ def chart(
     y: tuple[float, float] | None = None,
     shares: Sequence[float] = (),
 ) -> str:
-    """Return a chart of lines as SVG. Logarithmic where the values span more than three orders of magnitude.
+    """Return a chart of lines, label → points, as SVG. Logarithmic where values span three orders of magnitude.
 
-    Args:
-        title: above it.
-        lines: label → points. Those that are not finite, or nearly, are left out.
-        xlabel: name of the x-axis.
-        x, y: ends of the axes. None: of the points.
-        shares: with both ends of both axes: draw the diagonal, and the points of the last line as discs of these areas.
+    ``x`` and ``y`` are ends of the axes, with None those of the points. With ``shares`` it draws the diagonal, and the
+    points of the last line as discs of these areas.
     """
     lines = {label: [(a, b) for a, b in points if abs(b) < FAR] for label, points in lines.items()}
     values = [point[1] for points in lines.values() for point in points]

@@ -1,7 +1,5 @@
 """Results of runs: learning curves, the file and table of a comparison, and ``fedbayes plot``."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -43,13 +41,7 @@ def read_curves(file: Path) -> Curves:
 
 @dataclass(frozen=True)
 class Run:
-    """One federation of a comparison.
-
-    Attributes:
-        fusion: name of the fusion rule.
-        seed: seed of all random draws.
-        curves: metrics by round.
-    """
+    """One federation of a comparison: the name of its rule, its seed, and its metrics by round."""
 
     fusion: str
     seed: int
@@ -101,8 +93,8 @@ def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows: each rule's validation metrics in the last round, seconds and megabytes per round.
 
-    Several seeds give mean ± standard deviation, "nan" where one has no value. Seconds are the median over the rounds,
-    because the first includes the set-up. Megabytes are those sent and received, summed over the clients.
+    Several seeds give mean ± standard deviation. Seconds are the median over the rounds. Megabytes are those sent and
+    received, summed over the clients.
 
     >>> curves = {"val/nll": [0.5, 0.25], "federation/seconds": [3.0, 1.0], "federation/megabytes_up": [2.0, 2.0]}
     >>> table([Run("conflation", 0, curves), Run("conflation", 1, {**curves, "val/nll": [0.5, 0.75]})])
@@ -124,7 +116,6 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _last(values: Sequence[float]) -> float:
-    """Return the last value that is not NaN, or NaN."""
     return next((value for value in reversed(values) if not math.isnan(value)), math.nan)
 
 

@@ -1,12 +1,10 @@
 """``fedbayes rules``: all registered fusion rules, by family."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Sequence
 
-from lightning_fedbayes.cli.messages import plain
+from lightning_fedbayes.cli.messages import WIDTH, plain
 from lightning_fedbayes.fusion import FusionRule, SumRule, available_fusions, get_rule, rule_name
 from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.products import AlphaBarycenter
@@ -25,12 +23,8 @@ FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {
 OTHER = "others"
 
 
-def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
-    """Return every rule with its aliases, its needs (weights, the previous posterior) and its first line.
-
-    Args:
-        names: names of the rules. None: all that are registered.
-        width: characters per line.
+def listing(names: Sequence[str] | None = None) -> str:
+    """Return every rule, or those of ``names``, with aliases, needs (weights, previous posterior) and first line.
 
     >>> print(listing(["conflation"]))
     streaming: memory does not grow with the clients
@@ -39,7 +33,7 @@ def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
     """
     families: dict[str, list[str]] = {title: [] for title in (*reversed(FAMILIES), OTHER)}
     for name in available_fusions() if names is None else names:
-        families[family(get_rule(name))].append(_entry(name, width))
+        families[family(get_rule(name))].append(_entry(name))
     return "\n\n".join("\n".join([title, *entries]) for title, entries in families.items() if entries)
 
 
@@ -57,7 +51,7 @@ def aliases_of(name: str) -> list[str]:
     return [other for other in available_fusions(aliases=True) if other != name and rule_name(other) == name]
 
 
-def _entry(name: str, width: int) -> str:
+def _entry(name: str) -> str:
     rule = get_rule(name)
     document = inspect.getdoc(rule.function if isinstance(rule, FunctionRule) else type(rule)) or "No description."
     others = ", ".join(aliases_of(name))
@@ -65,5 +59,5 @@ def _entry(name: str, width: int) -> str:
     notes += ["needs the previous posterior"] if rule.needs_previous else []
     head = f"  {name}{f' ({others})' if others else ''}  [{', '.join(notes)}]"
     indent = " " * 6
-    body = textwrap.fill(plain(document.splitlines()[0]), width, initial_indent=indent, subsequent_indent=indent)
+    body = textwrap.fill(plain(document.splitlines()[0]), WIDTH, initial_indent=indent, subsequent_indent=indent)
     return f"{head}\n{body}"

@@ -4,8 +4,6 @@ Figures are made without pyplot: they need no display and are freed with their l
 that is the value of a cell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
@@ -46,12 +44,8 @@ def _png(figure: Figure) -> bytes:
 def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
     """Calibration diagram (also called reliability diagram): accuracy against confidence, above the number of examples.
 
-    Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence.
-
-    Args:
-        confidence, accuracy: per bin of equal width over [0, 1], shape (bins,). NaN where a bin is empty.
-        counts: examples per bin, shape (bins,).
-        ece: expected calibration error, for the title.
+    Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence. The
+    fields are those of :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`.
     """
     at, height, number = (np.atleast_1d(_array(values)) for values in (confidence, accuracy, counts))
     width, full = 1 / len(number), number > 0
@@ -76,10 +70,7 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
 def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
     """Accuracy against the fraction of examples retained when the most uncertain are discarded.
 
-    Fractions below 1 % are not drawn: the accuracy of a handful of examples is noise.
-
-    Args:
-        curves: label → (fractions retained, accuracies), each of shape (points,).
+    ``curves`` are label → (fractions retained, accuracies). Fractions below 1 %, which are noise, are not drawn.
     """
     figure, axes = _figure()
     for (label, (fraction, accuracy)), style in zip(curves.items(), _line_styles(len(curves))):
@@ -95,14 +86,7 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 
 
 def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
-    """Heat map of the examples of each class (columns) at each client (rows).
-
-    Of more than 100 clients, or classes, it shows every n-th.
-
-    Args:
-        counts: shape (clients, classes), non-negative.
-        classes: labels of the columns.
-    """
+    """Heat map of ``counts``, (clients, classes). Of more than 100 clients, or classes, it shows every n-th."""
     clients, shown = map(sample, counts.shape)
     table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
@@ -122,13 +106,7 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
 def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_is_better: bool = False) -> Figure:
     """Heat map of each client's model (rows) on every client's data (columns), the darker the worse.
 
-    Of more than 100 clients it shows every n-th.
-
-    Args:
-        values: shape (models, data). What is not finite is grey.
-        names: of the clients, in the order of rows and columns.
-        figure: name of the values.
-        higher_is_better: higher values are better.
+    Of more than 100 clients it shows every n-th. What is not finite is grey. ``figure`` names the values.
     """
     shown = sample(len(names))
     table = np.ma.masked_invalid(_array(values)[np.ix_(shown, shown)])
@@ -154,11 +132,7 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
 def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     """Heat map of each client's inferred share of the fusion (rows) in each round (columns).
 
-    Of more than 100 clients it shows a sample, from the lowest mean share to the highest.
-
-    Args:
-        shares: shape (clients, rounds), in [0, 1], NaN where a client did not take part.
-        names: of the clients.
+    Of more than 100 clients it shows a sample, from the lowest mean share to the highest. NaN is absence.
     """
     order = np.arange(len(shares))
     if len(order) > MOST_ROWS:
@@ -178,11 +152,7 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
 
 
 def client_accuracy(accuracies: Tensor) -> Figure:
-    """Bars of every client's accuracy, from the worst to the best, with their mean. Of more than 100 a sample.
-
-    Args:
-        accuracies: shape (clients,), NaN for a client without examples, which is left out.
-    """
+    """Bars of every client's accuracy, from the worst to the best, with their mean. NaN is left out."""
     known = ~torch.isnan(accuracies)
     order = torch.argsort(accuracies.where(known, torch.inf))[: int(known.sum())]
     bars = order[sample(len(order))]
@@ -201,12 +171,7 @@ def client_accuracy(accuracies: Tensor) -> Figure:
 
 
 def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
-    """Learning curves: one value per round, from round 1. NaN leaves a gap.
-
-    Args:
-        curves: label → values of rounds 1, 2, ….
-        ylabel: name of the values, with their unit.
-    """
+    """Learning curves: label → one value per round, from round 1. NaN leaves a gap."""
     figure, axes = _figure()
     _draw_rounds(axes, curves)
     axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
@@ -215,11 +180,7 @@ def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
 
 
 def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Learning curves of several quantities on one page: a panel each, as :func:`rounds` draws one.
-
-    Args:
-        panels: name of the values → label → values of rounds 1, 2, …. At least one, all with the same labels.
-    """
+    """Learning curves of several quantities on one page, with the same labels: a panel each, as :func:`rounds`."""
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = empty_figure(4.2 * columns, 3.0 * rows + 0.4)
@@ -237,7 +198,6 @@ def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
 
 
 def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
-    """Draw one line per label over the rounds, from 1."""
     for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
         marker = "o" if len(values) <= 20 else None
         axes.plot(range(1, len(values) + 1), values, label=label, marker=marker, markersize=3.5, **style)
@@ -245,7 +205,6 @@ def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
-    """Return an empty figure of ``width`` × ``height`` inches in the style of this module."""
     figure = empty_figure(width, height)
     axes = figure.add_subplot()
     _style(axes)

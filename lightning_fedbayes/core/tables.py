@@ -1,7 +1,5 @@
 """Tables as text: Markdown and HTML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -22,10 +20,7 @@ def texts(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def worst_rows(rows: Sequence[Row], badness: Callable[[Row], Any]) -> list[Row]:
-    """Return the rows of a table. Of more than 100 the worst, the worst first, and a last row that counts the
-    others.
-
-    The count stands in the first column of text, such as the client's name.
+    """Return the rows of a table. Of more than 100 the worst, the worst first, and a last row that counts the others.
 
     >>> rows = worst_rows([[str(client), client / 4] for client in range(500)], badness=lambda row: row[1])
     >>> len(rows), rows[0], rows[-1]

@@ -1,7 +1,5 @@
 """Clients of a federation: a data set divided by a partition, or a data set that comes in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FederationError,
-    PartitionError,
-    check_at_least,
-    check_flag,
-    check_kind,
-    check_number,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import LARGEST, FederationError, PartitionError, listed, nearest, shown
 from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
@@ -39,18 +27,16 @@ LABEL_ATTRIBUTES = ("targets", "labels", "y")
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
     """Return the integer class label of every example, or None if they cannot be known without loading examples.
 
-    It looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
-    of a TensorDataset, and looks into Subset and ConcatDataset. It does not load examples, so it decodes no image.
-    Anything but one integer per example (continuous targets, masks, names) is None.
+    It looks for an attribute ``targets``, ``labels`` or ``y``, takes the last tensor of a TensorDataset, and looks into
+    Subset and ConcatDataset. Anything but one integer per example (continuous targets, masks, names) is None.
 
     Args:
         dataset: map-style.
         source: where to find them instead. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
-    Raises:
-        PartitionError: ``source`` is not a column, or does not give one number per example.
+    Raises PartitionError: ``source`` is not a column, or does not give one number per example.
 
-    Returns: integers, shape (examples,), in the order of the data set; or None.
+    Returns: integers, shape (examples,), in the order of the data set, or None.
 
     >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
     >>> labels_of(Subset(data, [3, 2]))
@@ -83,10 +69,9 @@ def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
         values = source(dataset) if callable(source) else source
     labels = as_labels(values)  # pyright: ignore[reportArgumentType]
     if labels.shape != (len(dataset),):
-        raise PartitionError(
-            f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples; give "
-            "one integer for each"
-        )
+        what = f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples"
+        remedy = "give one integer for each"
+        raise PartitionError(f"{what}; {remedy}")
     return labels
 
 
@@ -111,10 +96,8 @@ def _entry(example: Any, name: str) -> int:
         known, value = dir(example), getattr(example, name, None)
     if value is None:
         known = [each for each in map(str, known) if not each.startswith("_")]
-        raise PartitionError(
-            f"labels='{name}': neither the data set nor its examples, each a {type(example).__name__}, have that "
-            f"column: {nearest(name, known)}"
-        )
+        what = f"neither the data set nor its examples, each a {type(example).__name__}, have that column"
+        raise PartitionError(f"labels='{name}': {what}: {nearest(name, known)}")
     return int(as_labels([value]).reshape(-1)[0])
 
 
@@ -154,7 +137,7 @@ class ClientDatasets(ConcatDataset):
     def __init__(self, datasets: Mapping[str, Dataset] | Mapping[int, Dataset], *, skip_empty: bool = False) -> None:
         if not isinstance(datasets, Mapping) or not datasets:
             raise FederationError(f"datasets={shown(datasets)}: give a dict, client name → map-style data set")
-        check_flag("skip_empty", skip_empty)
+        errors.check_flag("skip_empty", skip_empty)
         named: dict[str, Any] = {}
         for key, dataset in datasets.items():
             check_dataset(f"the data set of client {key}", dataset)
@@ -193,12 +176,11 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
 
     Returns: the rest, and the held-out examples, for all clients.
 
-    Raises:
-        FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
+    Raises FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
     """
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
-    check_number("fraction", fraction, "(0, 1)", why="the share that is held out")
-    check_at_least("seed", seed, -LARGEST)
+    errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
+    errors.check_number("fraction", fraction, "(0, 1)", why="the share that is held out")
+    errors.check_at_least("seed", seed, -LARGEST)
     rest, held = {}, {}
     for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
         size = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -215,9 +197,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Raise FederationError unless a data set is map-style: it has a length and examples by number."""
     by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and getattr(dataset, "ndim", 1)
     if isinstance(dataset, IterableDataset | type | str | Mapping) or not by_number:
-        raise FederationError(
-            f"{name}: {shown(dataset)} is no map-style data set, with a length and examples by number; give one"
-        )
+        remedy = f"{shown(dataset)} is no map-style data set, with a length and examples by number; give one"
+        raise FederationError(f"{name}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -275,14 +256,15 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         PartitionError: the partition cannot be made.
     """
     check_dataset("the training data", dataset)
-    check_kind("partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError)
+    errors.check_kind(
+        "partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError
+    )
     if partition is None:
         if not isinstance(dataset, ConcatDataset):
-            raise FederationError(
-                f"the training data are one {type(dataset).__name__}: who are the clients? Pass "
-                "FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a ClientDatasets "
-                "(or ConcatDataset) with one data set per client"
-            )
+            remedy = "Pass FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a"
+            parts = "ClientDatasets (or ConcatDataset) with one data set per client"
+            who = f"the training data are one {type(dataset).__name__}: who are the clients?"
+            raise FederationError(f"{who} {remedy} {parts}")
         datasets = tuple(dataset.datasets)
         names = getattr(dataset, "names", None) or tuple(str(k) for k in range(len(datasets)))
         labels, (counts, classes) = labels_of(dataset), (None, ())
@@ -291,10 +273,9 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
             counts, classes = counts_table(torch.arange(len(labels)).split(sizes), labels)
     else:
         if isinstance(dataset, ClientDatasets):
-            raise FederationError(
-                f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
-                f"({shown(partition)}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
-            )
+            what = f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition"
+            remedy = "drop the partition, or give a plain ConcatDataset to deal all examples out"
+            raise FederationError(f"{what} ({shown(partition)}): {remedy}")
         split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = Parts(dataset, split.indices)
         names = tuple(str(k) for k in range(len(datasets)))
@@ -303,10 +284,8 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
-        raise FederationError(
-            f"clients without an example: {listed(empty)}; leave them out (skip_empty=True of ClientDatasets) or give "
-            "them data"
-        )
+        remedy = "leave them out (skip_empty=True of ClientDatasets) or give them data"
+        raise FederationError(f"clients without an example: {listed(empty)}; {remedy}")
     return clients
 
 
@@ -316,14 +295,11 @@ def check_classes(clients: Clients) -> None:
         return
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
     if absent:
-        raise FederationError(
-            f"no client has an example of class {listed(absent)}, and a network that never sees it cannot "
-            "tell it: leave it out of the data, or let the partition deal out more examples"
-        )
+        what = f"no client has an example of class {listed(absent)}, and a network that never sees it cannot tell it"
+        remedy = "leave it out of the data, or let the partition deal out more examples"
+        raise FederationError(f"{what}: {remedy}")
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names
-        rank_zero_warn(
-            f"no client has an example of class {listed(gaps)}: if the network has outputs for it, they "
-            "will not learn it"
-        )
+        why = "if the network has outputs for it, they will not learn it"
+        rank_zero_warn(f"no client has an example of class {listed(gaps)}: {why}")

@@ -1,14 +1,11 @@
 """Data modules over training, validation and test splits. Two small data sets that come with scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
 import torch
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fedbayes.core.errors import check_at_least, check_flag, check_number
@@ -124,9 +121,8 @@ class DiabetesDataModule(TensorDataModule):
     """442 patients from scikit-learn, 10 measurements, one target: progression after a year. Needs no network.
 
     Inputs are float32 of shape (batch, 10), targets float32 of shape (batch, 1). Both are standardised with the mean
-    and standard deviation of the training split. To score in original units: y = ``target_mean`` + ``target_std``·z, a
-    variance times ``target_std``², a Gaussian NLL plus log ``target_std``, a CRPS times ``target_std``. Test and
-    predict use the validation examples.
+    and standard deviation of the training split (``target_mean``, ``target_std``). Test and predict use the validation
+    examples.
 
     Args:
         batch_size: examples per batch.
@@ -164,23 +160,3 @@ class DiabetesDataModule(TensorDataModule):
             (each - each[train].mean(0)).div(each[train].std(0, correction=0)).float() for each in (inputs, targets)
         )
         self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))
-
-
-def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:
-    """Draw an order of all examples in which the first n, for any n, have the class shares, to about one per class.
-
-    The examples of a class, in random order, are spread evenly over the whole order from a random start. So a smaller
-    sample is a subset of a larger one.
-
-    Args:
-        labels: int64, not negative, shape (examples,).
-        draws: the source of randomness.
-
-    Returns: int64, shape (examples,).
-    """
-    shuffled = torch.randperm(len(labels), generator=draws)
-    grouped = shuffled[labels[shuffled].argsort(stable=True)]
-    sizes = labels.bincount()
-    number = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    start = torch.rand(len(sizes), dtype=torch.float64, generator=draws).repeat_interleave(sizes)
-    return grouped[((number + start) / sizes.repeat_interleave(sizes)).argsort(stable=True)]

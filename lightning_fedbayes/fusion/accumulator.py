@@ -1,7 +1,5 @@
 """Fusion of client posteriors: one at a time, in one call (:func:`fuse`), or over several processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -53,10 +51,8 @@ class FusionAccumulator:
 
     def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None, *, relative: bool = True) -> None:
         if rule.needs_previous and previous is None:
-            raise FusionError(
-                f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
-                "pass previous=..."
-            )
+            need = "the previous global posterior, which the clients started from: pass previous=..."
+            raise FusionError(f"{rule_name(rule)} needs {need}")
         if previous is not None:
             check_posterior(previous, "previous", error=FusionError)
             check_finite(previous, "previous posterior")
@@ -74,9 +70,8 @@ class FusionAccumulator:
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
         """Add one client. Weight 0 changes nothing.
 
-        Raises:
-            FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
-                earlier clients are kept as they were.
+        Raises FusionError: names or shapes differ, a value is not finite, or the weight is negative or not finite. The
+        earlier clients are kept as they were.
         """
         self.add_all([(posterior, weight)])
 
@@ -163,10 +158,9 @@ class FusionAccumulator:
         """The running sums of a :class:`SumRule` over all parameters: scalars, and vectors of shape (P,)."""
         lengths = [piece.num_parameters for piece in self._pieces(self.like)] if self._sums else []
         joined: Statistics = {}
-        for name, value in ((name, value) for sums in self._sums for name, value in sums.items()):
-            if not value.dim():
-                joined[name] = value
-            elif name not in joined:
+        for name, value in {name: value for sums in self._sums for name, value in sums.items()}.items():
+            joined[name] = value
+            if value.dim():
                 parts = [sums.get(name, value.new_zeros(1)).expand(n) for sums, n in zip(self._sums, lengths)]
                 joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined
@@ -210,10 +204,8 @@ class FusionAccumulator:
     def check_not_empty(self, total: float) -> None:
         """Raise FusionError unless ``total``, the sum of all weights, is positive."""
         if not total > 0:
-            raise FusionError(
-                f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
-                "give at least one client and one positive weight"
-            )
+            remedy = "give at least one client and one positive weight"
+            raise FusionError(f"nothing to fuse: {self.count} clients, of which none has a positive weight; {remedy}")
 
 
 def fuse(
@@ -230,9 +222,8 @@ def fuse(
         weights: one per client, at least 0, not all 0. They are normalised. None gives every client the same.
         previous: the global posterior that the clients started from. ``dwc`` needs it.
 
-    Raises:
-        FusionError: unknown rule. No client. Names or shapes that differ. Values that are not finite. Weights of the
-            wrong number, negative or all 0. A fusion that is not defined (see the rule).
+    Raises FusionError: unknown rule. No client. Names or shapes that differ. Values that are not finite. Weights of the
+    wrong number, negative or all 0. A fusion that is not defined (see the rule).
 
     >>> import torch
     >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
@@ -333,10 +324,7 @@ def fuse_distributed(
     """Fuse the clients of all processes, whose weights sum to 1. The result is the same in each.
 
     A rule ``by_columns`` gets a shard of the parameters of all clients in each process, any other rule all clients. A
-    process may have no clients of its ``own``.
-
-    Raises:
-        FusionError: the rule cannot fuse these posteriors.
+    process may have no clients of its ``own``. Raises FusionError if the rule cannot fuse these posteriors.
     """
     if collective.size == 1:
         return rule.apply(own, state)
@@ -346,8 +334,7 @@ def fuse_distributed(
     received = collective.all_gather(list(zip(own.clients, own.weights.tolist(), sent, strict=True)))
     everyone = sorted((each for part in received for each in part), key=lambda each: each[0])
     clients, weights, posteriors = zip(*everyone, strict=True)
-    device = next(iter(like.mean.values())).device
-    moved = [posterior.to(device) for posterior in posteriors]
+    moved = [posterior.to(next(iter(like.mean.values())).device) for posterior in posteriors]
     return rule.apply(Cohort(moved, torch.tensor(weights, dtype=torch.float64), own.previous, clients), state)
 
 
@@ -388,5 +375,4 @@ def _fuse_shards(
 
 
 def _shard(mean: Tensor, variance: Tensor) -> GaussianPosterior:
-    """Return a shard of all parameters as a posterior of one parameter."""
     return GaussianPosterior({SHARD: mean}, {SHARD: variance})

@@ -1,7 +1,5 @@
 """Choice of the fusion rule in every round, by the loss of its posterior on held-out data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,8 +30,8 @@ class AutoFusion:
         FederatedBayes(fusion="auto")  # the rules of CANDIDATES, by negative log-likelihood
         FederatedBayes(fusion=AutoFusion(["rklb", "linear_pool", AlphaBarycenter(0.5)]))
 
-    The held-out data are the Trainer's validation data: test on other data, since the chosen rule's loss on them is
-    optimistic. Rules that cannot fuse a round's clients drop out of that round.
+    The held-out data are the Trainer's validation data: test on other data. Rules that cannot fuse a round's clients
+    drop out of that round.
 
     When to use it: the server holds some data, since no rule is best everywhere ([BA-BFL], [FBDL]).
 

@@ -4,8 +4,6 @@ The variance is a power mean of the clients' variances or, for the linear pool a
 clients' disagreement. Point masses (σ² = 0) need no special case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ClassVar
 

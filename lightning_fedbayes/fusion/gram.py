@@ -1,7 +1,5 @@
 """Matrices of all clients: blocks of their parameters, their Gram matrix, and rules that score clients by it."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,15 +166,12 @@ def gram_of(cohort: Cohort) -> Gram:
     .. math:: G_{ij} = (p_i - c) \cdot (p_j - c), \qquad \|p_i - p_j\|^2 = G_{ii} + G_{jj} - 2 G_{ij}
 
     The subtraction on the right cancels: distances smaller than :math:`10^{-8}` times the distance to the centre c are
-    lost. So c is a client in the middle: then neither a common offset nor an outlier costs the others a digit, as an
-    outlier would around the mean. The first c is the client nearest to the median of at most 4,096 evenly spread
-    coordinates. If its median squared distance to the clients is more than :math:`10^4` times the least such median,
-    the client with the least becomes c, and the products are computed again. The same clients give the same matrix.
+    lost. So c is a client in the middle, and neither a common offset nor an outlier costs the others a digit. The first
+    c is the client nearest to the median of at most 4,096 evenly spread coordinates. If its median squared distance to
+    the clients is more than :math:`10^4` times the least such median, the client with the least becomes c, and the
+    products are computed again, in float64 and in blocks of a few MiB.
 
-    Differences and products are computed in float64, in blocks of a few MiB, for any dtype.
-
-    Raises:
-        FusionError: a client is so far from the others that its squared distance exceeds float64 (about 1e154).
+    Raises FusionError: a client is so far from the others that its squared distance exceeds float64 (about 1e154).
     """
     few = sample([posterior.mean for posterior in cohort.posteriors], SAMPLED)
     far = (few - few.median(0).values).square().sum(1) if few.numel() else few.new_zeros(len(few))  # from the middle
@@ -214,7 +209,6 @@ def points_of(
 
 
 def _around(centre: int, cohort: Cohort) -> Gram:
-    """Return the Gram matrix relative to the client in place ``centre``."""
     points = points_of(cohort.posteriors, cohort.previous)
     products, size = torch.zeros(len(points), len(points), dtype=torch.float64), 0
     for block in columns(points):
@@ -226,10 +220,9 @@ def _around(centre: int, cohort: Cohort) -> Gram:
     products, size = summed[:-1].view(len(points), len(points)), int(summed[-1])
     for k in (~torch.isfinite(products.diagonal())).nonzero().flatten().tolist():
         who = f"client {cohort.clients[k]}" if k < len(points) - 1 else "the previous global posterior (0 if none)"
-        raise FusionError(
-            f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision; leave out a "
-            "client with parameters above 1e150"
-        )
+        what = f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision"
+        remedy = "leave out a client with parameters above 1e150"
+        raise FusionError(f"{what}; {remedy}")
     return Gram((products + products.T) / 2, size)
 
 

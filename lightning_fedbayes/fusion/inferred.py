@@ -3,8 +3,6 @@
 Squared distances are between K clients and, last, the origin, shape (K + 1, K + 1), unless a docstring says otherwise.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -89,10 +87,10 @@ ALIKE = 1e-4
 class InferredRule(ReliabilityRule):
     r"""A rule under the model :math:`x_{ij} \sim N(y_i, \cdot)`: updates are noisy observations of one ground truth.
 
-    An update is a client's mean minus the previous global mean (or 0). The rule needs only the squared distances
-    between clients and to the origin. Its state averages the clients' products around each round's consensus, per pair,
-    so clients may miss rounds. If the previous global posterior is known, clients that send nearly the same update
-    count as one and share its reliability. Variances are medians of the clients', weighted by the inferred shares.
+    An update is a client's mean minus the previous global mean (or 0). The state averages the clients' products around
+    each round's consensus, per pair, so clients may miss rounds. If the previous global posterior is known, clients
+    that send nearly the same update count as one and share its reliability. Variances are medians of the clients',
+    weighted by the inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round by itself) to 1 (all rounds count the same, as
@@ -177,8 +175,8 @@ class InferredRule(ReliabilityRule):
 def progress(distances: Tensor, moved: float | None) -> float:
     """Return the squared length of the last round's fused update, ``moved``, in this round's units, at most 1.
 
-    Where the global model no longer moves, updates are the errors that it has been fitted to: they sum to 0 with the
-    coefficients that were used, so they do not tell which are right. A first round, without ``moved``, counts 1.
+    Where the global model no longer moves, updates are the errors that it has been fitted to, and do not tell which are
+    right. A first round, without ``moved``, counts 1.
     """
     lengths = distances[:-1, -1]
     length = float(lengths[lower_quartile(lengths)])
@@ -190,11 +188,6 @@ def alike(distances: Tensor) -> Tensor:
 
     A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
     shorter update.
-
-    >>> alike(torch.tensor([[0.0, 9.0, 8.0, 5.0], [9.0, 0.0, 0.0, 4.0], [8.0, 0.0, 0.0, 4.0], [5.0, 4.0, 4.0, 0.0]]))
-    tensor([[ True, False, False],
-            [False,  True,  True],
-            [False, False, False]])
     """
     lengths, count = distances[:-1, -1], len(distances) - 1
     near = distances[:-1, :-1] <= ALIKE * torch.minimum(lengths[:, None], lengths)
@@ -280,15 +273,12 @@ class Reliability(ReliabilityRule):
     def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
         self.by, self.then = get_rule(by), get_rule(then)
         if not isinstance(self.by, ReliabilityRule):
-            raise FusionError(
-                f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients; give one that "
-                "does, such as 'ivar_vb', 'icov_vb', 'geometric_median' or 'multi_krum'"
-            )
+            what = f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients"
+            remedy = "give one that does, such as 'ivar_vb', 'icov_vb', 'geometric_median' or 'multi_krum'"
+            raise FusionError(f"{what}; {remedy}")
         if not self.then.uses_weights:
-            raise FusionError(
-                f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; give one that does, such as "
-                "'reverse_kl_barycenter' or 'weighted_average'"
-            )
+            remedy = "give one that does, such as 'reverse_kl_barycenter' or 'weighted_average'"
+            raise FusionError(f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; {remedy}")
         # attributes of this object, not of its class: they follow from the two rules
         vars(self).update(
             uses_weights=self.by.uses_weights,
@@ -348,9 +338,8 @@ class InverseVarianceMLE(_InverseVariance):
               \sigma_j^2 \leftarrow \max\Bigl(\varepsilon, \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
 
     When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
-    bad clients. The likelihood is unbounded (y can be one client's update, with a variance going to 0), so the method
-    starts at the geometric median, keeps variances above ε and bounds the number of iterations. Still y may end at one
-    client's update, mostly with a handful of nearly equal clients or very few parameters. ``ivar_vb`` prevents that.
+    bad clients. The likelihood is unbounded: although the method starts at the geometric median, and keeps variances
+    above ε, y may end at one client's update. ``ivar_vb`` prevents that.
 
     Args:
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
@@ -384,12 +373,10 @@ class InverseVarianceVB(_InverseVariance):
               \bar y_i = \lambda_i \sum_{j \in J_i} \frac{x_{ij}}{\sigma_j^2}
 
     and the variances that maximise the evidence, :math:`\tau^2 = \lambda + \|\bar y\|^2 / P` and
-    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so the prior
-    pulls towards the previous global posterior, noticeably only if the noise is much larger than the update.
+    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds).
 
-    When to use it: the default if clients cannot be trusted. λ is part of every noise variance, so y ends at one
-    client's update less easily than under maximum likelihood, though it can with few clients and parameters. It follows
-    clients that agree: clients with unusual data may look like noise.
+    When to use it: the default if clients cannot be trusted. It follows clients that agree: clients with unusual data
+    may look like noise. y ends at one client's update less easily than under maximum likelihood.
 
     Args: see :class:`InverseVarianceMLE`. ``floor`` bounds the noise variances.
 

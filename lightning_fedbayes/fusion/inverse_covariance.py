@@ -4,8 +4,6 @@ In all functions ``products``, shape (K, K), are the mean products :math:`S_{jk}
 updates, and ``size`` is the number of parameters P.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import abstractmethod
@@ -17,16 +15,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
-from lightning_fedbayes.fusion.inferred import (
-    InferredRule,
-    centred_products,
-    consensus,
-    gram_about_last,
-    least_noise,
-    lower_quartile,
-    residuals,
-    signal_of,
-)
+from lightning_fedbayes.fusion import inferred
 from lightning_fedbayes.fusion.registry import register_fusion
 
 MOVED = ("features", "noise", "signal")
@@ -176,7 +165,7 @@ def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent
     return Latent(features.contiguous(), spread, prior, noise, signal)
 
 
-class _InverseCovariance(InferredRule):
+class _InverseCovariance(inferred.InferredRule):
     """Arguments of both estimators: the number of features, and the least noise."""
 
     def __init__(self, latent: int, memory: float, floor: float) -> None:
@@ -208,16 +197,10 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    In the model, errors are independent of y, so of two combinations of sum 1 the shorter has the smaller error.
-    Clients that hold only a part of y violate that. So the result starts from an average and moves to the model's
+    Clients that hold only a part of y violate the model. So the result starts from an average and moves to the model's
     estimate only as far as the updates show that this is better: see :func:`bounded_average`, :func:`plausible`,
-    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`.
-
-    An error that half of the clients share then costs at most 10 % more than the best linear estimate from some 1,000
-    parameters on. With few parameters the result stays at the average. Noise of up to three times the honest length
-    from two of five clients counts as in the average. Where clients differ by more than errors independent of y (other
-    steps, other curvature), it can be worse than the average, by a tenth with five examples per parameter.
-    ``benchmarks/untrusted`` has figures.
+    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`. With few parameters it stays at
+    the average. ``benchmarks/untrusted`` has figures.
 
     y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
     which stays at nearly equal weights where clients share data.
@@ -238,7 +221,7 @@ class InverseCovarianceVB(_InverseCovariance):
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Go from the average of clients that may hold y towards the estimate among them, as far as is certain."""
-        average = bounded_average(gram_about_last(distances), size)
+        average = bounded_average(inferred.gram_about_last(distances), size)
         holders = average > 0
         points = torch.cat([holders, torch.ones(1, dtype=torch.bool)])
         among, begin = distances[points][:, points], average[holders]
@@ -249,7 +232,7 @@ class InverseCovarianceVB(_InverseCovariance):
     def improved(self, begin: Tensor, distances: Tensor, size: int) -> Tensor:
         """Move ``begin`` towards the first plausible solution of eq. (3), with y's prior or with a flat one."""
         scale, begun, least = self.begin(distances)
-        products = gram_about_last(distances) / scale
+        products = inferred.gram_about_last(distances) / scale
         for model, moved in ((begun, MOVED), (replace(begun, signal=FLAT * begun.signal), ("features", "noise"))):
             fitted = model
             for _ in range(OUTER):
@@ -261,12 +244,12 @@ class InverseCovarianceVB(_InverseCovariance):
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
         """Return the unit of variance and, in that unit, first estimates and the least noise variance."""
-        shares = consensus(distances)
-        noise = residuals(distances[:-1, :-1], shares)
-        least = least_noise(noise, self.floor)
-        noise, signal = noise.clamp_min(least), signal_of(distances, shares).clamp_min(least)
+        shares = inferred.consensus(distances)
+        noise = inferred.residuals(distances[:-1, :-1], shares)
+        least = inferred.least_noise(noise, self.floor)
+        noise, signal = noise.clamp_min(least), inferred.signal_of(distances, shares).clamp_min(least)
         scale = noise.median()
-        residual = centred_products(distances[:-1, :-1], shares)
+        residual = inferred.centred_products(distances[:-1, :-1], shares)
         begun = start(residual / scale, noise / scale, signal / scale, min(self.latent, len(noise) - 1))
         return scale, begun, least / float(scale)
 
@@ -275,14 +258,12 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
     A client counts :math:`\min(1, 4 l / l_j)^2`, where :math:`l_j` is the squared length of its update and l the lower
-    quartile, which a majority that sends noise does not raise. Distances would not do: three of five clients with a
-    common error lie near each other and far from the other two, but all five have nearly the same length.
-
+    quartile, which a majority that sends noise does not raise. (Distances would set clients with a common error apart.)
     It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
     errors.
     """
     lengths = products.diagonal()
-    least = lengths[lower_quartile(lengths)]
+    least = lengths[inferred.lower_quartile(lengths)]
     weights = torch.where(lengths > LONG * least, LONG * least / lengths, 1.0).square()
     weights = weights.masked_fill(lacking(products, weights, size), 0)
     average = weights / weights.sum()
@@ -316,7 +297,7 @@ def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: in
 
     .. math:: \kappa = \frac{x_b^\top d - \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
-    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors; if they are
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors. If they are
     independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part with the least error, with a standard error of
     :math:`\|y\| / (\|d\| \sqrt P)`.
     """
@@ -401,16 +382,16 @@ class InverseCovarianceMLE(_InverseCovariance):
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Alternate between eq. (3) and a step of expectation maximisation for the covariance."""
         clients = distances[:-1, :-1]
-        coefficients = consensus(distances)
-        noise = residuals(clients, coefficients)
-        least = least_noise(noise, self.floor)
+        coefficients = inferred.consensus(distances)
+        noise = inferred.residuals(clients, coefficients)
+        least = inferred.least_noise(noise, self.floor)
         count = min(self.latent, len(noise) - 1)
         scale = noise.clamp_min(least).median()
-        begun = start(centred_products(clients, coefficients), noise.clamp_min(least), scale, count)
+        begun = start(inferred.centred_products(clients, coefficients), noise.clamp_min(least), scale, count)
         features, noise = begun.features, begun.noise
         for _ in range(self.max_iterations):
             before = coefficients
-            residual = centred_products(clients, coefficients)
+            residual = inferred.centred_products(clients, coefficients)
             features, noise = expectation_maximisation(features, noise, residual, least)
             coefficients = least_squares(features @ features.T + torch.diag(noise))
             if bool((coefficients - before).abs().max() <= self.tolerance):

@@ -4,8 +4,6 @@ A point mass has infinite precision. Where clients are point masses, the limit o
 their (weighted) mean with variance 0. Clients with a positive variance do not count there.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 
@@ -137,7 +135,7 @@ class DistributedWeightConsolidation(_ProductRule):
             ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
-        FusionError: no previous posterior; or a fused precision that is not positive, as clients are vaguer than q_o.
+        FusionError: no previous posterior, or a fused precision that is not positive, as clients are vaguer than q_o.
 
     Source: [FBDL] eq. (17); McClure et al. 2018.
     """
@@ -199,9 +197,8 @@ class AlphaBarycenter(FusionRule):
     mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
     three digits for α in [0, 1], less exactly outside. Unless α = 1, point masses are fused as for α = 0.
 
-    When to use it: where held-out data are to choose α
-    (``python -m benchmarks.images.run benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and
-    costs O(K² · P) with a large constant: for up to about a million parameters.
+    When to use it: where held-out data are to choose α. It holds all clients of a round and costs O(K² · P) with a
+    large constant: for up to about a million parameters.
 
     Args:
         alpha: α, any finite number; [0, 1] is the range between the two named rules.
@@ -280,5 +277,4 @@ def alpha_moments(
 
 
 def _log_density(distance: Tensor, variance: Tensor) -> Tensor:
-    """Return the log density of Gaussians at ``distance`` from their mean."""
     return -0.5 * (distance.square() / variance + variance.log() + math.log(2 * math.pi))

@@ -1,21 +1,12 @@
 """Fusion rules by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FusionError,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_strings,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FusionError, nearest, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import FusionRule, Posteriors
 
@@ -58,8 +49,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
         name: the name that users give as ``fusion="name"``.
         aliases: other names of the same rule.
 
-    Raises:
-        FusionError: a name or alias is taken, or the decorated object is neither a rule class nor a function.
+    Raises FusionError: a name or alias is taken, or the decorated object is neither a rule class nor a function.
 
     >>> @register_fusion("first_client")
     ... def first_client(posteriors, weights, previous):
@@ -70,14 +60,12 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
     """
 
     remedy = "give a string, the name by which users choose the rule"
-    check_kind("name", name, str, remedy, error=FusionError)
-    aliases = check_strings("aliases", aliases, remedy, error=FusionError)
+    errors.check_kind("name", name, str, remedy, error=FusionError)
+    aliases = errors.check_strings("aliases", aliases, remedy, error=FusionError)
 
     def register(rule: Registered) -> Registered:
         if not (issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)):
-            raise FusionError(
-                f"cannot register {shown(rule)} as '{name}': a rule is a FusionRule subclass or a function"
-            )
+            raise FusionError(f"cannot register {shown(rule)} as '{name}': give a FusionRule subclass or a function")
         keys = (name, *aliases)
         for i, key in enumerate(keys):
             if key in _RULES or key in _ALIASES or key in keys[:i]:
@@ -91,7 +79,7 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 def unregister_fusion(name: str) -> None:
     """Remove the rule ``name`` and its aliases. Raise FusionError, with the nearest name, if there is none."""
-    check_choice("name", name, _RULES, error=FusionError)
+    errors.check_choice("name", name, _RULES, error=FusionError)
     del _RULES[name]
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
         del _ALIASES[alias]
@@ -103,7 +91,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     >>> available_fusions()[:2]
     ['alpha_barycenter', 'conflation']
     """
-    check_flag("aliases", aliases, error=FusionError)
+    errors.check_flag("aliases", aliases, error=FusionError)
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)
 
 

@@ -1,7 +1,5 @@
 """Robust rules, which bound how far a minority of clients can move the global posterior, and pre-aggregation."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -40,9 +38,8 @@ class GeometricMedian(GramRule):
     σ² is the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
     :math:`a_k = \beta_k / \sum_j \beta_j`, the reliability of client k.
 
-    When to use it: clients with less than half of the weight may send anything. The honest clients set a bound on the
-    result. Use ``weighting="equal"`` where sizes cannot be trusted: a client that claims many examples may get more
-    than half of the weight. If clients on one line split evenly the minimiser is not unique.
+    When to use it: clients with less than half of the weight may send anything. Use ``weighting="equal"`` where sizes
+    cannot be trusted: a client that claims many examples may get more than half of the weight.
 
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
@@ -104,11 +101,11 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. Of equal
-    scores the smaller sum of squared distances to all comes first. One or two clients are averaged.
+    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. One or two
+    clients are averaged.
 
-    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. With m near
-    :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
+    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. It takes no
+    weights.
 
     Args:
         byzantine: f, the number of clients that may send anything. :math:`2f + 2 < K`. None: the largest allowed.
@@ -135,10 +132,9 @@ class MultiKrum(GramRule):
             return torch.full((count,), 1 / count, dtype=torch.float64), {}
         byzantine = (count - 3) // 2 if self.byzantine is None else self.byzantine
         if not 2 * byzantine + 2 < count:
-            raise FusionError(
-                f"krum: byzantine={byzantine} of {count} clients, but 2·byzantine + 2 must be less than the number of "
-                f"clients; give at most {(count - 3) // 2}, or None for that"
-            )
+            rule = "but 2·byzantine + 2 must be less than the number of clients"
+            remedy = f"give at most {(count - 3) // 2}, or None for that"
+            raise FusionError(f"krum: byzantine={byzantine} of {count} clients, {rule}; {remedy}")
         keep = count - byzantine if self.keep is None else self.keep
         if keep > count:
             raise FusionError(f"krum: keep={keep} of {count} clients; give at most {count}")
@@ -202,10 +198,10 @@ class CoordinateMedian(_CoordinateRule):
     For an even number of clients it is the mean of the two in the middle.
 
     When to use it: fewer than half of the clients may send anything, means or variances: every fused value lies between
-    two honest ones. Dependence across parameters is lost, which matters for small K. It takes no weights.
+    two honest ones. It takes no weights.
 
     Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1, for points;
-    [Untrusted] baseline; the median of the variances is our addition.
+    [Untrusted] baseline. The median of the variances is our addition.
     """
 
     def dropped(self, count: int) -> int:
@@ -224,8 +220,7 @@ class TrimmedMean(_CoordinateRule):
     When to use it: at most f of the clients may send anything, and averaging shall reduce noise. It takes no weights.
 
     Args:
-        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up to
-            cover that fraction of a small cohort too, but leaves at least one client. An integer is f itself.
+        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end, rounded up. An integer is f itself.
 
     Raises:
         FusionError: ``trim`` is out of range, or leaves no client.
@@ -247,10 +242,8 @@ class TrimmedMean(_CoordinateRule):
         if not isinstance(self.trim, int):
             return min(most, math.ceil(self.trim * count - 1e-9))  # 0.07 * 100 is 7.000000000000001
         if self.trim > most:
-            raise FusionError(
-                f"trimmed_mean: trim={self.trim} at either end of {count} clients leaves none; give at most {most}, "
-                "or a fraction"
-            )
+            remedy = f"give at most {most}, or a fraction"
+            raise FusionError(f"trimmed_mean: trim={self.trim} at either end of {count} clients leaves none; {remedy}")
         return self.trim
 
 
@@ -268,9 +261,8 @@ def middle(rows: Sequence[Mapping[str, Tensor]], drop: int) -> Tensor:
 class Preaggregation(CohortRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
-    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are not
-    formed if that rule is a :class:`GramRule`, as their Gram matrix follows from the clients', or the weighted average,
-    since its shares are known. Any other rule gets K posteriors of the clients' dtypes.
+    The rule that fuses sets weights, need of the previous posterior, reliabilities and state. The new clients are
+    formed only if that rule is neither a :class:`GramRule` nor the weighted average.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -343,8 +335,7 @@ class NearestNeighbourMixing(Preaggregation):
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad {\sigma_k'}^2 = \sigma_k^2
 
-    When to use it: clients' data differ. A robust rule may take an honest client with unusual data for a bad one.
-    Mixing shrinks differences first, so that the error has the best possible order. Mixed clients take the weights.
+    When to use it: clients' data differ, and a robust rule may take an honest client with unusual data for a bad one.
 
     Args:
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
@@ -368,10 +359,9 @@ class NearestNeighbourMixing(Preaggregation):
         count = len(distances)
         byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
         if not 2 * byzantine < count:
-            raise FusionError(
-                f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, but 2·byzantine must be less "
-                f"than the number of clients; give at most {(count - 1) // 2}, or None for that"
-            )
+            rule = "but 2·byzantine must be less than the number of clients"
+            remedy = f"give at most {(count - 1) // 2}, or None for that"
+            raise FusionError(f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, {rule}; {remedy}")
         distances.fill_diagonal_(-1)  # itself before clients at distance 0
         near = distances.sort(dim=1, stable=True).indices[:, : count - byzantine]
         mixing = torch.zeros_like(distances).scatter_(1, near, 1 / (count - byzantine))
@@ -387,8 +377,8 @@ class NormClipping(Preaggregation):
 
     with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
 
-    When to use it: clients may send scaled updates, as in a model replacement attack. No client then moves the global
-    posterior further than the others do. It bounds neither wrong directions (let a robust rule follow) nor variances.
+    When to use it: clients may send scaled updates, as in a model replacement attack. It bounds neither wrong
+    directions (let a robust rule follow) nor variances.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -397,8 +387,7 @@ class NormClipping(Preaggregation):
     Raises:
         FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
 
-    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3, with a given
-    radius.
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3.
     """
 
     needs_previous: ClassVar[bool] = True

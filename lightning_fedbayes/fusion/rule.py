@@ -1,7 +1,5 @@
 """Fusion rules, which turn client posteriors into one global posterior."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,9 +127,8 @@ class ReliabilityRule(CohortRule):
 class SumRule(FusionRule):
     """A rule that is a closed form of sums over clients.
 
-    It streams: memory is O(P) for any number of clients, partial sums of several processes merge, and the sums survive
-    secure aggregation. Formulas work on flat float64 vectors of all P parameters. With ``by_columns = True`` they work
-    on pieces of them, which is several times faster for a large network.
+    It streams: memory is O(P) for any number of clients, and partial sums of several processes merge. Formulas work on
+    flat float64 vectors of all P parameters. With ``by_columns = True`` they work on pieces of them, which is faster.
     """
 
     @abstractmethod
@@ -228,8 +225,6 @@ def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] |
         return value
     if shape is None or not is_dense(value) or value.shape != shape or not bool(value.isfinite().all()):
         wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
-        raise FusionError(
-            f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
-            "damaged, or of another network; use another one, or start again"
-        )
+        remedy = "the checkpoint is damaged, or of another network; use another one, or start again"
+        raise FusionError(f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: {remedy}")
     return value

@@ -1,7 +1,5 @@
 """Server optimizers: rules that take an optimizer's step towards what another rule fuses."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -98,8 +96,7 @@ class FedAvgM(ServerOptimizer):
     When to use it: clients' data differ and few clients take part in a round, so that rounds pull to and fro.
 
     Args:
-        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses. The default, :math:`1 - \beta`, goes as far
-            as that rule if all rounds pull in one direction.
+        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses.
         momentum: :math:`\beta` in [0, 1).
         then: see :class:`ServerOptimizer`.
 
@@ -122,7 +119,7 @@ class AdaptiveServerOptimizer(ServerOptimizer):
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad s = \frac{m}{\sqrt{v} + \tau}
 
-    with m from 0 and v from :math:`\tau^2`; as in the source, no bias is corrected.
+    with m from 0 and v from :math:`\tau^2`. As in the source, no bias is corrected.
 
     Args:
         lr: :math:`\eta` > 0, about the length of a step of one entry.

@@ -1,7 +1,5 @@
 """Bayesian linear layers, convolutions and transposed convolutions in one, two and three dimensions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -122,10 +120,9 @@ def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
 class BayesianConv(BayesianAffine):
     """Base of convolutions and transposed convolutions.
 
-    ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs: every entry
-    has the distribution that a sampled kernel gives, but positions are independent, so the spread of a pooled map is
-    too small. ``*Flipout`` gives each example and channel a random sign: all positions of one example see one kernel,
-    and examples are uncorrelated.
+    ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs, independent
+    at every position, so the spread of a pooled map is too small. ``*Flipout`` gives each example and channel a random
+    sign: all positions of one example see one kernel, and examples are uncorrelated.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``;

@@ -16,15 +16,8 @@ from torch.func import functional_call
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.errors import (
-    ConversionError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import ConversionError, shown
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, inverse_softplus_std, softplus_std
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
@@ -131,11 +124,8 @@ class BayesianLayer(BaseVariationalLayer_):
 class BayesianAffine(BayesianLayer):
     """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
 
-    Args:
-        template: the deterministic layer. The means take its shapes and initial values.
-        weight_name: "weight" or "kernel", as bayesian-torch calls it.
-        prior: of weight and bias.
-        posterior_mu_init, posterior_rho_init, bayesian_bias: see :class:`LinearReparameterization`.
+    The means take shapes and initial values of ``template``, the deterministic layer. For the other arguments see
+    :class:`LinearReparameterization`.
     """
 
     default_estimator: ClassVar[Estimator] = "reparameterization"
@@ -160,10 +150,10 @@ class BayesianAffine(BayesianLayer):
         bayesian_bias: bool,
     ) -> None:
         super().__init__()
-        check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
+        errors.check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
         if posterior_rho_init is not None:
-            check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
-        check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
+            errors.check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
+        errors.check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
         self._estimator: Estimator = self.default_estimator
         self.weight_name = weight_name
         weight, bias = cast("Tensor", template.weight), cast("Tensor | None", template.bias)
@@ -221,12 +211,7 @@ class BayesianAffine(BayesianLayer):
         """Shapes of Flipout's input and output signs: the shapes of input and output, with 1 along space and time."""
 
     def forward(self, x: Tensor, return_kl: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
-
-        Args:
-            x: input, shaped as for the deterministic layer.
-            return_kl: also return :meth:`kl_loss`.
-        """
+        """The output at sampled weights (mean-only: at their mean), with ``return_kl`` also :meth:`kl_loss`."""
         output = self._output(self.op, x)
         return (output, self.kl_loss()) if return_kl else output
 
@@ -280,9 +265,8 @@ class Reparameterized(BayesianLayer):
 
     When to use it: for a module without a Bayesian layer of its kind (LSTM, embedding, attention, normalisation, a
     whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
-    Parameters that are frozen when it is wrapped stay deterministic, buffers stay buffers. The estimator is
-    reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence. It works under
-    ``torch.func.vmap`` if the module does. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` do not.
+    Parameters that are frozen when it is wrapped stay deterministic. The batch shares one weight sample, and an LSTM
+    keeps it for a whole sequence.
 
     Args:
         module: the module to wrap. It is kept, not copied.
@@ -312,7 +296,7 @@ class Reparameterized(BayesianLayer):
     ) -> None:
         super().__init__()
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
-        check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")
         if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
@@ -362,19 +346,15 @@ def is_exporting() -> bool:
 def refuse_export(layer: nn.Module) -> None:
     """Raise ConversionError if an export would record the draw that ``layer`` is about to make."""
     if is_exporting():
-        raise ConversionError(
-            f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever. "
-            "Export fb.mean_network(module), the same network at its posterior mean"
-        )
+        what = f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever"
+        remedy = "Export fb.mean_network(module), the same network at its posterior mean"
+        raise ConversionError(f"{what}. {remedy}")
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     r"""A draw of each N(μ, σ²), :math:`w = \mu + \sigma \odot \epsilon`, with noise of torch's global generator.
 
     A ``TorchFunctionMode`` can override it. Source: Kingma & Welling 2014; Blundell et al. 2015.
-
-    Args:
-        means, rhos: μ and ρ of each parameter, of equal shape. The draws have these shapes.
     """
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
@@ -416,8 +396,8 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
     """Raise ConversionError unless a layer can have these. ``sizes``: name → features or channels."""
     for name, size in sizes.items():
-        check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
-    check_flag("bias", bias, error=ConversionError)
+        errors.check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
+    errors.check_flag("bias", bias, error=ConversionError)
     try:
         made = torch.empty(0, device=device, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:  # an unknown device or dtype
@@ -429,7 +409,7 @@ def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
 
 def check_estimator(name: str) -> Estimator:
     """Return ``name`` if it is an estimator, else raise ConversionError."""
-    check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
+    errors.check_choice("estimator", name, functional.ESTIMATORS, error=ConversionError)
     return cast("Estimator", name)
 
 

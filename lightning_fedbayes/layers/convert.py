@@ -1,7 +1,5 @@
 """Conversion of a deterministic network: chosen layers become Bayesian, or get Monte Carlo dropout."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
@@ -13,18 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fedbayes.core.errors import (
-    ConversionError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    check_strings,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import ConversionError, listed, nearest, shown
 from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook, remove_forward_hook
 from lightning_fedbayes.layers import affine, base
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, Reparameterized
@@ -65,14 +53,13 @@ def bayesianize(
     r"""A copy of ``network`` in which the chosen layers are Bayesian. ``network`` itself stays as it is.
 
     Linear layers and (transposed) convolutions become the Bayesian layer of the same geometry. Any other module that
-    holds trainable parameters (LSTM, embedding, attention, normalisation), or that overrides the forward of a linear
-    layer, becomes a :class:`~lightning_fedbayes.layers.Reparameterized`. Dtype, device, training mode and
-    ``requires_grad`` are kept. A module used in two places stays one module.
+    holds trainable parameters (LSTM, embedding, attention, normalisation) becomes a
+    :class:`~lightning_fedbayes.layers.Reparameterized`. A module used in two places stays one module.
 
     Args:
         network: any module without hooks or parametrisations on the chosen layers.
         last: the last n linear or convolutional layers in the order of definition. 0 gives an unchanged copy. Frozen
-            layers do not count where others train, such as the unused original of a fine-tuned layer.
+            layers do not count where others train.
         names: dotted names of the chosen modules, as in ``network.named_modules()``.
         types: all modules that are instances of these types.
         estimator: "local_reparameterization" (the least gradient noise), "flipout" (keeps the correlation between
@@ -86,23 +73,22 @@ def bayesianize(
         posterior_std: initial σ of "fresh". None is 0.1 × the standard deviation of the default initialisation.
         bayesian_bias: False keeps the biases of linear layers and convolutions deterministic.
 
-    Raises:
-        ConversionError: not exactly one of ``last``, ``names`` and ``types`` is given, no layer matches, or a chosen
-            module cannot be converted (the message names it and says why).
+    Raises ConversionError: not exactly one of ``last``, ``names`` and ``types`` is given, no layer matches, or a chosen
+    module cannot be converted (the message names it and says why).
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> [type(layer).__name__ for layer in bayesianize(network, last=1, estimator="flipout")]
     ['Linear', 'ReLU', 'LinearFlipout']
     """
     base.check_estimator(estimator)
-    check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
+    errors.check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
     if init == "pretrained" and posterior_std is not None:
         raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
-    check_number("delta", delta, "(0, inf)", error=ConversionError)
+    errors.check_number("delta", delta, "(0, inf)", error=ConversionError)
     if posterior_std is not None:
         check_std("posterior_std", posterior_std)
-    check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
-    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    errors.check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
+    errors.check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     usual = choose_prior(0.0, None, prior_std, prior)
 
     def convert(layer: nn.Module) -> BayesianLayer:
@@ -148,11 +134,11 @@ def choose(
         raise ConversionError(f"{given}: give exactly one of last, names and types to choose the Bayesian layers")
     candidates = candidate_modules(network)
     if last is not None:
-        check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
+        errors.check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
         return choose_last(candidates, last)
     if names is not None:
         remedy = "give a list of one or more module names, such as ['fc1']"
-        if isinstance(names, str) or not check_strings("names", names, remedy, error=ConversionError):
+        if isinstance(names, str) or not errors.check_strings("names", names, remedy, error=ConversionError):
             raise ConversionError(f"names={shown(names)}: {remedy}")
         known = dict(network.named_modules(remove_duplicate=False))
         for name in names:
@@ -269,7 +255,7 @@ def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None,
 
 @torch.no_grad()
 def moped(layer: BayesianLayer, delta: float, prior_std: float | None) -> None:
-    r"""Set σ to :math:`\delta |w|` around the means w of ``layer``; centre the prior at w if ``prior_std`` is given."""
+    r"""Set σ to :math:`\delta |w|` around the means w of ``layer``. Centre the prior at w if ``prior_std`` is given."""
     parameters = list(layer.gaussian_parameters())
     fallback = base.root_mean_square(torch.cat([each.mean.flatten() for each in parameters])) or 1.0
     for parameter in parameters:
@@ -305,7 +291,7 @@ class MCDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        check_number("p", p, "[0, 1)", error=ConversionError, why="it is the probability of dropout")
+        errors.check_number("p", p, "[0, 1)", error=ConversionError, why="it is the probability of dropout")
         self.p = p
         self.mean_only = False
 
@@ -323,12 +309,11 @@ class MCDropout(nn.Module):
 def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     """A copy of ``network`` with Monte Carlo dropout after its linear layers and convolutions. ``network`` stays as is.
 
-    The last such layer in the order of definition, which makes the outputs, gets no dropout: at rate 0.2, a mask over
-    ten logits gives an NLL of 0.117 nats even to a network that is certain and right. Names in the ``state_dict`` stay
-    the same, so checkpoints of ``network`` load, and clients' models fuse as before.
+    The last such layer in the order of definition, which makes the outputs, gets no dropout. Names in the
+    ``state_dict`` stay the same, so checkpoints of ``network`` load.
 
-    When to use it: a posterior at the price of a deterministic network, [FBDL] §3.9. Dropout comes before BatchNorm
-    and the activation there. It has no KL. Weight decay is its prior (Gal & Ghahramani 2016).
+    When to use it: a posterior at the price of a deterministic network, [FBDL] §3.9. It has no KL. Weight decay is its
+    prior (Gal & Ghahramani 2016).
 
     Args:
         network: a module without Bayesian layers and dropout of this kind, with at least two linear layers or
@@ -340,7 +325,7 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     >>> with_mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rate=0.1)[0].mc_dropout
     MCDropout(p=0.1)
     """
-    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    errors.check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     copied = copy.deepcopy(network)
     candidates = candidate_modules(copied)
     layers = {name: module for name, module in candidates.items() if affine_kind(module) is not None}

@@ -10,8 +10,6 @@ is linear in its weight W has :math:`\partial L / \partial W = \sum_i g_i`, for 
 Source: Dangel et al. 2020 (BackPACK).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -48,8 +46,7 @@ def smallest_std(dtype: torch.dtype) -> float:
 def softplus_std(rho: Tensor) -> Tensor:
     r"""Standard deviation :math:`\sigma = \log(1 + e^\rho) + \sigma_0`, never infinite and never 0.
 
-    :math:`\sigma_0` is :func:`smallest_std`, so that σ² is positive as well; it is below rounding for σ > 1e-11 in
-    float32. The linear branch above 40 is exact to rounding in float64 too.
+    :math:`\sigma_0` is :func:`smallest_std`, so that σ² is positive as well.
 
     >>> softplus_std(torch.tensor([-1e4, 0.0, 1e4])) > 0
     tensor([True, True, True])
@@ -78,8 +75,7 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
     .. math:: E[y] = \mathrm{op}(x, \mu), \qquad \mathrm{Var}[y] = \mathrm{op}(x^2, \sigma^2)
 
-    Kingma et al. 2015, equation (6). The gradient stays finite where the variance is 0. Under float16 autocast the
-    variance is computed in float32, because float16 rounds a variance below 6e-8 to 0.
+    Kingma et al. 2015, equation (6). Under float16 autocast the variance is computed in float32.
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_variance = None if bias is None or bias.std is None else bias.std.square()
@@ -114,14 +110,8 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
-    One perturbation is shared by the batch. An example sees it with random signs. A bias is the weight of a constant
-    input. Source: Wen et al. 2018, equation (4).
-
-    Args:
-        op: the deterministic layer.
-        x: its input, (batch, \*).
-        weight, bias: μ and σ, of the shapes in the deterministic layer. None for no bias.
-        noise: ε and the signs.
+    with the deterministic layer ``op`` and its input x, (batch, \*). One perturbation is shared by the batch. An
+    example sees it with random signs. A bias is the weight of a constant input. Source: Wen et al. 2018, equation (4).
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
@@ -143,8 +133,7 @@ ONEDNN = torch.backends.mkldnn.is_available()
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
 
-    True on a CPU, in float32, for batches and kernels (out_channels, in_channels / groups, \\*size) that are not much
-    larger than the maps. GPUs and other dtypes have no fast convolution of many groups.
+    GPUs and other dtypes have no fast convolution of many groups.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False
@@ -162,15 +151,10 @@ def flipout_by_example(
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution, at the cost of the deterministic layer and of building the
-    kernels. Source: Wen et al. 2018, equation (4), rearranged.
+    The kernels of all examples form one grouped convolution. Source: Wen et al. 2018, equation (4), rearranged.
 
-    Args:
-        convolve: the convolution, which must treat every channel's map alike.
-        x: input (batch, in_channels, \*space); the output is (batch, out_channels, \*space).
-        kernel, bias: μ and σ, shapes (out_channels, in_channels / groups, \*size) and (out_channels,).
-        noise: with signs of shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
-        groups: of the layer.
+    Shapes: x (batch, in_channels, \*space), kernel (out_channels, in_channels / groups, \*size), bias (out_channels,),
+    signs (batch, in_channels, 1, …) and (batch, out_channels, 1, …), output (batch, out_channels, \*space).
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)
@@ -191,13 +175,10 @@ def biases(bias: Normal | None, noise: FlipoutNoise) -> Tensor | None:
 
 
 def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:
-    """Return ``output``. Its backward pass gives the tallies of weight and bias their gradients.
+    """Return ``output``. Its backward pass gives the tallies ``weight`` and ``bias``, zeros, their gradients.
 
-    Args:
-        output: of the layer, (examples, \\*, channels, \\*space), or one example without the first dimension.
-        x: its input, (examples, \\*).
-        weight, bias: tallies, zeros of the shapes of its parameters. None: not taken.
-        op: the deterministic layer, with ``dims`` dimensions of space.
+    ``op`` is the deterministic layer, with ``dims`` dimensions of space, inputs x, (examples, \\*), and outputs
+    (examples, \\*, channels, \\*space), or of one example without the first dimension. A tally of None is not taken.
     """
     tensors = tuple(each for each in (output, x, weight, bias) if each is not None)
     if has_torch_function(tensors):
@@ -263,7 +244,7 @@ class _SquareTally(torch.autograd.Function):
 
 
 def weight_squares(op: Op, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over examples of squared gradients by the weight; x and the output's gradient: (examples, \\*).
+    """Return the sum over examples of squared gradients by the weight. x and the output's gradient: (examples, \\*).
 
     >>> x, gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [-1.0]])
     >>> weight_squares(torch.nn.functional.linear, x, gradient, torch.zeros(1, 2))

@@ -4,8 +4,6 @@ The closed form takes a few passes over the parameters where autograd takes doze
 :func:`joined_kl_sum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -38,9 +36,6 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
 
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
-
-    Large parameters use :class:`GaussianKL`, with half of autograd's passes over memory. Small ones autograd, which
-    takes half the time under ``vmap``.
 
     Args:
         mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
@@ -136,7 +131,7 @@ class PlainGaussianKL(torch.autograd.Function):
 def standardised(
     mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`; for N(0, 1), μ and σ themselves."""
+    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`. For N(0, 1), μ and σ themselves."""
     if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
         return mean, std
     return (mean - prior_mean) / prior_std, std / prior_std

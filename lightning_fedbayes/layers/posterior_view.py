@@ -3,12 +3,10 @@
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -35,9 +33,8 @@ KEPT = "_replaced"
 class ForeignGaussianParameter(GaussianParameter):
     """A Gaussian parameter tensor of a bayesian-torch layer, with a prior in two buffers.
 
-    The buffer ``prior_*_sigma`` holds the argument ``prior_variance``, and is read as a variance (bayesian-torch's KL
-    takes it for a standard deviation). While a replaced prior is in force, the buffers hold its mean and *standard
-    deviation*, so that bayesian-torch's ``kl_loss`` has the right prior too.
+    The buffer ``prior_*_sigma`` holds a variance, which bayesian-torch's KL takes for a standard deviation. While a
+    replaced prior is in force, it holds the *standard deviation*, so that ``kl_loss`` has the right prior too.
     """
 
     @property
@@ -190,10 +187,9 @@ class PosteriorView:
         if posterior.mean.keys() != self._entries.keys():
             missing = [name for name in self._entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
-            raise PosteriorError(
-                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
-                f"{listed(extra) or 'nothing'} that the module lacks; read it from this network with the same exclude"
-            )
+            what = f"it lacks {listed(missing) or 'nothing'} and has {listed(extra) or 'nothing'} that the module lacks"
+            remedy = "read it from this network with the same exclude"
+            raise PosteriorError(f"the posterior is not of this module: {what}; {remedy}")
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
             if posterior.mean[name].shape != live.shape:
@@ -249,10 +245,9 @@ def add(entries: dict[str, T], name: str, entry: T) -> None:
 def kl_divergence(module: nn.Module) -> Tensor:
     r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
 
-    The ELBO of n examples is the summed log-likelihood minus this. The loss per example is the mean negative
-    log-likelihood plus KL/n. A tied layer counts once. A bayesian-torch layer counts with the sum over its parameters
-    and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``. 0 for a network without Gaussian
-    parameters. A ``TorchFunctionMode`` can override it.
+    The loss per example is the mean negative log-likelihood plus KL/n. A tied layer counts once. A bayesian-torch layer
+    counts with the sum over its parameters and with its ``prior_variance`` as a variance, unlike in its ``kl_loss``.
+    A ``TorchFunctionMode`` can override it.
 
     >>> kl_divergence(nn.Linear(2, 1))
     tensor(0.)
@@ -270,8 +265,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
 def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
     """Make ``posterior`` the prior of all Gaussian parameters of ``module``. None restores the layers' priors.
 
-    The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
-    deviation in their prior buffers, as their ``kl_loss`` reads them.
+    The tensors are copied, so ``posterior`` may be a view of the module.
 
     Args:
         module: any network.
@@ -302,6 +296,19 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
         priors[name] = NormalPrior(mean.to(parameter.mean, copy=True), std)
     for name, parameter in parameters.items():
         parameter.replace_prior(priors[name])
+
+
+@contextmanager
+def _with(modules: Iterable[nn.Module], attribute: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of the modules has another value."""
+    before = [(each, getattr(each, attribute)) for each in modules]
+    try:
+        for each, _ in before:
+            setattr(each, attribute, value)
+        yield
+    finally:
+        for each, old in before:
+            setattr(each, attribute, old)
 
 
 @contextmanager
@@ -337,7 +344,6 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     """
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
-    before = [m.mean_only for m in switched]
     others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
     foreign = [each for m in others for each in gaussian_parameters_of(m)]
     if foreign and base.is_exporting():  # torch cannot record σ = 0, which is not a parameter
@@ -346,15 +352,12 @@ def mean_only(module: nn.Module) -> Iterator[None]:
         raise ConversionError(f"{name} is a layer of bayesian-torch, which cannot be exported: {remedy}")
     rhos = [each.layer._parameters[each.rho_name] for each in foreign]
     try:
-        for m in switched:
-            m.mean_only = True
         for each in foreign:
             zero_std = torch.full((), -torch.inf, dtype=each.rho.dtype, device=each.rho.device)
             each.layer._parameters[each.rho_name] = zero_std.expand(each.rho.shape)  # pyright: ignore
-        yield
+        with _with(switched, "mean_only", True):
+            yield
     finally:
-        for m, value in zip(switched, before):
-            m.mean_only = value
         for each, rho in zip(foreign, rhos):
             each.layer._parameters[each.rho_name] = rho
 
@@ -369,12 +372,5 @@ def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
     """
     name = base.check_estimator(name)
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
-    switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
-    before: list[Estimator] = [m.estimator for m in switched]
-    try:
-        for m in switched:
-            m.estimator = name
+    with _with([each for each in module.modules() if isinstance(each, BayesianAffine)], "estimator", name):
         yield
-    finally:
-        for m, value in zip(switched, before):
-            m.estimator = value

@@ -3,8 +3,6 @@ r"""Priors of a Gaussian parameter: frozen dataclasses with one method, the KL d
 Any frozen dataclass with such a ``kl`` can be a prior. Its tensor fields follow the layer to its device and dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -130,9 +128,9 @@ class LocalPrior:
         mean: m.
         curvature, slope: A and c.
         tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
-            the loss. None: not added.
+            the loss.
         squares: a zero of the parameter's shape: its gradient is the sum of the squared gradients of single examples,
-            see :func:`~lightning_fedbayes.layers.functional.with_tallies`. None: not taken.
+            see :func:`~lightning_fedbayes.layers.functional.with_tallies`.
 
     Source: see :class:`~lightning_fedbayes.Sites`.
     """

@@ -43,8 +43,7 @@ class ScaleSums:
 
     .. math:: n = \sum_i 1, \qquad m = \frac1n \sum_i x_i, \qquad s = \sum_i (x_i - m)^2
 
-    Sums of parts add up exactly to the sums of the whole (:func:`pooled`), and stay exact far from 0, because squares
-    are of deviations (Chan, Golub and LeVeque 1983).
+    Sums of parts add up exactly to the sums of the whole, also far from 0 (Chan, Golub and LeVeque 1983).
 
     Args:
         num_examples: number of examples.
@@ -71,10 +70,7 @@ class ScaleSums:
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> ScaleSums:
         """Return the sums of a client's examples, in one pass that leaves random generators as they are.
 
-        Args:
-            dataset: map-style.
-            collate: makes batches of examples. None: torch's default.
-            module: its ``unpack``, if any, tells inputs from targets. Only tensors of real numbers count.
+        ``unpack`` of the ``module``, if any, tells inputs from targets. Only tensors of real numbers count.
         """
         known = tensors_of(dataset) if collate in (None, default_collate) else None
         batches: Iterable[Any] = DataLoader(dataset, ROWS, collate_fn=collate)
@@ -107,7 +103,6 @@ class ScaleSums:
 
 
 def _streams(inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return a batch by stream."""
     pairs = (("inputs", inputs), ("targets", targets))
     found = {name: each for name, each in pairs if isinstance(each, Tensor) and each.ndim and not each.is_complex()}
     if "targets" in found and targets.ndim == 1 and not targets.is_floating_point():
@@ -142,12 +137,9 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
 
     .. math:: d_k^2 = s_k / n_k + (m_k - \operatorname{med} m)^2 \;\le\; (30\, d)^2
 
-    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. So a
-    client that lies about n examples counts as n examples at that distance, at most. With fewer than three clients
-    there is no bound. A client with other shapes of examples than most is left out, and the log names it.
-
-    Args:
-        clients: name → its sums, at least one, else FederationError. Their order changes the last bit.
+    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. With
+    fewer than three clients there is no bound. A client with other shapes of examples than most is left out. Raises
+    FederationError without clients.
     """
     if not clients:
         raise FederationError("no client has sent the sums that a FederatedScaler needs: see the log for their reasons")
@@ -167,10 +159,9 @@ def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
         found[stream] = _merged(torch.stack([count, mean, part.square() * square]))
     others = [f"{name} (other shapes)" for name in clients if name not in kept]
     if far or others:
-        rank_zero_info(
-            f"Scale: examples of {listed([*far, *others])} do not count as they are. Those that lie more than "
-            f"{FARTHEST:g} times as far out as the median client's count as if they lay there: are their units others?"
-        )
+        far_out = f"Those that lie more than {FARTHEST:g} times as far out as the median client's count as if they lay"
+        whose = f"examples of {listed([*far, *others])}"
+        rank_zero_info(f"Scale: {whose} do not count as they are. {far_out} there: are their units others?")
     return ScaleSums(sum(each.num_examples for each in kept.values()), found)
 
 
@@ -179,10 +170,7 @@ def compared(clients: Mapping[Any, ScaleSums]) -> tuple[ScaleSums, Table]:
 
     A row for all, then one for each client, the least alike first: examples, missing values, and for inputs and targets
     "shift", the root mean square over their entries of :math:`(m_k - m) / s`, mean and standard deviation of their
-    first four entries, and shares of up to twenty classes. NaN where a client has no value.
-
-    Args:
-        clients: name → its sums, at least one, else FederationError.
+    first four entries, and shares of up to twenty classes. Raises FederationError without clients.
     """
     whole = pooled(clients)
     streams = [stream for stream in ("inputs", "targets") if stream in whole.moments]
@@ -219,15 +207,13 @@ class FederatedScaler(nn.Module):
     .. math:: z = (x - m) / s
 
     for each entry of an example. A federation fills it before its first round, in one exchange of
-    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`. The pooled data give the same scale. A
-    :class:`~lightning_fedbayes.BayesianModule` without a federation fills it when the fit begins. For any other module
-    call :meth:`fit`. Then it is fixed, also in checkpoints and resumed runs.
+    :class:`~lightning_fedbayes.layers.scaler.ScaleSums`. A :class:`~lightning_fedbayes.BayesianModule` without a
+    federation fills it when the fit begins. For any other module call :meth:`fit`. Then it is fixed.
 
     When to use it: units are far from 1, or differ between inputs. The regressors of this package have one for their
     targets, unless ``scaler=False``. In your module, give :meth:`targets` to the loss. As the attribute ``scaler`` it
-    also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs, so that
-    predictions are in the units of the data. Inputs go through the scaler itself, which can be the first layer of a
-    network. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
+    also tells the module's :class:`~lightning_fedbayes.Gaussian` likelihood the units of the outputs. Inputs go through
+    the scaler itself. Clients send exact sums: under ``privacy`` give it numbers that are known without data.
 
     Args:
         targets, inputs: known mean and standard deviation, numbers or tensors of the shape of an example. With either,

@@ -1,7 +1,5 @@
 """Likelihoods of a network's outputs: predictions from draws of them, and what is scored. See :class:`Likelihood`."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -28,7 +26,7 @@ from lightning_fedbayes.metrics.predictions import (
 
 
 class _OfClasses(Likelihood):
-    """Base of likelihoods whose targets are classes."""
+    """Base of likelihoods of classes."""
 
     of_classes = True
 
@@ -158,7 +156,7 @@ class Bernoulli(_OfClasses):
 
     When to use it: two classes by one logit, or several labels at once. A label is scored like a class of two, with the
     logits (0, f).
-    Shapes: outputs (batch,), (batch, labels, \*positions); targets, 0 or 1, of as many entries.
+    Shapes: outputs (batch,), (batch, labels, \*positions). Targets, 0 or 1, of as many entries.
 
     >>> Bernoulli().nll(torch.zeros(2, 1), torch.tensor([0, 1]))
     tensor([[0.6931],
@@ -203,13 +201,13 @@ class Gaussian(Likelihood):
 
     Args:
         noise: standard deviation :math:`\sigma` in the units of the targets, a number or a tensor that is expanded to
-            (targets, \*positions); "learnt": the module's ``noise_variance``, in units of f; or "output": the second
+            (targets, \*positions); "learnt": the module's ``noise_variance``, in units of f, or "output": the second
             half of the channels is :math:`\log \sigma^2 / b^2` of the first, for each input.
         units: a and b, a tensor of shape (2,) or (2, targets, \*positions); None: from the module's ``scaler``, a
             :class:`~lightning_fedbayes.FederatedScaler`, else 0 and 1. Losses, predictions and what is scored are in
             the units of the targets.
 
-    Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
+    Shapes: outputs (batch,), (batch, targets, \*positions). Targets of as many entries.
 
     Raises: FedBayesError if ``noise`` or ``units`` has another form.
 
@@ -220,6 +218,7 @@ class Gaussian(Likelihood):
     noise: float | str | Tensor = "learnt"
     units: Tensor | None = None
     name: ClassVar[str] = "gaussian"
+    by_moments: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.units is not None:
@@ -291,11 +290,6 @@ class Gaussian(Likelihood):
         aleatoric = noise.mean(0).reshape(mean.shape)
         return self.in_units(RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples))
 
-    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`. A Gaussian is scored by its moments."""
-        self.check_draws(draws, targets)
-        return self.rows_of(self.predict(draws), targets)
-
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
         """See :meth:`Likelihood.unfit`."""
         wanted = outputs.numel() / (1 + self.in_outputs)
@@ -320,8 +314,8 @@ class Cox(Likelihood):
     .. math:: -\log p = \sum_{i: e_i = 1} \Bigl( \log \sum_{j \in batch: t_j \ge t_i} e^{f_j} - f_i \Bigr)
 
     When to use it: a network that ranks risks. Give batches as large as memory allows. A term depends on the whole
-    batch: :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it, Bayesian
-    layers and :class:`~lightning_fedbayes.IVON` do not need terms. Risks have no scale, so they are not calibrated.
+    batch, so :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.ExamplePrivacy` refuse it. Risks have
+    no scale, so they are not calibrated.
     Shapes: outputs (batch,) or (batch, 1), log risks. Targets (batch, 2): event, 1 or 0 (censored), and time.
     Source: Cox (1972); ties by Breslow's method.
 
@@ -330,7 +324,7 @@ class Cox(Likelihood):
     """
 
     name: ClassVar[str] = "cox"
-    by_example = False
+    by_example, by_moments = False, True
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`Likelihood.nll`: each example's term, shape (batch,). They sum to the term of the batch."""
@@ -353,11 +347,6 @@ class Cox(Likelihood):
             return SurvivalPrediction(draws.mean(0), draws.std(0, correction=0), draws)
         return SurvivalPrediction(moments[0].flatten(), moments[1].flatten().sqrt(), draws)
 
-    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows`. A Cox model is scored by its mean log risks."""
-        self.check_draws(draws, targets)
-        return self.rows_of(self.predict(draws), targets)
-
     def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
         """See :meth:`Likelihood.rows_of`."""
         if not isinstance(prediction, SurvivalPrediction):
@@ -371,10 +360,9 @@ def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:
     """Return ``outputs`` with so many dimensions, without a last one of size 1. Raise FedBayesError if it is larger."""
     found = outputs.squeeze(-1) if outputs.ndim == dimensions + 1 and outputs.shape[-1] == 1 else outputs
     if found.ndim != dimensions:
-        raise FedBayesError(
-            f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))}), but one log "
-            "risk per example is needed, shape (batch,) or (batch, 1); end the network with nn.Linear(features, 1)"
-        )
+        given = f"the network's outputs have shape (batch, {', '.join(map(str, outputs.shape[dimensions:]))})"
+        need = "one log risk per example is needed, shape (batch,) or (batch, 1)"
+        raise FedBayesError(f"{given}, but {need}; end the network with nn.Linear(features, 1)")
     return found
 
 
@@ -434,11 +422,6 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
 
     Integers of the shape of the outputs without their channels are classes. Real targets need a noise, and targets of
     0 and 1 with one output each may be numbers: there the module must say.
-
-    Args:
-        module: it gave the outputs.
-        outputs: of a batch, without draws.
-        targets: of the batch.
 
     Raises: FedBayesError if no likelihood fits, or several do. It names the line to add.
     """

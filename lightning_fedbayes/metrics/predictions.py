@@ -33,7 +33,7 @@ class ClassPrediction(NamedTuple):
     r"""Prediction of classes for a batch. Of a Bernoulli all fields have the shape of its outputs.
 
     Attributes:
-        probs: mean predictive probabilities, shape (batch, classes, \*positions); of a Bernoulli the probability of 1.
+        probs: mean predictive probabilities, shape (batch, classes, \*positions). Of a Bernoulli the probability of 1.
         label: most probable class, shape (batch, \*positions), as of all below.
         entropy: normalised predictive entropy in [0, 1], the total uncertainty.
         epistemic: mutual information between label and parameters, in nats.
@@ -104,6 +104,8 @@ class Likelihood(ABC):
     """True if targets are one of some classes, each with a probability."""
     by_example: ClassVar[bool] = True
     """False if the term of an example depends on the others of its batch."""
+    by_moments: ClassVar[bool] = False
+    """True if a prediction is scored by its moments, without the mixture of draws."""
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -159,6 +161,8 @@ class Likelihood(ABC):
         """
         self.check_draws(draws, targets)
         found = self.rows_of(self.predict(draws), targets)
+        if self.by_moments:
+            return found
         nll = -torch.stack([-self.nll(each, targets) for each in draws]).logsumexp(0) + math.log(len(draws))
         return {**found, "nll": nll.reshape(len(found["target"]), -1).sum(1)}
 

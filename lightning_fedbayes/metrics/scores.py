@@ -1,7 +1,5 @@
 """Bases of metrics. Scores of predictive distributions and risks, calibration, and the accuracy of every client."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -108,11 +106,7 @@ class ExampleMetric(Plotted):
 
 
 class BrierScore(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.brier_score`, from 0 (best) to 2.
-
-    >>> BrierScore()(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]))
-    tensor(1.2500)
-    """
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.brier_score`, from 0 (best) to 2."""
 
     higher_is_better = False
 
@@ -122,11 +116,7 @@ class BrierScore(ExampleMean):
 
 
 class NegativeLogLikelihood(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.negative_log_likelihood`, in nats.
-
-    >>> NegativeLogLikelihood()(torch.full((3, 10), 0.1), torch.tensor([0, 4, 9]))
-    tensor(2.3026)
-    """
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.negative_log_likelihood`, in nats."""
 
     higher_is_better = False
 
@@ -136,11 +126,7 @@ class NegativeLogLikelihood(ExampleMean):
 
 
 class GaussianNLL(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_nll`, in nats.
-
-    >>> GaussianNLL()(torch.zeros(4), torch.ones(4), torch.zeros(4))  # log √2π
-    tensor(0.9189)
-    """
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_nll`, in nats."""
 
     higher_is_better = False
 
@@ -172,8 +158,7 @@ class EnsembleCRPS(ExampleMean):
 class IntervalCoverage(ExampleMean):
     """Share of targets in the central interval (:func:`~lightning_fedbayes.metrics.functional.interval_coverage`).
 
-    Compare it with ``level``, the probability of the interval: a smaller share means overconfident, a larger one
-    underconfident. Other arguments are those of :class:`torchmetrics.Metric`.
+    Compare it with ``level``, the probability of the interval: a smaller share means overconfident.
     """
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
@@ -219,7 +204,7 @@ class CalibrationDiagram(CalibrationSums):
     """Calibration diagram, also called reliability diagram: confidence and accuracy in bins of equal width. ECE.
 
     ``compute()`` returns :class:`~lightning_fedbayes.metrics.functional.CalibrationBins`. Log its ``ece``. [BA-BFL]
-    uses 100 ``bins``, most others 15. Other arguments are those of :class:`torchmetrics.Metric`.
+    uses 100 ``bins``, most others 15.
 
     >>> diagram = CalibrationDiagram(bins=2)
     >>> diagram.update(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
@@ -245,8 +230,7 @@ class AdaptiveCalibrationError(CalibrationSums):
     """Calibration error with bins of equal mass, over all batches.
 
     See :func:`~lightning_fedbayes.metrics.functional.adaptive_calibration_error`. Confidences are kept in a histogram
-    of ``resolution`` cells over [0, 1]. In one cell they count as equal, which matters only at the boundary of a bin.
-    Other arguments are those of :class:`torchmetrics.Metric`.
+    of ``resolution`` cells over [0, 1].
     """
 
     def __init__(self, bins: int = 15, resolution: int = 10_000, **kwargs: Any) -> None:
@@ -265,8 +249,7 @@ class ClientAccuracy(HitCounts):
     """Accuracy of each client on its own data. Source: [BA-BFL] §4.
 
     For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
-    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number. Other arguments
-    are those of :class:`torchmetrics.Metric`.
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number.
 
     >>> metric = ClientAccuracy(clients=2)
     >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
@@ -327,10 +310,7 @@ class SurvivalMetric(ExampleMetric):
 class ConcordanceIndex(SurvivalMetric):
     """Harrell's c (:func:`~lightning_fedbayes.metrics.functional.concordance_index`) over all batches.
 
-    Pairs of examples of different batches count as well. Arguments are those of :class:`torchmetrics.Metric`.
-
-    >>> ConcordanceIndex()(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
-    tensor(0.6667)
+    Pairs of examples of different batches count as well.
     """
 
     higher_is_better = True

@@ -1,7 +1,5 @@
 """Uncertainty of a classifier's predictions: means, what they are worth, and detection of out-of-distribution data."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +23,6 @@ class PredictiveEntropy(ExampleMean):
     Args:
         normalize: divide by log C, so that 1 is the most uncertain prediction. Otherwise the mean is in nats.
         kwargs: arguments of :class:`torchmetrics.Metric`.
-
-    >>> PredictiveEntropy()(torch.full((5, 2, 10), 0.1))
-    tensor(1.)
     """
 
     def __init__(self, normalize: bool = True, **kwargs: Any) -> None:
@@ -124,12 +119,7 @@ class OutOfDistributionMetric(ExampleMetric):
     kept = ("uncertainty", "out")
 
     def update(self, uncertainty: Tensor, out: Tensor | bool) -> None:
-        """Add examples.
-
-        Args:
-            uncertainty: any measure of uncertainty, shape (batch,). NaN raises FedBayesError.
-            out: true where the example is out of distribution, bool, shape (batch,), or True or False for all.
-        """
+        """Add any measure of uncertainty, (batch,), without NaN, and what is out of distribution, bool, (batch,)."""
         check_vectors(uncertainty=uncertainty)
         if isinstance(out, bool):
             out = torch.full_like(uncertainty, out, dtype=torch.bool)
@@ -152,16 +142,7 @@ class OutOfDistributionMetric(ExampleMetric):
 
 
 class OutOfDistributionAUROC(OutOfDistributionMetric):
-    """AUROC of an uncertainty (:func:`~lightning_fedbayes.metrics.functional.ood_auroc`) over all batches.
-
-    Arguments are those of :class:`torchmetrics.Metric`.
-
-    >>> metric = OutOfDistributionAUROC()
-    >>> metric.update(torch.tensor([0.1, 0.2]), False)
-    >>> metric.update(torch.tensor([0.2, 0.9]), True)
-    >>> metric.compute()
-    tensor(0.8750)
-    """
+    """AUROC of an uncertainty (:func:`~lightning_fedbayes.metrics.functional.ood_auroc`) over all batches."""
 
     higher_is_better = True
 

@@ -1,7 +1,5 @@
 """The KL divergence in the loss of a LightningModule that was written without one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping
@@ -20,8 +18,7 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     .. math:: \mathcal L + \frac{\beta}{n}\, KL(q\|p)
 
     with the loss :math:`\mathcal L` that ``training_step`` returns, a mean over the batch, and n the number of training
-    examples, in a federation the present client's. The copy's class is a subclass of the module's class, with the same
-    attributes, hooks and names of parameters.
+    examples, in a federation the present client's. The copy's class is a subclass of the module's class.
 
     When to use it: after :func:`~lightning_fedbayes.bayesianize` of your module, if you do not want to change its
     ``training_step``. For a warm-up or a logged KL, write :func:`~lightning_fedbayes.kl_divergence` into your loss.
@@ -30,9 +27,8 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
         module: its ``training_step`` returns the loss, or a dict with "loss".
         kl_weight: tempering factor β. 1 is the ELBO, smaller a cold posterior.
 
-    Raises:
-        FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a length,
-            or a ``training_step`` that returns something else.
+    Raises FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a
+    length, or a ``training_step`` that returns something else.
 
     Source: [BA-BFL] eq. (3); [FBDL] eq. (6).
 
@@ -77,14 +73,11 @@ def _plus_kl(module: Any, output: Any) -> Any:
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise FedBayesError(
-            f"training_step of {type(module).__name__} returns {type(output).__name__} without a loss to add the KL "
-            'divergence to: return the loss, or a dict with "loss"'
-        )
+        what = f"training_step of {type(module).__name__} returns {type(output).__name__} without a loss"
+        raise FedBayesError(f'{what} to add the KL divergence to: return the loss, or a dict with "loss"')
     if module.kl_examples is None:
-        raise FedBayesError(
-            f"{type(module).__name__} does not know the number of training examples that the KL is divided by: train "
-            "on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"
-        )
+        what = f"{type(module).__name__} does not know the number of training examples that the KL is divided by"
+        remedy = "train on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"
+        raise FedBayesError(f"{what}: {remedy}")
     loss = loss + module.kl_weight / module.kl_examples * kl_divergence(module)
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss

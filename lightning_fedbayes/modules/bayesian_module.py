@@ -1,7 +1,5 @@
 """Base LightningModules: variational training of a network, prediction by Monte Carlo, and scores."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -15,40 +13,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
+from lightning_fedbayes import metrics
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.layers.base import is_exporting
 from lightning_fedbayes.layers.scaler import FederatedScaler, ScaleSums, asking
-from lightning_fedbayes.metrics import (
-    BrierScore,
-    CalibrationDiagram,
-    ConcordanceIndex,
-    DeterminantSharpness,
-    GaussianCRPS,
-    GaussianNLL,
-    IntervalCoverage,
-    KwonAleatoric,
-    KwonEpistemic,
-    MutualInformation,
-    NegativeLogLikelihood,
-    PredictiveEntropy,
-)
 from lightning_fedbayes.metrics.likelihoods import Cox, Gaussian, Likelihood, Rows, get_likelihood, said_by
 from lightning_fedbayes.metrics.scores import CoxNLL
-from lightning_fedbayes.modules.sampling import (
-    NETWORK,
-    PREDICTIVES,
-    GlobalRound,
-    Predictive,
-    draws_from_clients,
-    draws_from_posterior,
-    linear_layer,
-    linear_moments,
-    outputs_with,
-    sample_outputs,
-    within,
-)
+from lightning_fedbayes.modules import sampling
+from lightning_fedbayes.modules.sampling import NETWORK, PREDICTIVES, GlobalRound, Predictive
 
 OPTIONS = ("samples", "kl_weight", "warmup_rounds", "learning_rate", "predictive")
 """Hyperparameters of every :class:`BayesianModule`."""
@@ -66,12 +40,8 @@ class BayesianModule(L.LightningModule):
               \qquad \theta \sim q,
 
     with the KL summed over all parameters and n the number of training examples, in a federation the present client's.
-    ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`) are logged.
-
-    Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
-
-    Predictions draw parameters from the network's Bayesian layers, or from the result of a federation: its global
-    posterior or its clients. The module receives both after every round and keeps them in its checkpoint.
+    ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`) are logged. Subclass it: implement
+    :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
 
     Args:
         network: any module. The KL is of its Bayesian layers.
@@ -112,7 +82,7 @@ class BayesianModule(L.LightningModule):
             raise FedBayesError(f"optimizer={shown(optimizer)}: give a function, such as partial(SGD, lr=0.01)")
         check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
         if predictive == "closed_form":
-            linear_layer(network)
+            sampling.linear_layer(network)
         self.network = network
         self.predictive: Predictive = predictive
         self.global_round = GlobalRound()
@@ -140,10 +110,8 @@ class BayesianModule(L.LightningModule):
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a batch. Raise FedBayesError if it is no pair."""
         if not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise FedBayesError(
-                f"a batch is a {type(batch).__name__}, and not (inputs, targets): give a collate_fn that returns them, "
-                f"or override {type(self).__name__}.unpack"
-            )
+            remedy = f"give a collate_fn that returns them, or override {type(self).__name__}.unpack"
+            raise FedBayesError(f"a batch is a {type(batch).__name__}, and not (inputs, targets): {remedy}")
         inputs, targets = batch
         return inputs, targets
 
@@ -183,10 +151,9 @@ class BayesianModule(L.LightningModule):
     def kl_factor(self) -> float:
         """Return the factor β_t / n of the summed KL. Raise FedBayesError if n is not known."""
         if self.num_examples is None:
-            raise FedBayesError(
-                f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
-                "with a Trainer on a data set with a length, or set module.num_examples"
-            )
+            what = f"{type(self).__name__} does not know the number of training examples that the KL is divided by"
+            remedy = "train with a Trainer on a data set with a length, or set module.num_examples"
+            raise FedBayesError(f"{what}: {remedy}")
         warm = 1.0 if not self.warmup_rounds else min(1.0, (self.current_epoch + 1) / self.warmup_rounds)
         return self.kl_weight * warm / self.num_examples
 
@@ -250,12 +217,12 @@ class BayesianModule(L.LightningModule):
         count = self.samples if samples is None else samples
         last, device = self.global_round, inputs.device
         if self.predictive == "layers" or last.posterior is None:  # as before the first round
-            return sample_outputs(self.network, inputs, count)
+            return sampling.sample_outputs(self.network, inputs, count)
         if self.predictive == "bootstrap":
-            sets = draws_from_clients([within(client, NETWORK).to(device) for client in last.clients])
+            sets = sampling.draws_from_clients([sampling.within(client, NETWORK).to(device) for client in last.clients])
         else:
-            sets = draws_from_posterior(within(last.posterior, NETWORK).to(device), count)
-        return outputs_with(self.network, sets, inputs)
+            sets = sampling.draws_from_posterior(sampling.within(last.posterior, NETWORK).to(device), count)
+        return sampling.outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
         """Return the output at the posterior mean, in units of the targets, shape (batch, *)."""
@@ -265,7 +232,12 @@ class BayesianModule(L.LightningModule):
 
 
 class Scores(nn.Module):
-    """Scores of a validation or a test: collections of metrics that take the same arguments."""
+    """Scores of a validation or a test: collections of metrics that take the same arguments, by name."""
+
+    def __init__(self, **collections: Any) -> None:
+        super().__init__()
+        for name, each in collections.items():
+            self.add_module(name, MetricCollection(each, compute_groups=False))
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores since the last :meth:`take`."""
@@ -285,13 +257,16 @@ class ClassScores(Scores):
     These are the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
     """
 
+    predictive: MetricCollection
+    sampled: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        predictive: Any = {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
-        sampled: Any = {"entropy": PredictiveEntropy(), "epistemic": MutualInformation()}
-        sampled |= {"kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()}
-        self.predictive = MetricCollection(predictive, compute_groups=False)
-        self.sampled = MetricCollection(sampled, compute_groups=False)
+        kwon = {"kwon_aleatoric": metrics.KwonAleatoric(), "kwon_epistemic": metrics.KwonEpistemic()}
+        nll, brier = metrics.NegativeLogLikelihood(), metrics.BrierScore()
+        super().__init__(
+            predictive={"ece": metrics.CalibrationDiagram(), "nll": nll, "brier": brier},
+            sampled={"entropy": metrics.PredictiveEntropy(), "epistemic": metrics.MutualInformation(), **kwon},
+        )
 
     def update(self, rows: Rows) -> None:
         """Add "probs", (samples, N, classes), and "target", (N,)."""
@@ -309,12 +284,15 @@ class ClassScores(Scores):
 class GaussianScores(Scores):
     """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
 
+    gaussian: MetricCollection
+    others: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        gaussian: Any = {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
-        others: Any = {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}
-        self.gaussian = MetricCollection(gaussian, compute_groups=False)
-        self.others = MetricCollection(others, compute_groups=False)
+        coverage = metrics.IntervalCoverage(level=0.9)
+        super().__init__(
+            gaussian={"nll": metrics.GaussianNLL(), "crps": metrics.GaussianCRPS(), "coverage90": coverage},
+            others={"sharpness": metrics.DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)},
+        )
 
     def update(self, rows: Rows) -> None:
         """Add "mean", "variance" and "target", each (N, targets)."""
@@ -327,9 +305,10 @@ class GaussianScores(Scores):
 class SurvivalScores(Scores):
     """Harrell's c and NLL of mean log risks, over the pairs and risk sets of all batches together."""
 
+    survival: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        self.survival = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
+        super().__init__(survival={"c_index": metrics.ConcordanceIndex(), "nll": CoxNLL()})
 
     def update(self, rows: Rows) -> None:
         """Add "log_risk", (N,), and "target", (N, 2)."""
@@ -373,9 +352,8 @@ class LikelihoodModule(ScoredModule, BayesianModule):
     """A :class:`BayesianModule` with a likelihood: it trains on its NLL, predicts and is scored by it.
 
     Validation and test log as "val/" and "test/": for classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
-    mutual information ("epistemic") and Kwon's two traces, means over examples and positions. For numbers RMSE, NLL,
-    CRPS, coverage of the 90 % interval and sharpness. For risks Harrell's c and NLL. Their steps return the scored
-    :data:`~lightning_fedbayes.metrics.predictions.Rows`.
+    mutual information ("epistemic") and Kwon's two traces. For numbers RMSE, NLL, CRPS, coverage of the 90 % interval
+    and sharpness. For risks Harrell's c and NLL.
 
     Args:
         network, options: see :class:`BayesianModule`.
@@ -422,21 +400,19 @@ class LikelihoodModule(ScoredModule, BayesianModule):
             targets = ScaleSums.of(first, loader.collate_fn, self).units("targets", 0.0).square().sum(0).mean().sqrt()
             noise = 1.0 if isinstance(known.noise, str) else float(torch.as_tensor(known.noise).max()) or 1.0
             if not 1 / FAR < targets / noise < FAR:
-                rank_zero_info(
-                    f"Targets are about {targets / noise:.2g} times as large as the noise at the start, {noise:.2g}, "
-                    "and not standardised: predictions may take long to come near. Give scaler=True"
-                )
+                large = f"{targets / noise:.2g} times as large as the noise at the start, {noise:.2g}"
+                remedy = "predictions may take long to come near. Give scaler=True"
+                rank_zero_info(f"Targets are about {large}, and not standardised: {remedy}")
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""
         inputs, known, posterior = self.inputs_of(batch), self._known(), self.global_round.posterior
         draws = self.sample(inputs)
         if self.predictive == "closed_form" and posterior is not None and isinstance(known, Gaussian | Cox):
-            return known.predict(draws, linear_moments(self.network, posterior, inputs))
+            return known.predict(draws, sampling.linear_moments(self.network, posterior, inputs))
         return known.predict(draws)
 
     def _known(self) -> Likelihood:
-        """Return the likelihood with the module's noise."""
         return said_by(self) or self.likelihood
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Rows:

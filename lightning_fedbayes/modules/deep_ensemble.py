@@ -1,7 +1,5 @@
 """A deep ensemble: networks that predict mean and variance, each from its initial parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -44,9 +42,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
 
     .. math:: \mu = \frac1M\sum_m \mu_m, \qquad \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
 
-    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Every
-    client's member m starts from member m of the global model, so "weighted_average" averages like with like. Each draw
-    of members with Bayesian layers or Monte Carlo dropout counts as a further member.
+    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. Fuse by
+    "weighted_average". Each draw of members with Bayesian layers or Monte Carlo dropout counts as a further member.
 
     Args:
         networks: with different initial parameters, mapping inputs to (batch, 2 · targets); [FedAG] takes five.
@@ -54,8 +51,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         learning_rate, optimizer: see :class:`BayesianModule`.
 
     Raises:
-        FedBayesError: no network, or two with equal initial parameters, which would stay equal. At the first batch:
-            outputs that are not two per target.
+        FedBayesError: no network, two with equal initial parameters, or outputs that are not two per target.
 
     Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
 
@@ -83,10 +79,9 @@ class DeepEnsembleRegressor(LikelihoodModule):
             pairs = [list(zip(other.parameters(), network.parameters())) for other in networks[:number]]
             twins = [other for other, each in enumerate(pairs) if each and all(torch.equal(a, b) for a, b in each)]
             if twins:
-                raise FedBayesError(
-                    f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
-                    "one, as in [mlp(3, 2) for _ in range(5)]"
-                )
+                what = f"networks {twins[0]} and {number} have equal parameters, and would learn the same"
+                remedy = "build each one, as in [mlp(3, 2) for _ in range(5)]"
+                raise FedBayesError(f"{what}: {remedy}")
         super().__init__(
             Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler
         )
@@ -99,10 +94,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
         """
         mean, variance = mean_and_variance(outputs)
         if targets.numel() * mean.shape[1] != mean.numel():
-            raise FedBayesError(
-                f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: the networks of an ensemble "
-                "have two outputs per target, mean and raw variance"
-            )
+            why = "the networks of an ensemble have two outputs per target, mean and raw variance"
+            raise FedBayesError(f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: {why}")
         of_each = targets.reshape(len(mean), 1, -1).expand_as(mean).flatten(0, 1)
         members = torch.cat([mean, variance.log()], -1).flatten(0, 1)
         return self._known().nll(members, of_each).sum() / len(outputs)
@@ -117,8 +110,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Split outputs (*, 2 · targets) into means and variances. Raise FedBayesError if their number is odd."""
     if outputs.shape[-1] % 2:
-        raise FedBayesError(
-            f"{outputs.shape[-1]} outputs: a network that predicts mean and variance has two outputs per target"
-        )
+        why = "a network that predicts mean and variance has two outputs per target"
+        raise FedBayesError(f"{outputs.shape[-1]} outputs: {why}")
     mean, raw = outputs.chunk(2, -1)
     return mean, F.softplus(raw) + MIN_VARIANCE

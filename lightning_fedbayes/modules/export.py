@@ -1,7 +1,5 @@
 """A network at its posterior mean, without layers of this package, for export by any tool."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import partial
@@ -33,20 +31,18 @@ def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPost
     Monte Carlo dropout goes. So the ``state_dict`` has the names of the network before conversion, and loads where this
     package is not installed. Tied means stay tied.
 
-    When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. It predicts as
-    :meth:`BayesianModule.predict_mean`, without uncertainty. A forward hook converts outputs to the units of the
-    targets: a ``state_dict`` gives the units of training.
+    When to use it: to export a network (ONNX, ``torch.export``, another framework) or its weights. A forward hook
+    converts outputs to the units of the targets. A ``state_dict`` gives the units of training.
 
     Args:
         module: a network. A :class:`BayesianModule` or a :class:`PosteriorPredictive`, for its network. A
-            :class:`HeadModule`, for backbone and head; or any other module, copied whole.
+            :class:`HeadModule`, for backbone and head, or any other module, copied whole.
         posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``. Parameters that it does
-            not name keep their value. None: the module's values, which a fit leaves at the posterior's mean, or the
-            posterior of a :class:`PosteriorPredictive`.
+            not name keep their value. None: the module's values, or the posterior of a :class:`PosteriorPredictive`.
 
     Raises:
         ConversionError: a layer of bayesian-torch, which outputs a pair. A Bayesian layer with hooks, which would be
-            lost; or a layer of your own without ``mean_layer``.
+            lost, or a layer of your own without ``mean_layer``.
         PosteriorError: the posterior is of another module.
 
     >>> from lightning_fedbayes import bayesianize
@@ -97,10 +93,9 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
         return layer
     kind = type(layer).__name__
     if not isinstance(layer, BayesianLayer):
-        raise ConversionError(
-            f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence: build the network "
-            "with torch's own layers and load fb.read_posterior(module).mean into it"
-        )
+        what = f"'{name}' is a {kind} of bayesian-torch, which outputs a pair with the KL divergence"
+        remedy = "build the network with torch's own layers and load fb.read_posterior(module).mean into it"
+        raise ConversionError(f"{what}: {remedy}")
     if has_forward_hook(layer):
         raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them again")
     return layer.mean_layer()
@@ -108,15 +103,13 @@ def _deterministic(name: str, layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _load_means(module: nn.Module, means: Mapping[str, Tensor]) -> None:
-    """Write ``means``, by their names in a posterior, into the parameters of ``module``."""
     paths, parameters = parameter_paths(module), dict(module.named_parameters())
     for name, mean in means.items():
         if name not in paths:
             raise PosteriorError(f"the module has no parameter '{name}' of the posterior; {nearest(name, paths)}")
         parameter = parameters[paths[name]]
         if parameter.shape != mean.shape:
-            raise PosteriorError(
-                f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module; "
-                "give the posterior of this module"
-            )
+            what = f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module"
+            remedy = "give the posterior of this module"
+            raise PosteriorError(f"{what}; {remedy}")
         parameter.copy_(mean)

@@ -13,7 +13,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
-from lightning_fedbayes.modules.linear_regression import LinearStatistics, check_real, design_of
+from lightning_fedbayes.metrics.functional.utilities import check_numbers
+from lightning_fedbayes.modules.linear_regression import LinearStatistics, design_of
 
 STARTS = (0.1, 1.0, 10.0)
 """Standard deviations of the random coefficients, relative to the noise, at which searches start."""
@@ -63,8 +64,7 @@ class HierarchicalFit:
         β has a flat prior. Ψ and σ² count as known. Few examples draw a client towards the population. A client without
         any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
-        Raises:
-            FedBayesError: ``client`` is no name of a client of the fit.
+        Raises FedBayesError: ``client`` is no name of a client of the fit.
 
         Source: Laird and Ware (1982) §3.
         """
@@ -93,11 +93,10 @@ class HierarchicalFit:
             inputs: shape (batch, features), without the column of ones. The result has their dtype.
             client: see :meth:`posterior_of`.
 
-        Raises:
-            FedBayesError: an unknown name, or another number of features.
+        Raises FedBayesError: an unknown name, or another number of features.
         """
         mean, covariance = self.posterior_of(client)
-        check_real("inputs", inputs)
+        check_numbers(inputs=inputs)
         features = len(self.fixed) - self.bias
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
@@ -123,11 +122,10 @@ class HierarchicalLinearRegression:
               V_k = \sigma^2 I + Z_k \Psi Z_k^\top.
 
     It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
-    client gives the result of the pooled data. σ² has its maximum in closed form. The search is for the triangular
-    factor L of Ψ/σ² = LLᵀ, with a diagonal that may become 0: for Ψ = 0 the model is ordinary least squares.
+    client gives the result of the pooled data. For Ψ = 0 the model is ordinary least squares.
 
     When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. At
-    least two, better ten. In a :class:`~lightning_fedbayes.modules.BayesianLinearRegression` all have the same.
+    least two, better ten.
 
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.
@@ -165,10 +163,9 @@ class HierarchicalLinearRegression:
         Args:
             clients: name of the client → its statistics. Clients without examples are allowed.
 
-        Raises:
-            FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column is
-                not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
-                coefficients. Targets that fit exactly; or a search that does not converge.
+        Raises FedBayesError: no statistics. Clients with other columns. Fewer than two clients in which a random column
+        is not 0. Columns that are linearly dependent over all clients. Not more examples than the clients'
+        coefficients. Targets that fit exactly, or a search that does not converge.
         """
         self._check(clients)
         names = sorted(clients)
@@ -209,14 +206,11 @@ class HierarchicalLinearRegression:
                 raise FedBayesError(f"client '{name}' has {statistics.moment.shape[1]} targets: give statistics of one")
             columns = len(statistics.moment) if columns is None else columns
             if len(statistics.moment) != columns:
-                raise FedBayesError(
-                    f"client '{name}' has {len(statistics.moment)} columns, others {columns}: give all the same columns"
-                )
+                remedy = "give all the same columns"
+                raise FedBayesError(f"client '{name}' has {len(statistics.moment)} columns, others {columns}: {remedy}")
             if self.bias and not math.isclose(float(statistics.gram[0, 0]), statistics.num_examples):
-                raise FedBayesError(
-                    f"bias=True, but column 0 of client '{name}' is not a column of ones: pass bias=True to "
-                    "LinearStatistics.of, or bias=False here"
-                )
+                remedy = "pass bias=True to LinearStatistics.of, or bias=False here"
+                raise FedBayesError(f"bias=True, but column 0 of client '{name}' is not a column of ones: {remedy}")
             if max(self.random) >= columns:
                 raise FedBayesError(f"random={self.random}: the statistics have columns 0 to {columns - 1}")
 
@@ -225,10 +219,9 @@ class HierarchicalLinearRegression:
         for column in self.random:
             having = int((data.grams[:, column, column] > 0).sum())
             if having < 2:
-                raise FedBayesError(
-                    f"column {column} is not 0 in {having} client(s): the variance between clients needs at least two. "
-                    "Take it out of random, or fit one client by BayesianLinearRegression"
-                )
+                remedy = "Take it out of random, or fit one client by BayesianLinearRegression"
+                need = "the variance between clients needs at least two"
+                raise FedBayesError(f"column {column} is not 0 in {having} client(s): {need}. {remedy}")
         gram = data.gram / data.scale / data.scale.unsqueeze(1)
         zero = (data.gram.diagonal() <= 0).nonzero().flatten().tolist()
         if zero:
@@ -236,26 +229,21 @@ class HierarchicalLinearRegression:
         values, vectors = torch.linalg.eigh(gram)
         if values[0] < DEPENDENT:
             which = (vectors[:, 0].abs() > 0.1).nonzero().flatten().tolist()
-            raise FedBayesError(
-                f"columns {listed(which)} are linearly dependent over all clients (smallest eigenvalue of "
-                f"the scaled Gram matrix {float(values[0]):.1g}): leave one out, standardise inputs with a large mean, "
-                "or give more examples than columns"
-            )
+            how = f"linearly dependent over all clients (smallest scaled eigenvalue {float(values[0]):.1g})"
+            remedy = "leave one out, standardise inputs with a large mean, or give more examples than columns"
+            raise FedBayesError(f"columns {listed(which)} are {how}: {remedy}")
         random = list(self.random)
         within = data.grams[:, random][:, :, random] / data.scale[random] / data.scale[random].unsqueeze(1)
         coefficients = int(torch.linalg.matrix_rank(within, hermitian=True).sum())
         needed = max(coefficients, len(gram))
         if data.num_examples <= needed:
-            raise FedBayesError(
-                f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise: "
-                "give clients more examples, or take columns out of random"
-            )
+            what = f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise"
+            remedy = "give clients more examples, or take columns out of random"
+            raise FedBayesError(f"{what}: {remedy}")
         _, noise, _, _ = data.estimate(torch.zeros(len(random), len(random), dtype=torch.float64))
         if not noise > EXACT * data.square / data.num_examples:
-            raise FedBayesError(
-                f"one model fits the targets of all {data.num_examples} examples exactly: leave out columns, or "
-                "standardise targets with a large mean"
-            )
+            remedy = "leave out columns, or standardise targets with a large mean"
+            raise FedBayesError(f"one model fits the targets of all {data.num_examples} examples exactly: {remedy}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,9 +326,7 @@ def _maximise(data: _Stacked) -> Tensor:
         if math.isfinite(end.fun) and np.abs(end.jac).max() < SLOPE:
             found.append((end.fun, root_of(torch.tensor(end.x))))
     if not found:
-        raise FedBayesError(
-            f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum that "
-            "can be found in double precision: standardise inputs and targets, take columns out of random, or give "
-            "clients more examples, so that no client's model fits exactly"
-        )
+        what = f"the restricted likelihood of {len(data.grams)} clients with {size} random column(s) has no maximum"
+        remedy = "standardise inputs and targets, take columns out of random, or give clients more examples"
+        raise FedBayesError(f"{what} that can be found in double precision: {remedy}")
     return min(found, key=lambda each: each[0])[1]

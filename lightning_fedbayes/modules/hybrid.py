@@ -1,7 +1,5 @@
 """Ready modules with last layers that become Bayesian: a classifier, a regressor and a Cox regressor."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -27,10 +25,9 @@ def hybrid(network: nn.Module, bayesian_last: int | None, **options: Any) -> nn.
     defaults = {"init": "fresh", "estimator": "local_reparameterization"}
     ignored = [f"{name}={value!r}" for name, value in options.items() if value != defaults.get(name)]
     if ignored:
-        raise ConversionError(
-            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would have no effect. "
-            "Give bayesian_last=n, or make the layers Bayesian yourself"
-        )
+        why = "the network is taken as it is, so they would have no effect"
+        remedy = "Give bayesian_last=n, or make the layers Bayesian yourself"
+        raise ConversionError(f"{', '.join(ignored)} without bayesian_last: {why}. {remedy}")
     return network
 
 
@@ -50,10 +47,7 @@ def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -
 
 
 class HybridBayesianClassifier(LikelihoodModule):
-    r"""Classifies with a network with Bayesian last layers.
-
-    Validation and test score the mean predictive :math:`\bar p = \frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`, see
-    :class:`LikelihoodModule`.
+    r"""Classifies with a network with Bayesian last layers, by :math:`\frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`.
 
     Args:
         network: maps inputs to logits of shape (batch, classes).
@@ -64,8 +58,7 @@ class HybridBayesianClassifier(LikelihoodModule):
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         robustness: :math:`\delta` in [0, 1]: train on the generalised cross-entropy :math:`(1 - p_y^\delta) / \delta`,
-            for data with wrong labels: a label that the network finds improbable counts little. 0 is the cross-entropy.
-            The NLL is logged and scored in any case.
+            for data with wrong labels. 0 is the cross-entropy. The NLL is logged and scored in any case.
         likelihood: "categorical", or "bernoulli" for yes or no.
         options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
@@ -102,10 +95,8 @@ class HybridBayesianClassifier(LikelihoodModule):
         super().__init__(network, likelihood, **options)
         self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         if not self.likelihood.of_classes:
-            raise FedBayesError(
-                f"likelihood '{self.likelihood.name}' is not of classes: give 'categorical' or 'bernoulli', or take a "
-                "HybridBayesianRegressor or a CoxRegressor"
-            )
+            remedy = "give 'categorical' or 'bernoulli', or take a HybridBayesianRegressor or a CoxRegressor"
+            raise FedBayesError(f"likelihood '{self.likelihood.name}' is not of classes: {remedy}")
         if robustness and self.likelihood != Categorical():
             raise FedBayesError(f"robustness={robustness} is of one class per example: take likelihood='categorical'")
         self.robustness = robustness
@@ -133,19 +124,15 @@ class HybridBayesianRegressor(LikelihoodModule):
     .. math:: y = f(x;\theta) + \varepsilon, \quad \varepsilon \sim N(0, \sigma^2), \qquad
               \mathrm{Var}[y|x] = \sigma^2 + \mathrm{Var}_\theta f(x;\theta)
 
-    Validation and test score the predictive distribution, see :class:`LikelihoodModule`.
-
     Args:
         network: maps inputs to means of shape (batch,) or (batch, targets).
         bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
             where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
-            mean over about a third of an epoch, in a buffer that federations average, weighted by examples: where
-            training stands still, the σ² of the largest ELBO. "per_client": each client keeps its σ, which weights its
-            errors and predicts for it. The global model has the pooled one. "fixed": σ stays ``noise_std``. "residual":
-            as "learnt", but training minimises the squared error, for a network without a likelihood. "none": the
-            squared error, and σ = 0 in predictions, so only draws disagree, as in [FedAG]. Measured noise is too small
-            where the network over-fits.
+            mean over about a third of an epoch, in a buffer that federations average. "per_client": each client keeps
+            its σ, and the global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but
+            training minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
+            Measured noise is too small where the network over-fits.
         noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.
         targets: number of targets if each has a σ. None: one σ for all.
@@ -154,7 +141,7 @@ class HybridBayesianRegressor(LikelihoodModule):
             it sees targets as they are. Draws (:meth:`sample`) are in the units of the network.
 
     Raises:
-        FedBayesError: ``noise_std`` is not positive. An unknown ``noise``; or ``noise`` "residual" or "none" for a
+        FedBayesError: ``noise_std`` is not positive. An unknown ``noise``, or ``noise`` "residual" or "none" for a
             network with Bayesian layers, which needs a likelihood for its ELBO.
         ConversionError: the network has fewer layers to convert than asked for.
 
@@ -242,14 +229,13 @@ class CoxRegressor(LikelihoodModule):
     """Cox proportional hazards with a network with Bayesian layers as log risk, for (inputs, target) batches.
 
     The likelihood is :class:`~lightning_fedbayes.Cox`. A target has two columns, event (1 observed, 0 censored) and
-    time. The loss is the partial likelihood of the batch divided by its number of examples, plus a share of the KL, so
-    its value depends on the batch size. With one batch per epoch it is the ELBO of the Cox model, stratified by client.
+    time. With one batch per epoch the loss is the ELBO of the Cox model per example, stratified by client.
 
     When to use it: times to an event, some of which are censored. The likelihood does not fix a constant in log risks,
     so leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``), which would widen predictions.
 
     Validation and test log "c_index", Harrell's c of the mean log risk, and "nll", its negative log partial likelihood
-    per example in nats, over the pairs and risk sets of all batches. They and the first epoch check targets.
+    per example in nats, over the pairs and risk sets of all batches.
 
     Args:
         network: maps inputs to log risks of shape (batch,) or (batch, 1).

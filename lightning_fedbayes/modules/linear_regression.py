@@ -11,16 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    listed,
-)
-from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, listed
+from lightning_fedbayes.metrics.functional.utilities import check_numbers
 from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 
 
@@ -29,8 +22,7 @@ class LinearStatistics:
     r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
 
     Statistics of parts of the data add up by ``+``, and ``-`` takes a part out again. Those of few examples can reveal
-    them. Secure summation helps where the sums of all clients are enough, as for a
-    :class:`~lightning_fedbayes.BayesianHead`.
+    them.
 
     Args:
         gram: :math:`X^\top X`, float64, shape (columns, columns).
@@ -51,17 +43,15 @@ class LinearStatistics:
     num_examples: int
 
     def __post_init__(self) -> None:
-        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
+        errors.check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
         for name in ("gram", "moment", "square"):
             check_sums(name, getattr(self, name))
         columns, targets = self.moment.shape[:1], self.moment.shape[1:]
         fits = self.gram.shape == (*columns, *columns) and self.square.shape == targets
         if not fits or self.moment.ndim not in (1, 2) or not self.moment.numel():
-            raise FedBayesError(
-                f"gram {tuple(self.gram.shape)}, moment {tuple(self.moment.shape)} and square "
-                f"{tuple(self.square.shape)}: give (columns, columns), (columns,) and (), of at least one column, or "
-                "(columns, columns), (columns, targets) and (targets,)"
-            )
+            given = ", ".join(f"{name} {tuple(getattr(self, name).shape)}" for name in ("gram", "moment", "square"))
+            wanted = "(columns, columns), (columns,) and (), or (columns, columns), (columns, targets) and (targets,)"
+            raise FedBayesError(f"{given}: give {wanted}, of at least one column")
         if not (torch.equal(self.gram, self.gram.T) or torch.allclose(self.gram, self.gram.T)):
             raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
 
@@ -71,13 +61,12 @@ class LinearStatistics:
 
         Args:
             inputs: shape (examples, features). A client may have no examples.
-            targets: shape (examples,) or, the same, (examples, 1); or (examples, targets), any units.
+            targets: shape (examples,) or, the same, (examples, 1), or (examples, targets), any units.
             bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
 
-        Raises:
-            FedBayesError: shapes that do not fit, or a value that is not finite.
+        Raises FedBayesError: shapes that do not fit, or a value that is not finite.
         """
-        check_flag("bias", bias, error=FedBayesError)
+        errors.check_flag("bias", bias, error=FedBayesError)
         check_examples(inputs, targets)
         targets = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
         design, targets = design_of(inputs, bias), targets.double()
@@ -101,14 +90,12 @@ class LinearStatistics:
         if not isinstance(other, LinearStatistics):
             return NotImplemented
         if self.moment.shape != other.moment.shape:
-            raise FedBayesError(
-                f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets: "
-                "add statistics of the same"
-            )
+            what = f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets"
+            remedy = "add statistics of the same"
+            raise FedBayesError(f"{what}: {remedy}")
         if self.num_examples + sign * other.num_examples < 0:
-            raise FedBayesError(
-                f"{other.num_examples} of {self.num_examples} examples cannot be taken out: subtract what was added"
-            )
+            remedy = "subtract what was added"
+            raise FedBayesError(f"{other.num_examples} of {self.num_examples} examples cannot be taken out: {remedy}")
         made = object.__new__(LinearStatistics)  # sums of what has been checked
         for name in ("gram", "moment", "square", "num_examples"):
             own, others = getattr(self, name), getattr(other, name)
@@ -129,33 +116,22 @@ def with_bias(inputs: Tensor) -> Tensor:
 
 def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
     """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` this many."""
-    for name, values in (("inputs", inputs), ("targets", targets)):
-        check_real(name, values)
+    check_numbers(inputs=inputs, targets=targets)
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
-        raise FedBayesError(
-            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features), and "
-            f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
-        )
+        wanted = f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
+        given = f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}"
+        raise FedBayesError(f"{given}: give (examples, features), and {wanted}")
     for name, values in (("inputs", inputs), ("targets", targets)):
         rows = values.unsqueeze(1) if values.ndim == 1 else values
         wrong = (~rows.isfinite()).any(0).nonzero().flatten().tolist()
         if wrong:
-            raise FedBayesError(
-                f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the column's mean in "
-                "their place"
-            )
-
-
-def check_real(name: str, values: Tensor) -> None:
-    """Raise FedBayesError unless ``values`` is a dense tensor of real numbers."""
-    check_tensor(name, values, error=FedBayesError)
-    if values.is_complex():
-        raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
+            remedy = "leave out the examples, or put the column's mean in their place"
+            raise FedBayesError(f"{name} are not finite in column {listed(wrong)}: {remedy}")
 
 
 def check_sums(name: str, values: Tensor) -> None:
     """Raise FedBayesError unless ``values`` is a dense tensor of finite numbers in float64."""
-    check_real(name, values)
+    check_numbers(**{name: values})
     if values.dtype != torch.float64:
         raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
     if not values.isfinite().all():
@@ -167,7 +143,7 @@ NoiseEstimate = Literal["evidence", "target"]
 STEPS, TOLERANCE = 10_000, 1e-12
 """Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise variance relative to the mean square of the targets below which the fit is exact; and number of weights that
+"""Noise variance relative to the mean square of the targets below which the fit is exact, and number of weights that
 the data determine below which they determine none."""
 
 
@@ -182,8 +158,7 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    Only sums over examples are kept: several clients' add up to the posterior of the pooled data, with the shared prior
-    counted once and the noise estimated from all (:meth:`conflate`). The sums of one example reveal it.
+    Only sums over examples are kept: several clients' add up to the posterior of the pooled data (:meth:`conflate`).
 
     When to use it: as the baseline that any network has to beat, and as the exact answer for federated inference.
     Standardise inputs and targets, so that a prior of standard deviation 1 is vague. The bias has the same prior.
@@ -222,16 +197,15 @@ class BayesianLinearRegression:
                 probable, the weights integrated out, see :func:`most_evident`. "target": the variance of the targets,
                 too large if the inputs are informative.
 
-        Raises:
-            FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
-                noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so
-                that clients too small for that can still be conflated.
+        Raises FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
+        noise that is not positive, or an unknown ``noise``. The noise is estimated when it is first needed, so that
+        clients too small for that can still be conflated.
         """
-        check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
+        errors.check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
         if isinstance(noise, str):
-            check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
+            errors.check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
         else:
-            check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
+            errors.check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
         check_examples(inputs, targets, least=1)
         targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
         design, targets = with_bias(inputs), targets.double()
@@ -243,31 +217,27 @@ class BayesianLinearRegression:
 
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
 
-        Exact for clients of any size, even of one example or without full rank, if every client uses the same noise
-        variance. An estimated one is estimated from all data.
+        Exact for clients of any size, if every client uses the same noise variance.
 
-        Raises:
-            FedBayesError: no models, or models that differ in shape, prior or noise.
+        Raises FedBayesError: no models, or models that differ in shape, prior or noise.
 
         Source: [FBDL] eq. (17), with full covariance.
         """
-        check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
+        errors.check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
         if not models:
             raise FedBayesError("there are no models to conflate: give one per client")
         first = models[0]
         for number, model in enumerate(models):
-            check_kind(f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError)
+            errors.check_kind(
+                f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError
+            )
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
-                    raise FedBayesError(
-                        f"{name} is {getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model "
-                        f"{number}: fit all clients with the same, or their product is not the posterior of their data"
-                    )
+                    values = f"{getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model {number}"
+                    raise FedBayesError(f"{name} is {values}: fit all clients with the same")
             if model.moment.shape != first.moment.shape:
-                raise FedBayesError(
-                    f"model {number} has (features + 1, targets) = {tuple(model.moment.shape)}, model 0 "
-                    f"{tuple(first.moment.shape)}: fit all clients to the same columns"
-                )
+                shapes = f"(features + 1, targets) = {tuple(model.moment.shape)}, model 0 {tuple(first.moment.shape)}"
+                raise FedBayesError(f"model {number} has {shapes}: fit all clients to the same columns")
         gram, moment, squares = (
             torch.stack([getattr(model, name) for model in models]).sum(0) for name in ("gram", "moment", "squares")
         )
@@ -298,10 +268,9 @@ class BayesianLinearRegression:
             why = "the weights leave less than one of them for it"
         else:
             return variance
-        raise FedBayesError(
-            f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples: "
-            f"{why}. Give the variance of the noise as a number, or more examples"
-        )
+        what = f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples"
+        remedy = f"{why}. Give the variance of the noise as a number, or more examples"
+        raise FedBayesError(f"{what}: {remedy}")
 
     def _determined(self, variance: float) -> float:
         r"""Return :math:`\gamma`, the number of weights that the data determine under this noise."""
@@ -324,10 +293,10 @@ class BayesianLinearRegression:
         try:
             return torch.linalg.cholesky(self.precision)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            raise FedBayesError(
-                f"the precision is not positive definite in double precision, with prior_std={self.prior_std:g} and a "
-                f"noise variance of {self.noise_variance:g}: standardise the inputs, or give values nearer to 1"
-            ) from None
+            given = f"with prior_std={self.prior_std:g} and a noise variance of {self.noise_variance:g}"
+            remedy = "standardise the inputs, or give values nearer to 1"
+            what = "the precision is not positive definite in double precision"
+            raise FedBayesError(f"{what}, {given}: {remedy}") from None
 
     @property
     def mean(self) -> Tensor:
@@ -351,13 +320,12 @@ class BayesianLinearRegression:
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
 
-        Raises:
-            FedBayesError: another number of features, or an estimate of the noise that fails.
+        Raises FedBayesError: another number of features, or an estimate of the noise that fails.
 
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """
-        check_real("inputs", inputs)
-        check_at_least("samples", samples, 0, error=FedBayesError)
+        check_numbers(inputs=inputs)
+        errors.check_at_least("samples", samples, 0, error=FedBayesError)
         features, targets = len(self.gram) - 1, self.moment.shape[1]
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")

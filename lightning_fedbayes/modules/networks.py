@@ -1,7 +1,5 @@
 """Ready deterministic networks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -32,8 +30,7 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
 
     Each convolution is followed by a ReLU and 2×2 max pooling. ``size`` is height and width of the images.
 
-    Raises:
-        FedBayesError: the images are smaller than 16×16.
+    Raises FedBayesError: the images are smaller than 16×16.
     """
     for name, value in (("channels", channels), ("classes", classes), ("size", size)):
         check_at_least(name, value, 1, error=FedBayesError)
@@ -92,13 +89,10 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     width. With three channels and ten classes it has 269,722 parameters: shortcuts have none (option A), and
     convolutions have no bias, since BatchNorm follows. He initialisation, :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
 
-    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic. With dropout,
-    ``with_mc_dropout(resnet20(), 0.2)``; and fully variational,
-    ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``, which starts from
-    torch's initialisation unless ``init="pretrained"``.
+    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10, there deterministic, with dropout by
+    ``with_mc_dropout``, or fully variational by ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], ...)``.
 
-    Shapes: (batch, channels, height, width), any size → (batch, classes). In training BatchNorm raises an error for a
-    batch of one image of up to 4×4 pixels, with a single value per channel.
+    Shapes: (batch, channels, height, width), any size → (batch, classes).
 
     Source: He et al. 2016, *Deep Residual Learning for Image Recognition*, §4.2 with n = 3; He et al. 2015, eq. (10).
 

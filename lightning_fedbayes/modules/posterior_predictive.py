@@ -1,7 +1,5 @@
 """Predictions with uncertainty for any module, from a Gaussian posterior of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
@@ -13,15 +11,7 @@ from lightning_fedbayes.core.batches import Unpack, check_unpack, output_of, unp
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, raised_as
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.metrics.likelihoods import (
-    Categorical,
-    Gaussian,
-    Likelihood,
-    Rows,
-    get_likelihood,
-    likelihood_of,
-    said_by,
-)
+from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, ScoredModule, scores_of
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
@@ -41,17 +31,14 @@ class PosteriorPredictive(ScoredModule):
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
     The first draws parameters. The second draws outputs of the network linearised at the mean, with Jacobian J
-    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`): posteriors of
-    :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict so, since their
-    variances belong to the linearised network. ::
+    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`), as Laplace approximations ask for. ::
 
         predictive = fb.PosteriorPredictive(model, callback.posterior)        # after a federation
         predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON
         predictive = fb.PosteriorPredictive.load_from_checkpoint("last.ckpt", module=Model())  # of either
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
-    All draws, or all examples, are one stacked pass if ``torch.func.vmap`` can run the network. The module is put into
-    evaluation mode, with its weights unchanged.
+    The module is put into evaluation mode, with its weights unchanged.
 
     When to use it: for networks without Bayesian layers, with a posterior from :class:`~lightning_fedbayes.IVON` or
     :class:`~lightning_fedbayes.Laplace`.
@@ -67,11 +54,10 @@ class PosteriorPredictive(ScoredModule):
             For inputs without targets, classes. Moments of a linearised Gaussian are exact.
         predictive: "draws" of the parameters, or "linearised". None: "linearised" for a posterior of a Laplace
             approximation, otherwise "draws".
-        unpack: batch → (inputs, targets). Not needed for a tensor of inputs. A sequence that begins with inputs and
-            targets. A mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
-            "targets". An object goes to ``forward`` as it is. A mapping goes to ``forward`` as keywords if its
-            signature has a parameter for every key and a key for every parameter without a default, and as one argument
-            if no key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
+        unpack: batch → (inputs, targets). Not needed for a tensor of inputs, a sequence that begins with inputs and
+            targets, and a mapping, or an object such as a graph, with targets under "labels", "label", "y", "target" or
+            "targets". An object goes to ``forward`` as it is, a mapping as keywords if they fit its signature, or else
+            as one argument. A method ``unpack`` of ``module`` does the same.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.
@@ -89,7 +75,7 @@ class PosteriorPredictive(ScoredModule):
         module: nn.Module,
         posterior: GaussianPosterior | KroneckerPosterior | None = None,
         samples: int = 10,
-        likelihood: Likelihood | str | None = None,
+        likelihood: likelihoods.Likelihood | str | None = None,
         predictive: Literal["draws", "linearised"] | None = None,
         unpack: Unpack | None = None,
     ) -> None:
@@ -104,7 +90,7 @@ class PosteriorPredictive(ScoredModule):
         self.network = module
         self.posterior = posterior
         self.samples = samples
-        self.likelihood = None if likelihood is None else get_likelihood(likelihood)
+        self.likelihood = None if likelihood is None else likelihoods.get_likelihood(likelihood)
         self.predictive = predictive
         self._unpack = unpack
         self._scores = None
@@ -114,16 +100,14 @@ class PosteriorPredictive(ScoredModule):
         self.eval()
 
     def _check(self, posterior: GaussianPosterior | KroneckerPosterior) -> None:
-        """Raise FedBayesError unless ``posterior`` is of the network."""
         if not isinstance(posterior, KroneckerPosterior):
             check_posterior(posterior, "posterior", error=FedBayesError)
         paths, shapes = parameter_paths(self.network), {n: p.shape for n, p in self.network.named_parameters()}
         for name, mean in posterior.mean.items():
             if name not in paths or shapes[paths[name]] != mean.shape:
-                raise FedBayesError(
-                    f"the posterior has '{name}' of shape {tuple(mean.shape)}, and the module has no such parameter: "
-                    "give the module that was trained, not a part of it or another one"
-                )
+                what = f"the posterior has '{name}' of shape {tuple(mean.shape)}, and the module has no such parameter"
+                remedy = "give the module that was trained, not a part of it or another one"
+                raise FedBayesError(f"{what}: {remedy}")
 
     def forward(self, inputs: Any) -> Tensor:
         """Return the network's output at its present parameters."""
@@ -152,8 +136,7 @@ class PosteriorPredictive(ScoredModule):
     def sample(self, inputs: Any, samples: int | None = None) -> Tensor:
         r"""Return draws of the network's output, shape (samples, batch, \*); None: as many as the constructor says.
 
-        Raises:
-            FedBayesError: there is no posterior, or the network cannot predict the inputs.
+        Raises FedBayesError: there is no posterior, or the network cannot predict the inputs.
         """
         if self.is_linearised:
             return self._draws(*self._linearised(inputs), samples)
@@ -173,7 +156,6 @@ class PosteriorPredictive(ScoredModule):
         return outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0]
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of the linearised outputs."""
         return self._vectorized_if_possible(linearised_outputs, self.network, self._known(), inputs)
 
     def _draws(self, mean: Tensor, covariance: Tensor, samples: int | None = None) -> Tensor:
@@ -190,27 +172,26 @@ class PosteriorPredictive(ScoredModule):
                     self._one_by_one = True
             return function(*arguments, vectorized=False, **options)
 
-    def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
+    def likelihood_for(self, outputs: Tensor, targets: Any = None) -> likelihoods.Likelihood:
         """Return the likelihood, if need be by the first outputs and targets. Raise FedBayesError if unclear."""
-        found = said_by(self)
+        found = likelihoods.said_by(self)
         if found is None and isinstance(targets, Tensor):
-            self.likelihood = found = likelihood_of(self.network, outputs, targets)
+            self.likelihood = found = likelihoods.likelihood_of(self.network, outputs, targets)
         if found is None and (outputs.ndim < 2 or outputs.shape[1] < 2):
-            raise FedBayesError(
-                f"{type(self.network).__name__} has one output per example, a logit or a number: give likelihood="
-                "'bernoulli' or likelihood=fb.Gaussian(noise=...)"
-            )
-        return found or Categorical()
+            what = f"{type(self.network).__name__} has one output per example, a logit or a number"
+            remedy = "give likelihood='bernoulli' or likelihood=fb.Gaussian(noise=...)"
+            raise FedBayesError(f"{what}: {remedy}")
+        return found or likelihoods.Categorical()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: inputs, with or without targets."""
         return self._predict(*self.unpack(batch))
 
     def _predict(self, inputs: Any, targets: Any = None) -> Any:
-        if self.is_linearised and isinstance(said_by(self), Gaussian):
+        if self.is_linearised and isinstance(likelihoods.said_by(self), likelihoods.Gaussian):
             mean, covariance = self._linearised(inputs)
-            known = said_by(self)  # a head knows its noise now
-            assert isinstance(known, Gaussian)
+            known = likelihoods.said_by(self)  # a head knows its noise now
+            assert isinstance(known, likelihoods.Gaussian)
             if known.in_outputs:
                 return known.predict(self._draws(mean, covariance))
             mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
@@ -223,10 +204,10 @@ class PosteriorPredictive(ScoredModule):
             targets = None
         return self.likelihood_for(outputs[0], targets).predict(outputs)
 
-    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Rows:
+    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> likelihoods.Rows:
         """Score a batch of inputs and targets, and return its rows."""
         inputs, targets = unpacked(batch, self, needs_targets=True)
-        known = said_by(self)
+        known = likelihoods.said_by(self)
         if known is None or known.of_classes:
             draws = self.sample(inputs)
             known = self.likelihood_for(draws[0], targets)
@@ -271,10 +252,9 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
         mean = {name: values[name] for name in names}
         shapes = [states[n]["momentum"].shape if n in states else mean[name].shape for n, name in zip(numbers, names)]
         if len(names) != len(numbers) or shapes != [each.shape for each in mean.values()]:
-            raise FedBayesError(
-                "the checkpoint's IVON does not train all parameters of this module in their order, so its variances "
-                "cannot be assigned to parameters: give posterior=optimizer.posterior(module) in place of a checkpoint"
-            )
+            what = "the checkpoint's IVON does not train all parameters of this module in their order"
+            remedy = "give posterior=optimizer.posterior(module) in place of a checkpoint"
+            raise FedBayesError(f"{what}: {remedy}")
         variance = {
             name: states[n]["precision"].reciprocal().to(mean[name])
             if "precision" in states.get(n, {})
@@ -282,6 +262,5 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
             for n, name in zip(numbers, names)
         }
         return GaussianPosterior(mean, variance)
-    raise FedBayesError(
-        "the checkpoint holds no posterior: it is neither of a federation (FederatedBayes) nor of training with fb.IVON"
-    )
+    why = "it is neither of a federation (FederatedBayes) nor of training with fb.IVON"
+    raise FedBayesError(f"the checkpoint holds no posterior: {why}")

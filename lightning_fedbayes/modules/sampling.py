@@ -1,7 +1,5 @@
 """Draws of a network's parameters or of its noise, its output for each draw, and predictive distributions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +73,6 @@ def outputs_with(
 ) -> Tensor:
     """Compute the network's output with each set of parameters, shape (sets, batch, *).
 
-    In one pass, layers before the first parameter that differs between the sets run once.
-
     Args:
         network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`). Its noise (Bayesian
             layers, Monte Carlo dropout) is off.
@@ -85,8 +81,7 @@ def outputs_with(
         vectorized: all sets in one pass, by ``torch.func.vmap``. Otherwise one after the other.
         buffers: in place of the network's, by name.
 
-    Raises:
-        PosteriorError: the network has no parameter of a name.
+    Raises PosteriorError: the network has no parameter of a name.
     """
     paths = parameter_paths(network)
     unknown = sorted(sets.keys() - paths.keys())
@@ -144,9 +139,8 @@ def is_stochastic(network: nn.Module) -> bool:
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """Return ``samples`` independent draws of the network's output, shape (S, batch, *).
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network without such
-    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
-    value, layers of bayesian-torch that draw noise in place) runs once per sample. One without randomness runs once.
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A network that cannot be
+    vectorised (such as an LSTM behind noise) runs once per sample. One without randomness runs once.
 
     Args:
         network: maps ``inputs`` to a tensor. A tuple's first element counts (bayesian-torch returns the KL second). In
@@ -248,10 +242,9 @@ def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
         prefix += f"{name}."
     if type(layer) is nn.Linear:
         return prefix, layer
-    raise FedBayesError(
-        f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}: the variance "
-        "of any other network has no closed form; use 'omc' or 'bootstrap'"
-    )
+    what = f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}"
+    remedy = "the variance of any other network has no closed form; use 'omc' or 'bootstrap'"
+    raise FedBayesError(f"{what}: {remedy}")
 
 
 def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Tensor) -> tuple[Tensor, Tensor]:

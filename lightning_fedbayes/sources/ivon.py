@@ -1,7 +1,5 @@
 """IVON: an optimizer that learns a Gaussian posterior of any network's parameters, at about the cost of Adam."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,12 +33,11 @@ LEAST = 1e-3
 class IVON(Optimizer):
     r"""Improved variational online Newton: an optimizer that learns the posterior of a network without Bayesian layers.
 
-    Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
+    Every parameter has a posterior :math:`N(m, 1/\Lambda)`. The module holds the mean m. A step draws :math:`\theta`
     from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
     :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
-    of the loss. The estimate :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased and noisy. Squares of
-    gradients have less noise, but their unit depends on the batch size and on the width. So squares give the shape over
-    the entries of a tensor, and :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
+    of the loss. Squares of gradients give its shape over the entries of a tensor. The unbiased and noisy estimate
+    :math:`\hat h = g (\theta - m) \Lambda / \lambda`, summed over the tensor and over steps, gives their unit c:
 
     .. math:: v \leftarrow v + \max\left(\tfrac{1}{t + 30}, 1 - \beta_2\right) (g^2 - v), \qquad
               P = \sum_t w_t \sum_i g_i (\theta_i - m_i), \qquad Q = \sum_t w_t \sum_i v_i / \Lambda_i,
@@ -50,13 +47,11 @@ class IVON(Optimizer):
 
     .. math:: m \leftarrow m - \frac{\lambda \bar g + A m}{\lambda \sqrt v / \text{lr} + 10 (\lambda c v + A)}
 
-    with Adam's mean of gradients :math:`\bar g`. Q is the variance of P, so :math:`P / Q` has the standard error
-    :math:`1 / \sqrt Q`. c is the mode over :math:`\log c` under the prior density :math:`e^{-c/c_0} / c_0`, where
-    :math:`c_0` belongs to the curvature at the start (:math:`P = -1/c_0` there): it is positive for any gradients, and
-    the start fades as evidence comes. The weights :math:`w_t` remember the last eighth of the steps. k counts the steps
-    since the optimizer, or a client's round, began. At a fixed point
-    :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`: the evidence lower bound has the same unit, the
-    shape is an approximation. A step of the mean is at most Adam's with this ``lr``, and at most a tenth of Newton's.
+    with Adam's mean of gradients :math:`\bar g`. c is the mode over :math:`\log c` of the likelihood N(P; cQ, Q) under
+    the prior density :math:`e^{-c/c_0} / c_0`, where :math:`c_0` belongs to the curvature at the start: it is positive
+    for any gradients. The weights :math:`w_t` remember the last eighth of the steps. k counts the steps since the
+    optimizer, or a client's round, began. At a fixed point the evidence lower bound has the same unit, and the shape is
+    an approximation. A step of the mean is at most Adam's with this ``lr``, and at most a tenth of Newton's.
 
     ``curvature="ivon"`` is the published algorithm, where every entry follows its estimate,
 
@@ -65,12 +60,9 @@ class IVON(Optimizer):
               m \leftarrow m - \text{lr}\,h_0\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta},
 
     :math:`\delta = A / \lambda`. With :math:`\beta_2 = 0.999` the variances follow the noise, and with 0.99999 they
-    stay at :math:`h_0`: ``python -m benchmarks.layers.width`` compares them on 1,200 digits, where the accuracy of the
-    mean after 60 epochs is 0.420 with 0.999, and 0.965 by squares.
-
-    Squares reach the width of the evidence lower bound, as mean-field variational inference does. For a deep network on
-    few examples under the prior N(0, 1) that can be bad: a LeNet on 10,000 images of FashionMNIST (``--data DIR``) has
-    an accuracy of 0.568 after 200 epochs, mean field 0.564, and IVON with ``temperature=0.1`` 0.831.
+    stay at :math:`h_0` (``python -m benchmarks.layers.width`` compares them). Squares reach the width of the evidence
+    lower bound, as mean-field variational inference does. For a deep network on few examples under the prior N(0, 1)
+    that can be too wide: give ``temperature=0.1``.
 
     The loss must be a mean over examples, without weight decay and KL divergence: the step has the prior. Outside of a
     federation, use it in any loop that gives ``step`` a closure, as Lightning's automatic optimization does::
@@ -92,14 +84,14 @@ class IVON(Optimizer):
         prior_std: s > 0, infinite for no prior. It replaces ``weight_decay``, which is :math:`\tau / n s^2`.
         hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: draws are a tenth of
             the root mean square of a tensor's values wide. With ``curvature="ivon"`` 1.
-        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares; with ``curvature="ivon"`` of
+        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares, with ``curvature="ivon"`` of
             the curvature.
         samples: draws per step, each with its gradient.
         temperature: :math:`\tau` > 0; 1 is Bayes, less makes the posterior narrower.
         curvature: "squares" or "ivon".
 
     State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
-    "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`; in a federation
+    "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`. In a federation
     also "prior_precision" A and "prior_shift" b of a prior :math:`\exp(b\theta - \tfrac12 A \theta^2)`, where
     :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` is constant.
 
@@ -198,29 +190,27 @@ class IVON(Optimizer):
             closure: evaluates the loss and its gradients, once for each draw. None: the step uses the gradients of all
                 :meth:`sampled` blocks since the last step.
 
-        Raises:
-            FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated before
-                the draw.
+        Raises FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated
+        before the draw.
         """
         result = None
         if closure is not None:
             if not callable(closure):
                 raise FederationError(f"closure={shown(closure)}: give a function that evaluates the loss")
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-                raise FederationError(
-                    "IVON: there are gradients at the mean, from before the draw of the parameters, such as those of "
-                    "accumulated batches: use accumulate_grad_batches=1 and larger batches, or samples="
+                what = (
+                    "there are gradients at the mean, from before the draw of the parameters, as of accumulated batches"
                 )
+                remedy = "use accumulate_grad_batches=1 and larger batches, or samples="
+                raise FederationError(f"IVON: {what}: {remedy}")
             self.forget()
             for _ in range(self.samples):
                 with self.sampled(), torch.enable_grad():
                     result = closure()
         elif not self._draws:
-            raise FederationError(
-                "IVON.step() has no gradient at a draw of the parameters: hand it a closure, as Lightning's automatic "
-                "optimization does (not with precision='16-mixed': take 'bf16-mixed'), or take gradients inside "
-                "`with optimizer.sampled():`"
-            )
+            closure_of = "as Lightning's automatic optimization does (not with precision='16-mixed': take 'bf16-mixed')"
+            remedy = f"hand it a closure, {closure_of}, or take gradients inside `with optimizer.sampled():`"
+            raise FederationError(f"IVON.step() has no gradient at a draw of the parameters: {remedy}")
         sums, draws = self._sums or {}, self._draws
         self.forget()
         for group in self.param_groups:
@@ -279,7 +269,6 @@ class IVON(Optimizer):
         self._draws += bool(found)
 
     def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
-        """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
         first = group["betas"][0]
@@ -368,7 +357,6 @@ class IVON(Optimizer):
         return wanted
 
     def _update_point(self, group: State, parameter: Tensor, gradient: Tensor) -> None:
-        """Take Adam's step of a parameter without a posterior."""
         state, (first, second) = self.state[parameter], group["betas"]
         if not state:
             state.update(step=torch.zeros(()), momentum=torch.zeros_like(gradient), square=torch.zeros_like(gradient))
@@ -397,7 +385,6 @@ class IVON(Optimizer):
         return GaussianPosterior(mean, variance)
 
     def _state_of(self, parameter: Tensor) -> State:
-        """Return the state of a parameter with a posterior, made at the first call."""
         state = self.state[parameter]
         if not state:
             group = next(each for each in self.param_groups if any(p is parameter for p in each["params"]))

@@ -1,7 +1,5 @@
 """State of IVON: how a parameter begins, and the unit in which squared gradients are its curvature."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -67,7 +65,7 @@ def larger(first: Any, second: float) -> Any:
 def begin(state: State, square: Tensor, number: float | Tensor) -> None:
     r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
 
-    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; the sums change unit
+    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`. The sums change unit
     too, and P begins at :math:`-1 / c_0`.
     """
     curvature, precision = state["square"], state["precision"]
@@ -116,7 +114,6 @@ def unit_of(
 
 
 def _mode(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return c of :func:`unit_of` from P and Q."""
     root = torch.hypot(signal, 2 * noise.sqrt())
     return torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
 
@@ -158,7 +155,7 @@ def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[st
 
 
 def precision_of(state: Mapping[str, Any]) -> Tensor:
-    r"""Return a parameter's precision; where the width is fixed, :math:`\lambda c v + A` as measured."""
+    r"""Return a parameter's precision. Where the width is fixed, :math:`\lambda c v + A` as measured."""
     if "fixed" not in state:
         return state["precision"]
     like, unit = state["square"], _mode(state["signal"], state["noise"].clamp_min(TINY))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_diabetes, load_digits
 
+from benchmarks.readers import stratified_order
 from lightning_fedbayes.data import DiabetesDataModule, DigitsDataModule, labels_of
-from lightning_fedbayes.data.splits import stratified_order
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 2**31))

@@ -1,9 +1,8 @@
 """Calibration inside a Trainer: found on validation data, scored on test data, kept in checkpoints. Its predictions."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -45,8 +44,7 @@ def predictions_of(
         seed: of the draws, which depend on the client's number, not on other clients. Global generators stay unused.
         first: number of the first client.
 
-    Raises:
-        FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
+    Raises FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
     return {name: scalable(each) for name, each in rows_of_clients(predictive, datasets, batch_size, seed, first)}
 
@@ -84,12 +82,9 @@ def rows_of_clients(
     steps = numbers and isinstance(predictive, L.LightningModule) and evaluation.has_predict_step(predictive)
     predict: Any = evaluation.predicted if steps else evaluation.rows_by_outputs
 
-    def predict_batch(batch: Any) -> Predicted:
-        return predict(predictive, batch)
-
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
         client_seed = derive_seed(seed, "evaluation", client=number)
-        yield name, evaluation.predict_data(predictive, dataset, batch_size, client_seed, predict_batch)
+        yield name, evaluation.predict_data(predictive, dataset, batch_size, client_seed, partial(predict, predictive))
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
@@ -108,10 +103,8 @@ def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
     if shared:
         used_again, total = map(sum, zip(*shared.values()))
         who, whose = ("client", "its") if len(shared) == 1 else ("clients", "their")
-        rank_zero_warn(
-            f"{who} {errors.listed(shared)}: {used_again} of {whose} {total} calibration examples were trained on, so "
-            "what is calibrated is too confident; hold examples out before training"
-        )
+        found = f"{used_again} of {whose} {total} calibration examples were trained on, so what is calibrated is"
+        rank_zero_warn(f"{who} {errors.listed(shared)}: {found} too confident; hold examples out before training")
 
 
 def _parts(dataset: Dataset) -> list[Dataset]:
@@ -139,12 +132,9 @@ class CalibrationCallback(Reader):
     """Calibrates in every validation, so that each checkpoint holds the calibration of its weights.
 
     ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores the result, in
-    tables by client, and ``trainer.predict`` uses it. The clients are those of a
-    :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each). Any other
-    validation data are one client, "all". Training is not changed.
+    tables by client, and ``trainer.predict`` uses it. Validation data that are not of clients are one, "all".
 
-    It calibrates the predictions of the validation's evaluator. If the package has drawn them, figures are
-    "val/draws/..." and "test/draws/...".
+    If the package has drawn the predictions, figures are "val/draws/..." and "test/draws/...".
     """
 
     calibrates = True
@@ -178,16 +168,14 @@ class CalibrationCallback(Reader):
     ) -> ClientScores:
         """Return the scores of the calibrated predictions on each client's data, other than those of the fit.
 
-        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
-        of the sets (width of the intervals, in the units of the targets). For the arguments see :meth:`fit_from`.
+        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage), or coverage and size of the sets (width of
+        the intervals). For the arguments see :meth:`fit_from`.
 
-        Raises:
-            FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
+        Raises FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
         """
         return self.score(self._found(predictive, datasets, batch_size, seed))
 
     def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
-        """Return the predictions of each client's data."""
         found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=self.takes_moments)
         return {name: self.read(each) for name, each in found}
 

@@ -12,34 +12,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.callbacks.calibration import callback
 from lightning_fedbayes.callbacks.calibration import scores as scoring
-from lightning_fedbayes.callbacks.calibration.callback import (
-    CalibrationCallback,
-    Datasets,
-    Found,
-    check_apart,
-    logits_of,
-    numbers_of,
-    state_of,
-)
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Datasets, Found
 from lightning_fedbayes.callbacks.calibration.scores import BINS, GRIDS, Kind, ScoreSketch
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FedBayesError,
-    FederationError,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_number,
-    is_number,
-    listed,
-    nearest,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import LARGEST, FedBayesError, FederationError, is_number, listed, nearest, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
@@ -65,13 +46,10 @@ class FederatedConformal(CalibrationCallback):
         \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
         B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
 
-    whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Without such clients the threshold comes from the sum
-    of all counts. An honest client that is much harder or easier than the others is clipped likewise, and a line names
-    it. ``per_client`` gives it a threshold. One or two clients are never bounded.
+    whatever they send. A line names the clients that are clipped. One or two clients are never bounded.
 
-    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds. Where f < K/2 clients lie,
-    it lies between the smallest and the largest of the honest clients' thresholds, whatever their sizes. Clients alike
-    are covered as by one of their thresholds. Where they differ, the median client is covered with the stated level,
+    With ``pooling="median"`` the threshold is the upper median of the clients' thresholds: for f < K/2 liars between
+    the smallest and the largest honest one. Where clients differ, the median client is covered with the stated level,
     not their mixture. When to use it: many of the clients may lie, or each should count alike, and every client has
     enough examples for a threshold.
 
@@ -80,19 +58,18 @@ class FederatedConformal(CalibrationCallback):
 
     .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
 
-    Only shrinkage 0, the default, guarantees the level for every client. If clients have few examples, their thresholds
-    are then infinite. Shrinkage, in examples, borrows from the others, and the guarantee of the client becomes
-    approximate. Choose it from knowledge of the clients, or on other held-out data.
+    Only shrinkage 0, the default, guarantees the level for every client. The thresholds of clients with few examples
+    are then infinite. Shrinkage, in examples, borrows from the others.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
-    for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
-    cell. Scale it by :class:`FederatedTemperature` first, or give more ``bins``.
+    for classifiers, "interval" for regressors. Scale a classifier that is nearly always certain by
+    :class:`FederatedTemperature` first, or give more ``bins``.
 
     As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
     validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
     keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
-    as "test/lac_90/coverage" and the like, each by its threshold with ``per_client``. ``trainer.predict`` puts the
-    sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
+    as "test/lac_90/coverage" and the like. ``trainer.predict`` puts the sets or intervals of each batch, by the pooled
+    threshold, into :attr:`predictions`.
 
     Args:
         level: probability of coverage in (0, 1).
@@ -101,14 +78,12 @@ class FederatedConformal(CalibrationCallback):
         shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
         epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit. None
-            adds none, and :class:`~lightning_fedbayes.UpdatePrivacy` refuses it. With noise ``trainer.fit`` takes the
-            thresholds after its last round only: each time costs ε again.
+            adds none. With noise ``trainer.fit`` takes the thresholds after its last round only.
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
         max_influence: c, at least 1: largest multiple of the median client that one client counts for, as in
             :class:`~lightning_fedbayes.Safeguards`. None: no bound.
         per: where an example has several positions, labels or targets: "position" covers each with the level, as a
-            mean over the positions of new examples, exact up to the scatter between examples. "example" covers all of
-            an example at once, and the guarantee above is for examples.
+            mean over the positions of new examples. "example" covers all of an example at once.
 
     Attributes:
         threshold: of the pooled clients. None before :meth:`fit`.
@@ -116,7 +91,7 @@ class FederatedConformal(CalibrationCallback):
         temperature: of the logits that were scored.
         releases: number of times that thresholds were taken from noisy counts. Each has cost ``epsilon``.
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
-            for yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
+            for yes or no (batch, 2, labels, \*positions), or lower and upper ends, shape (batch, \*, 2).
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -148,16 +123,16 @@ class FederatedConformal(CalibrationCallback):
         max_influence: float | None = 2.0,
         per: Per = "position",
     ) -> None:
-        check_number("level", level, "(0, 1)", error=FedBayesError)
-        check_choice("kind", kind, GRIDS, error=FedBayesError)
-        check_flag("per_client", per_client, error=FedBayesError)
-        check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
-        check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
+        errors.check_number("level", level, "(0, 1)", error=FedBayesError)
+        errors.check_choice("kind", kind, GRIDS, error=FedBayesError)
+        errors.check_flag("per_client", per_client, error=FedBayesError)
+        errors.check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
+        errors.check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
         if epsilon is not None:
             scoring.check_epsilon(epsilon)
-        check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
+        errors.check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
         scoring.check_influence(max_influence)
-        check_choice("per", per, get_args(Per), error=FedBayesError)
+        errors.check_choice("per", per, get_args(Per), error=FedBayesError)
         self.per: Per = per
         self.level = level
         self.kind: Kind = kind
@@ -183,22 +158,20 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's scores or sketch. Return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
-        class, and intervals are the whole line. A warning names the client, or some of many. With ``epsilon`` each call
-        counts as a release of every client's noisy counts (:attr:`releases`), with new noise, the same for a new object
-        and the same ``seed``.
+        class, and intervals are the whole line. With ``epsilon`` each call counts as a release of every client's noisy
+        counts (:attr:`releases`), with new noise.
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
                 added its noise.
             seed: of the noise.
 
-        Raises:
-            FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
-                grids.
+        Raises FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
+        grids.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
-        check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+        errors.check_at_least("seed", seed, -LARGEST, error=FedBayesError)
         seeds = (derive_seed(seed, "evaluation", self.releases, number) for number in range(len(clients)))
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         self.releases += self.epsilon is not None
@@ -239,10 +212,9 @@ class FederatedConformal(CalibrationCallback):
             datasets, trained_on, batch_size, seed: as there. The noise depends on the seed, too.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
 
-        Raises:
-            FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
+        Raises FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
         """
-        check_apart(datasets, trained_on)
+        callback.check_apart(datasets, trained_on)
         scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
         self.temperature = temperature
         return self.fit(scores, seed=seed)
@@ -257,11 +229,10 @@ class FederatedConformal(CalibrationCallback):
         first: int = 0,
     ) -> dict[str, Tensor]:
         """Return the scores of each client's examples, by its name. See :meth:`fit_from` and :func:`predictions_of`."""
-        check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        errors.check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
-        """Return the scores of each client's predictions."""
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
             each = (
@@ -307,8 +278,7 @@ class FederatedConformal(CalibrationCallback):
 
         Returns: bool, of the shape of ``probs``.
 
-        Raises:
-            FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
+        Raises FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
         """
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
@@ -328,8 +298,7 @@ class FederatedConformal(CalibrationCallback):
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
-        Raises:
-            FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
+        Raises FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
         """
         if self.kind != "interval":
             raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")
@@ -404,8 +373,8 @@ class FederatedConformal(CalibrationCallback):
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return moments for intervals or logits for sets, targets, and the rows of each example of a client."""
         if self.kind != "interval":
-            return *logits_of(found), found["counts"]
-        return *numbers_of(found), found["counts"] * found["mean"].shape[1]
+            return *callback.logits_of(found), found["counts"]
+        return *callback.numbers_of(found), found["counts"] * found["mean"].shape[1]
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
@@ -415,7 +384,6 @@ class FederatedConformal(CalibrationCallback):
         self.fit(scores, seed=seed)
 
     def _temperature_in(self, trainer: L.Trainer) -> float:
-        """Return the temperature by which the Trainer's callbacks scale logits."""
         scaling = callback_of(trainer, FederatedTemperature)
         return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
 
@@ -436,13 +404,7 @@ class FederatedConformal(CalibrationCallback):
         self.predictions = []
 
     def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *batch: Any, **options: Any
     ) -> None:
         """Add the sets or intervals of a batch. Raise FedBayesError for predictions of another kind."""
         if isinstance(outputs, likelihoods.ClassPrediction):
@@ -462,13 +424,13 @@ class FederatedConformal(CalibrationCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the thresholds. Releases stay counted. Raises FederationError for a foreign state."""
-        state = state_of(self, state_dict)
+        state = callback.state_of(self, state_dict)
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
-        check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
+        errors.check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
         for name, each in (("threshold", 0.0 if threshold is None else threshold), *thresholds.items()):
             if each != math.inf and not (is_number(each) and each >= 0):
                 raise FederationError(f"threshold of {shown(name)}: {shown(each)} is none; give a number of at least 0")
-        check_number("temperature", state["temperature"], "(0, inf)")
-        check_at_least("releases", releases, 0)
+        errors.check_number("temperature", state["temperature"], "(0, inf)")
+        errors.check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
         self.releases = max(self.releases, releases)

@@ -46,9 +46,8 @@ def class_scores(
         s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
 
     When to use it: "lac" gives the smallest sets on average. "aps" gives larger sets to harder examples, so that these
-    are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at least one class, and confident
-    networks get large ones. With ``generator`` U is drawn for each example, and sets are smaller. Of equal
-    probabilities the earlier class counts as the larger one.
+    are covered, too. Without ``generator`` U = 1: sets hold at least one class, and confident networks get large ones.
+    With it U is drawn for each example. Of equal probabilities the earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -58,8 +57,7 @@ def class_scores(
 
     Returns: scores in [0, 1], shape (batch,), float64.
 
-    Raises:
-        FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
+    Raises FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
 
     Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
 
@@ -124,8 +122,7 @@ def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
 
     Returns: scores of at least 0, shape (batch,), float64.
 
-    Raises:
-        FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
+    Raises FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
 
     Source: Lei et al. (2018), §5.2.
 
@@ -187,8 +184,7 @@ class ScoreSketch:
             scores: shape (examples,). In [0, 1] for "unit", at least 0 for "half_line".
             bins, grid: of the sketch.
 
-        Raises:
-            FedBayesError: scores outside the grid or not finite, or an argument out of range.
+        Raises FedBayesError: scores outside the grid or not finite, or an argument out of range.
         """
         check_choice("grid", grid, ("unit", "half_line"), error=FedBayesError)
         check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
@@ -211,7 +207,7 @@ class ScoreSketch:
         return int(self.counts.sum())
 
     def distribution(self) -> Tensor:
-        """Return the share of scores up to each upper edge, with one more score at infinity; float64, shape (bins,)."""
+        """Return the share of scores up to each upper edge, with one more score at infinity, float64, shape (bins,)."""
         return self.counts.cpu().cumsum(0).double() / (self.num_examples + 1)
 
     def __add__(self, other: ScoreSketch) -> ScoreSketch:
@@ -221,9 +217,8 @@ class ScoreSketch:
     def threshold(self, level: float) -> float:
         r"""Return an upper bound of the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of n scores.
 
-        It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
-        the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
-        last cell has an infinite edge. Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
+        It is the upper edge of that score's cell. If that rank exceeds n it is infinite, as is the edge of the last
+        cell of a "half_line". Raises FedBayesError for a ``level``, the coverage, outside (0, 1).
 
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
@@ -240,16 +235,13 @@ class ScoreSketch:
 
         Where an example may be *replaced* by another, ε is twice as large. Each noisy sketch of the same examples
         costs its ε again. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
-        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then only
-        approximate. Clipping adds a few examples to empty cells.
+        examples: the noise has a standard deviation of about √2/ε per cell. Coverage is then only approximate.
 
         Args:
             epsilon: ε > 0.
-            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise. Other counts
-                have unrelated noise even by the same seed, so that it does not cancel between two sketches.
+            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise.
 
-        Raises:
-            FedBayesError: ε is not above 0, or the seed no whole number.
+        Raises FedBayesError: ε is not above 0, or the seed no whole number.
 
         Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
 
@@ -309,10 +301,7 @@ def bounded_distribution(
     which is the pooled distribution, with one more score at infinity, wherever no client exceeds the bound. Where one
     does, F is clamped to [0, 1], and :math:`n_k` counts as at most c times the median.
 
-    Args:
-        sketches: of the clients, on one grid.
-        level: coverage in (0, 1) at whose quantile the distribution is used.
-        max_influence: c. None: the pooled distribution.
+    Sketches are on one grid. ``max_influence`` is c, with None the pooled distribution.
 
     Returns: F at the upper edges, shape (bins,), and which client exceeds its bound there, bool (clients, bins).
     """
@@ -348,12 +337,8 @@ def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tenso
     .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
 
     with the clients' sums s, (clients, \*), of expectation 0 at the solution if clients are alike, their variances v
-    there, perhaps of one client, and c = ``max_influence``. Fewer than half of the clients cannot move it beyond the
-    others' values. Three honest clients with sums that cancel stay below it with c = 2: the largest is the sum of the
-    other two.
-
-    When to use it: for sums that are 0 at the value sought. A client that is clipped at :math:`\pm B` moves the value
-    no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
+    there, perhaps of one client, and c = ``max_influence``. A client that is clipped at :math:`\pm B` moves the
+    solution no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
 

@@ -16,16 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration import scores
-from lightning_fedbayes.callbacks.calibration.callback import (
-    CalibrationCallback,
-    Datasets,
-    Found,
-    check_apart,
-    predictions_of,
-    scalable,
-    state_of,
-)
+from lightning_fedbayes.callbacks.calibration import callback, scores
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Datasets, Found
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
@@ -77,7 +69,7 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
     .. math:: \ell_s' = E_{p_s}[z_s] - z_{s,y}, \qquad \ell_s'' = -\ell_s' - \mathrm{Var}_{p_s}[z_s]
 
-    The NLL of an example is the NLL of the mean over draws; with :math:`w = \mathrm{softmax}(\ell)` over draws,
+    The NLL of an example is the NLL of the mean over draws, with :math:`w = \mathrm{softmax}(\ell)` over draws,
 
     .. math::
         L = -\log \frac1S \sum_s e^{\ell_s}, \qquad L' = -E_w[\ell'], \qquad
@@ -90,9 +82,8 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
         targets: class of each example, integers, shape (batch,).
         temperature: T > 0.
 
-    Raises:
-        FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes of
-            the logits, or a temperature that is not above 0.
+    Raises FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes
+    of the logits, or a temperature that is not above 0.
 
     Source: Guo et al. (2017); derivatives in closed form, in double precision.
 
@@ -105,7 +96,6 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
 
 def _message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
-    """Return the message of logits and targets that have been checked."""
     classes_first = logits.movedim(-1, 0).contiguous()  # where softmax and sums take half the time
     index = targets.expand(classes_first.shape[1:]).unsqueeze(0)
     scaled = classes_first / temperature
@@ -174,9 +164,8 @@ class TemperatureSearch:
     leaves the interval that the signs so far allow. If steps do not shrink after five exchanges, the next one goes to
     the limit of T, and back if that is too far. While a client is bounded, the difference of two gradients replaces the
     curvature. The search ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below
-    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far. Ordinary
-    cases take about five. Beyond T = 10 it may end inexact, with a warning if the last step was longer than a
-    hundredth. For one draw the NLL has a single minimum. For several draws the search finds a local one.
+    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges. For several draws it finds a local
+    minimum.
 
     When to use it: where your transport carries messages. :class:`FederatedTemperature` runs it in one process. ::
 
@@ -279,13 +268,10 @@ class FederatedTemperature(CalibrationCallback):
 
     .. math:: |\Delta \log T| \le \frac{f B}{(K - f)\, n h}, \qquad B \approx 2.7\, c\, \sqrt{n h}
 
-    whatever they send: 7 % for one of ten with n = 180 and h = 0.4. Without such clients T comes from the plain sum. An
-    honest client that is much more, or less, certain than the others is bounded likewise, and a line names it. One or
-    two clients are never bounded.
+    whatever they send. A line names the clients that are bounded. One or two clients are never bounded.
 
-    When to use it: after training, for a classifier with a large ECE. Accuracy stays as it is. For numbers T is the
-    factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`. Calibrate on held-out
-    examples: on training examples T comes out too small.
+    When to use it: after training, for a classifier with a large ECE, on held-out examples. Accuracy stays as it is.
+    For numbers T is the factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`.
 
     As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
     "val/scaled/temperature" and keeps T in checkpoints. ``trainer.test`` logs the scaled accuracy, NLL and ECE as
@@ -333,17 +319,13 @@ class FederatedTemperature(CalibrationCallback):
         self._scaled = ExitStack()
 
     def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
-        """Find T from held-out examples of each client. Return self.
-
-        Warns if T ends at 1/1000, where every example is classified correctly, or at 1000, where the network is worse
-        than chance: no finite T is best.
+        """Find T from held-out examples of each client, with a warning if no finite T is best. Return self.
 
         Args:
             clients: name → (logits, targets), as :func:`temperature_message` takes them, or for numbers vectors of
                 (means, standard deviations, targets).
 
-        Raises:
-            FedBayesError: no clients, or logits and targets that cannot be used.
+        Raises FedBayesError: no clients, or logits and targets that cannot be used.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
@@ -387,11 +369,10 @@ class FederatedTemperature(CalibrationCallback):
             batch_size: examples at a time.
             seed: of the draws from the posterior.
 
-        Raises:
-            FedBayesError: as :meth:`fit`, or data that are not pairs.
+        Raises FedBayesError: as :meth:`fit`, or data that are not pairs.
         """
-        check_apart(datasets, trained_on)
-        return self.fit(predictions_of(predictive, datasets, batch_size, seed))
+        callback.check_apart(datasets, trained_on)
+        return self.fit(callback.predictions_of(predictive, datasets, batch_size, seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return logits / T, of the shape of ``logits``. Raise FedBayesError before :meth:`fit`, or if some are NaN."""
@@ -410,7 +391,7 @@ class FederatedTemperature(CalibrationCallback):
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return a client's logits and targets, or its moments and targets."""
-        return scalable(found)
+        return callback.scalable(found)
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
@@ -482,7 +463,7 @@ class FederatedTemperature(CalibrationCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore T. Raises FederationError: it is no state of a FederatedTemperature."""
-        state = state_of(self, state_dict)
+        state = callback.state_of(self, state_dict)
         if state["temperature"] is not None:
             check_number("temperature", state["temperature"], "(0, inf)")
         check_at_least("exchanges", state["exchanges"], 0)

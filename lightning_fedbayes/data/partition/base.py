@@ -13,16 +13,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from lightning_fedbayes.core import plots
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    PartitionError,
-    check_at_least,
-    check_kind,
-    check_number,
-    is_whole,
-    shown,
-)
+from lightning_fedbayes.core import errors, plots
+from lightning_fedbayes.core.errors import LARGEST, PartitionError, is_whole, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import html_table
@@ -61,7 +53,7 @@ class Split:
     def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
         """Make a split from any sequence of index lists. Count the classes if the labels are integers."""
         remedy = "give a list of indices for each client"
-        check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
+        errors.check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
         if not indices:
             raise PartitionError(f"indices={shown(indices)}: {remedy}")
         ordered = tuple(as_labels(client).to(torch.int64).flatten().sort().values for client in indices)
@@ -83,7 +75,6 @@ class Split:
         )
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
         head, *rows = self._table()
         return html_table(head, rows)
 
@@ -132,18 +123,18 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     """
     labels = as_labels(labels)
     if not is_class_label(labels):
-        raise PartitionError(
-            f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
-        )
-    check_kind("indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError)
+        why = "counting needs one integer per example"
+        raise PartitionError(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {why}")
+    errors.check_kind(
+        "indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError
+    )
     if not indices:
         raise PartitionError("there are no indices to count: give a vector of them for each client")
     for client in indices:
         check_tensor("indices", client, error=PartitionError)
         if client.numel() and not 0 <= int(client.min()) <= int(client.max()) < len(labels):
-            raise PartitionError(
-                f"indices from {int(client.min())} to {int(client.max())} of {len(labels)} examples; they count from 0"
-            )
+            given = f"indices from {int(client.min())} to {int(client.max())}"
+            raise PartitionError(f"{given} of {len(labels)} examples; they count from 0")
     classes, inverse = torch.unique(labels.detach().cpu(), return_inverse=True)
     counts = [torch.bincount(inverse[client], minlength=len(classes)) for client in indices]
     return torch.stack(counts), tuple(classes.tolist())
@@ -155,7 +146,6 @@ def is_class_label(labels: Tensor) -> bool:
 
 
 def _abbreviate(items: list[Any], limit: int) -> list[Any]:
-    """Leave out the middle of more than ``limit`` items."""
     if len(items) <= limit:
         return items
     gap = ["…"] * len(items[0]) if isinstance(items[0], list) else "…"
@@ -181,25 +171,21 @@ class Partition(ABC):
             seed: seed of the federation. The draws are from its stream ``"partition"``.
             num_examples: number of examples, needed only without labels.
 
-        Raises:
-            PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
+        Raises PartitionError: labels are missing or not integers, or the partition is impossible with these examples.
         """
-        check_at_least("seed", seed, -LARGEST, error=PartitionError)
+        errors.check_at_least("seed", seed, -LARGEST, error=PartitionError)
         if num_examples is not None:
-            check_at_least("num_examples", num_examples, 0, error=PartitionError)
+            errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
         labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
-            raise PartitionError(
-                f"num_examples is {num_examples}, but there are {len(labels)} labels; pass one label per example"
-            )
+            remedy = "pass one label per example"
+            raise PartitionError(f"num_examples is {num_examples}, but there are {len(labels)} labels; {remedy}")
         total = num_examples if labels is None else len(labels)
         dealt = self.deal(labels, total, np.random.default_rng(derive_seed(seed, "partition")))
         for client, indices in enumerate(dealt):
             if len(indices) == 0:
-                raise PartitionError(
-                    f"client {client} of {len(dealt)} would get none of the {total} examples, but each needs at least "
-                    "one; use fewer clients or more data"
-                )
+                need = "but each needs at least one; use fewer clients or more data"
+                raise PartitionError(f"client {client} of {len(dealt)} would get none of the {total} examples, {need}")
         return Split.from_indices(dealt, labels)
 
     @abstractmethod
@@ -217,10 +203,9 @@ class LabelPartition(Partition):
     """Base class of partitions that need integer labels, because they deal by class.
 
     Attributes:
-        labels: where the class of every example is found, for data sets of dicts, graphs or sequences: the name of a
-            column (an attribute of the data set, or a key or an attribute of its examples, which are then all read
-            once). One integer per example; or a function of the data set that returns these. None: the data set's
-            attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
+        labels: where the class of every example is found: the name of a column (an attribute of the data set, or a key
+            or an attribute of its examples), one integer per example, or a function of the data set that returns these.
+            None: its attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
     """
 
     def __post_init__(self) -> None:
@@ -237,15 +222,12 @@ class LabelPartition(Partition):
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
         if labels is None:
-            raise PartitionError(
-                f"{type(self).__name__} deals by label, but the labels are unknown (None); give labels= a column's "
-                "name, one integer per example or a function of the data set; or use IIDPartition"
-            )
+            remedy = "give labels= a column's name, one integer per example or a function; or use IIDPartition"
+            raise PartitionError(f"{type(self).__name__} deals by label, but the labels are unknown (None); {remedy}")
         if not is_class_label(labels):
-            raise PartitionError(
-                f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}, but {type(self).__name__} needs "
-                "one integer class per example; bin a continuous target into classes first, or use IIDPartition"
-            )
+            need = f"{type(self).__name__} needs one integer class per example; bin a continuous target into classes"
+            given = f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}"
+            raise PartitionError(f"{given}, but {need} first, or use IIDPartition")
         return self.deal_classes(labels.detach().cpu().numpy(), generator)
 
     @abstractmethod
@@ -258,9 +240,8 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise PartitionError(
-            f"labels of type {type(labels).__name__} cannot be read as numbers ({error}); give one integer per example"
-        ) from None
+        what = f"labels of type {type(labels).__name__} cannot be read as numbers"
+        raise PartitionError(f"{what} ({error}); give one integer per example") from None
     check_tensor("labels", values, error=PartitionError)
     if values.ndim == 0:
         raise PartitionError(f"labels={shown(labels)}: give one integer per example")
@@ -271,12 +252,11 @@ def check_enough(clients: int, num_examples: int | None) -> int:
     """Return the number of examples. Raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
-    check_at_least("num_examples", num_examples, 0, error=PartitionError)
+    errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
     if clients > num_examples:
-        raise PartitionError(
-            f"{clients} clients cannot share {num_examples} examples, since each needs at least one; "
-            "use fewer clients or more data"
-        )
+        what = f"{clients} clients cannot share {num_examples} examples, since each needs at least one"
+        remedy = "use fewer clients or more data"
+        raise PartitionError(f"{what}; {remedy}")
     return num_examples
 
 
@@ -296,7 +276,7 @@ class IIDPartition(Partition):
     clients: int
 
     def __post_init__(self) -> None:
-        check_at_least("clients", self.clients, 1, error=PartitionError)
+        errors.check_at_least("clients", self.clients, 1, error=PartitionError)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
         """See :meth:`Partition.deal`."""
@@ -312,7 +292,7 @@ class SizesPartition(Partition):
 
     Args:
         sizes: all integers (numbers of examples, each at least 1), or all floats (fractions of the data, each
-            above 0, sum at most 1; cumulative fractions are rounded to whole examples).
+            above 0, sum at most 1. Cumulative fractions are rounded to whole examples).
 
     >>> SizesPartition((0.5, 0.25, 0.25)).split(None, seed=0, num_examples=10).sizes
     (5, 3, 2)
@@ -327,21 +307,18 @@ class SizesPartition(Partition):
             raise PartitionError(f"sizes={shown(self.sizes)}: give a number or a fraction of examples for each client")
         object.__setattr__(self, "sizes", tuple(self.sizes))
         for size in self.sizes:
-            check_number("a size", size, error=PartitionError)
+            errors.check_number("a size", size, error=PartitionError)
         if len({isinstance(size, float) for size in self.sizes}) > 1:
-            raise PartitionError(
-                f"sizes {shown(self.sizes)} mix integers and floats; give all numbers of examples (integers) or all "
-                "fractions (floats)"
-            )
+            remedy = "give all numbers of examples (integers) or all fractions (floats)"
+            raise PartitionError(f"sizes {shown(self.sizes)} mix integers and floats; {remedy}")
         if not all(size > 0 for size in self.sizes):
             raise PartitionError(f"sizes {shown(self.sizes)} must all be above 0; leave out clients that hold no data")
         if not self.fractional and not all(map(is_whole, self.sizes)):
             raise PartitionError(f"sizes={shown(self.sizes)}: give integers (numbers of examples) or floats, fractions")
         if self.fractional and sum(self.sizes) > 1 + 1e-9:
-            raise PartitionError(
-                f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
-                "lower them, or pass integers for numbers of examples"
-            )
+            what = f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share"
+            remedy = "lower them, or pass integers for numbers of examples"
+            raise PartitionError(f"{what}; {remedy}")
 
     @property
     def clients(self) -> int:
@@ -360,8 +337,7 @@ class SizesPartition(Partition):
         if self.fractional:
             ends = np.floor(ends * total + 0.5).astype(np.int64)
         if ends[-1] > total:
-            raise PartitionError(
-                f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
-                "pass fractions as floats"
-            )
+            what = f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples"
+            remedy = "lower the sizes, or pass fractions as floats"
+            raise PartitionError(f"{what}; {remedy}")
         return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

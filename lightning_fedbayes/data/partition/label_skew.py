@@ -1,7 +1,5 @@
 """Partitions with label skew: few classes per client, or class proportions from a Dirichlet distribution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -22,9 +20,8 @@ class ClassPartition(LabelPartition):
     """Give each client exactly m classes (quantity-based label imbalance).
 
     The data are cut into K·m shards of a single class each, and each client gets m random shards of different classes.
-    Classes of equal size are cut into equally many shards, as in the source (10 classes of 5,000 and K·m = 20: 20
-    shards of 2,500). Larger classes into more, so that the largest shard is as small as possible. It deals every
-    example exactly once.
+    Larger classes are cut into more shards, so that the largest shard is as small as possible. It deals every example
+    exactly once.
 
     Use it for the hardest label skew. K·m must be at least the number of classes.
 
@@ -70,19 +67,14 @@ class ClassPartition(LabelPartition):
         """Return the number of shards of each class: K·m in all, from 1 to K per class, none empty."""
         wanted, most = self.clients * self.classes_per_client, np.minimum(sizes, self.clients)
         if self.classes_per_client > len(sizes):
-            raise PartitionError(
-                f"classes_per_client is {self.classes_per_client}, but the data have {len(sizes)} classes; lower it"
-            )
+            have = f"but the data have {len(sizes)} classes; lower it"
+            raise PartitionError(f"classes_per_client is {self.classes_per_client}, {have}")
+        product, remedy = f"{self.clients} clients × {self.classes_per_client} classes", "clients or classes_per_client"
         if wanted < len(sizes):
-            raise PartitionError(
-                f"{self.clients} clients × {self.classes_per_client} classes cover only {wanted} of the {len(sizes)} "
-                "classes; raise clients or classes_per_client"
-            )
+            raise PartitionError(f"{product} cover only {wanted} of the {len(sizes)} classes; raise {remedy}")
         if wanted > most.sum():
-            raise PartitionError(
-                f"{self.clients} clients × {self.classes_per_client} classes need {wanted} shards, but classes of "
-                f"{shown(sizes.tolist())} examples give only {most.sum()}; lower clients or classes_per_client"
-            )
+            have = f"classes of {shown(sizes.tolist())} examples give only {most.sum()}"
+            raise PartitionError(f"{product} need {wanted} shards, but {have}; lower {remedy}")
         shards, tie = np.ones_like(sizes), generator.permutation(len(sizes))
         for _ in range(wanted - len(sizes)):
             largest = np.where(shards < most, sizes / shards, -1.0)
@@ -120,9 +112,7 @@ class DirichletPartition(LabelPartition):
     ``per="client"``: each client k draws its proportions of the C classes,
     :math:`(p_{k1}, …, p_{kC}) \sim \mathrm{Dir}(α C f_1, …, α C f_C)`, where f are the class frequencies of the data
     (Dir(α, …, α) for equally large classes). Every client holds N // K examples (up to K − 1 are left out), dealt
-    without replacement in turns. In each turn every client requests the examples that it lacks by a multinomial draw
-    from its proportions over the classes that are left (if its classes have run out, in proportion to what is left). A
-    class with too few examples serves a random subset of its requests.
+    without replacement in turns: every client draws what it lacks by its proportions over the classes that are left.
 
     Use ``"label"`` to compare with [BA-BFL] and most of the literature, ``"client"`` if sizes must not differ.
 
@@ -130,8 +120,7 @@ class DirichletPartition(LabelPartition):
         clients: number of clients K.
         alpha: concentration α > 0. Literature: 0.1 strong, 0.5 usual, 5 mild skew.
         per: ``"label"`` or ``"client"``.
-        min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most half an equal
-            share (N // 2K, at least 1), since draws from small data rarely give 10.
+        min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most N // 2K.
         balance: with ``per="label"``, do not give examples of later labels to a client that holds N/K.
         labels: where the classes are found. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
@@ -164,10 +153,9 @@ class DirichletPartition(LabelPartition):
         total = check_enough(self.clients, len(labels))
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:
-            raise PartitionError(
-                f"min_examples {least} × {self.clients} clients is more than the {total} examples; lower min_examples "
-                "or clients"
-            )
+            what = f"min_examples {least} × {self.clients} clients is more than the {total} examples"
+            remedy = "lower min_examples or clients"
+            raise PartitionError(f"{what}; {remedy}")
         classes, supply = np.unique(labels, return_counts=True)
         if self.per == "label":
             counts = self._counts_per_label(supply, least, generator)
@@ -189,11 +177,9 @@ class DirichletPartition(LabelPartition):
             if counts.sum(1).min() >= least:
                 return counts
             fewest = max(fewest, int(counts.sum(1).min()))
-        raise PartitionError(
-            f"none of {MAX_REDRAWS} draws of Dirichlet({self.alpha}) gave all {self.clients} clients {least} of the "
-            f"{supply.sum()} examples (best: {fewest}); raise alpha, lower min_examples or clients, or use "
-            "per='client', which makes all clients equally large"
-        )
+        gave = f"gave all {self.clients} clients {least} of the {supply.sum()} examples (best: {fewest})"
+        remedy = "raise alpha, lower min_examples or clients, or use per='client'"
+        raise PartitionError(f"none of {MAX_REDRAWS} draws of Dirichlet({self.alpha}) {gave}; {remedy}")
 
 
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:
@@ -223,13 +209,9 @@ def draw_proportions(clients: int, alpha: float, supply: Array, generator: np.ra
 def deal_by_proportions(proportions: Array, size: int, supply: Array, generator: np.random.Generator) -> Array:
     """Give each client ``size`` examples by its class proportions, without replacement (``per="client"``).
 
-    Args:
-        proportions: shape (K, C), rows sum to 1.
-        size: number of examples of every client. K·size ≤ N.
-        supply: number of examples of each class, shape (C,), sum N.
-        generator: source of the draws.
+    Proportions have shape (K, C). ``supply``, (C,), is the number of examples of each class, at least K·size in all.
 
-    Returns: counts of shape (K, C). Rows sum to ``size``, columns to at most ``supply``. There are at most C turns.
+    Returns: counts of shape (K, C). Rows sum to ``size``, columns to at most ``supply``.
     """
     counts, left = np.zeros(proportions.shape, np.int64), supply.copy()
     while (lacking := size - counts.sum(1)).any():

@@ -1,7 +1,5 @@
 """Scores of predictive distributions and of risks, calibration, and fairness over clients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,8 +19,7 @@ PAIRS = 2**24
 def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
     r"""Negative log-likelihood of each example, :math:`-\log \bar p_y`, in nats.
 
-    A probability below the smallest normal number of its dtype (1.2e-38 in float32) counts as that number: an
-    observed class of probability 0 costs 87 nats (708 in float64), not infinity.
+    A probability below the smallest normal number of its dtype counts as that number: 87 nats in float32.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -39,8 +36,7 @@ def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
 def brier_score(probs: Tensor, target: Tensor) -> Tensor:
     r"""Brier score of each example, :math:`\sum_c (\bar p_c - [c = y])^2`, from 0 (best) to 2. Source: Brier (1950).
 
-    Unlike the log-likelihood it is bounded, so a few confident errors do not dominate it. (For two classes it is twice
-    the score that some define on the probability of one class.) Arguments and shapes as for
+    Unlike the log-likelihood it is bounded, so a few confident errors do not dominate it. Arguments and shapes as for
     :func:`negative_log_likelihood`.
 
     >>> brier_score(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]))
@@ -54,8 +50,7 @@ def brier_score(probs: Tensor, target: Tensor) -> Tensor:
 def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     r"""Negative log-likelihood, :math:`\tfrac12 \log 2\pi\sigma^2 + (y - \mu)^2 / 2\sigma^2`, in nats.
 
-    A target that was divided by s scores log s less than in its original units. A variance below the smallest normal
-    number of its dtype counts as that number.
+    A variance below the smallest normal number of its dtype counts as that number.
 
     Args:
         mean, variance, target: predictive mean μ, variance σ² (noise included) and y, all of one shape, as of the
@@ -108,8 +103,7 @@ def interval_coverage(mean: Tensor, variance: Tensor, target: Tensor, level: flo
 def ensemble_crps(samples: Tensor, target: Tensor) -> Tensor:
     r"""Fair CRPS of M samples, :math:`\frac1M\sum_i|x_i-y| - \frac1{2M(M-1)}\sum_{ij}|x_i-x_j|`.
 
-    Its expectation is the CRPS of the samples' distribution, for any M. With 1/2M² instead, a forecast scores worse the
-    fewer samples it has. It can be negative for single examples. Sorted samples give the double sum in O(M log M).
+    Its expectation is the CRPS of the samples' distribution, for any M. It can be negative for single examples.
 
     Args:
         samples: at least 2 draws from the predictive distribution of y (noise included), shape (samples, *).
@@ -173,8 +167,7 @@ def calibration_diagram(probs: Tensor, target: Tensor, bins: int = 15) -> Calibr
 
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
 
-    The diagram is also called a reliability diagram. Confidence is the largest probability. Torchmetrics gives the
-    same ECE. Source: Guo et al. (2017).
+    It is also called a reliability diagram. Confidence is the largest probability. Source: Guo et al. (2017).
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -207,9 +200,8 @@ def calibration_of_sums(counts: Tensor, confidences: Tensor, hits: Tensor) -> Ca
 def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> Tensor:
     r"""Adaptive ECE, :math:`\sum_b \frac1B |\mathrm{acc}_b - \mathrm{conf}_b|` over B bins with N/B examples each.
 
-    Bins of equal width put nearly all examples of a confident network into the last bin. Bins of equal mass are fine
-    where the examples are. A boundary among examples of equal confidence gives each bin its share of their mean
-    accuracy, so the order of the data does not matter. A scalar in [0, 1]. Arguments of :func:`calibration_diagram`.
+    Bins of equal mass are fine where the examples are. A boundary among examples of equal confidence gives each bin its
+    share of their mean accuracy. A scalar in [0, 1]. Arguments of :func:`calibration_diagram`.
     Source: Nguyen and O'Connor (2015); Mukhoti et al. (2020), "AdaECE".
 
     >>> adaptive_calibration_error(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))
@@ -285,9 +277,8 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
               P = \{(i, j): e_i = 1,\ t_i < t_j \text{ or } (t_i = t_j,\ e_j = 0)\}
 
     A pair is comparable if it is known which event came first: an example that is censored at the time of another event
-    outlived it. Two events at one time are not comparable. Equal risks count half, as in lifelines and scikit-survival
-    (which also takes risks within 1e-8 for equal). 1 is a perfect order, 0.5 is chance. Use it for the discrimination
-    of a survival model, not for calibration. It depends on how many examples are censored.
+    outlived it. Two events at one time are not comparable. Equal risks count half. 1 is a perfect order, 0.5 is chance.
+    Use it for the discrimination of a survival model, not for calibration.
 
     Args:
         risk: predicted risk, higher for an earlier event, any unit, not NaN, such as the log risk of a Cox model or
@@ -318,9 +309,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
     for the hazard :math:`\lambda_0(t) e^{h_i}` with any baseline :math:`\lambda_0`. The risk set of an event is all
     examples of the batch that are observed at least until then, with equal times included (Breslow's method for ties).
-    Use it to train on censored times to an event. Give batches as large as memory allows, because risk sets lie within
-    a batch. Times the share of events it is the loss of FLamby's Fed-TCGA-BRCA, which is a mean over all examples and,
-    among equal times, depends on their order.
+    Use it to train on censored times to an event, in batches as large as memory allows.
 
     Args:
         log_risk: log of the relative hazard h, shape (batch,).
@@ -350,14 +339,13 @@ def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
     utilities.check_vectors(**predicted, time=time, event=event)
     if not len(time):
         raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")
-    wrong = ~(time.isfinite() & (time >= 0))
-    if bool(wrong.any()):
-        given = f"time holds {time[wrong][0].item():.6g} among {int(wrong.sum())} of {len(time)} entries"
-        remedy = "drop those examples, or censor them at the last time known"
-        raise FedBayesError(f"{given} that are not finite or negative; {remedy}")
-    wrong = (event != 0) & (event != 1)
-    if bool(wrong.any()):
-        given = f"event holds {event[wrong][0].item():.6g} among {int(wrong.sum())} of {len(event)} entries"
-        remedy = "give 1 where the event was observed and 0 where it was censored (swapped with time?)"
-        raise FedBayesError(f"{given} that are neither 0 nor 1; {remedy}")
+    late = "drop those examples, or censor them at the last time known"
+    swapped = "give 1 where the event was observed and 0 where it was censored (swapped with time?)"
+    for name, values, wrong, what, remedy in (
+        ("time", time, ~(time.isfinite() & (time >= 0)), "not finite or negative", late),
+        ("event", event, (event != 0) & (event != 1), "neither 0 nor 1", swapped),
+    ):
+        if bool(wrong.any()):
+            given = f"{name} holds {values[wrong][0].item():.6g} among {int(wrong.sum())} of {len(values)} entries"
+            raise FedBayesError(f"{given} that are {what}; {remedy}")
     return event != 0

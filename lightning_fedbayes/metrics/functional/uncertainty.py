@@ -4,8 +4,6 @@ The total uncertainty is the entropy of the mean predictive, or the variance of 
 aleatoric part (noise in the label) and an epistemic part (disagreement of the posterior samples).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -74,7 +72,7 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
 
 
 def aleatoric_covariance(probs: Tensor) -> Tensor:
-    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`; for a single number use its trace.
+    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`. For a single number use its trace.
 
     Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
     :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. Source: [FBDL] eq. (9).
@@ -101,8 +99,8 @@ def _mean_outer_product(vectors: Tensor) -> Tensor:
 def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
     """Accuracy of the least uncertain examples against the fraction of examples that is retained.
 
-    The most uncertain examples are discarded first, equally uncertain ones together, so the order of the data does not
-    matter. A useful uncertainty gives a curve that falls from 1 to the plain accuracy, a useless one a level line.
+    The most uncertain examples are discarded first, equally uncertain ones together. A useful uncertainty gives a curve
+    that falls from 1 to the plain accuracy, a useless one a level line.
 
     Args:
         correct: true where the example was classified correctly, shape (batch,).
@@ -159,8 +157,7 @@ def ood_auroc(uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
     .. math:: P(u_{out} > u_{in}) + \tfrac12 P(u_{out} = u_{in})
 
     for one example drawn from each side: 1 for perfect separation, 0.5 for none. Use it to compare measures of
-    uncertainty: it needs no threshold, and does not depend on the scale of u or on the ratio of both numbers of
-    examples. (torchmetrics' binary AUROC passes scores outside [0, 1] through a sigmoid, which makes large ones equal.)
+    uncertainty: it needs no threshold. (torchmetrics' binary AUROC squashes scores outside [0, 1].)
 
     Args:
         uncertainty_in: of in-distribution examples, any unit, shape (examples in,), infinity too. FedBayesError for
@@ -188,8 +185,7 @@ def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.9
     .. math:: \frac{1}{N_{in}} \sum_n [u^{in}_n \ge \tau], \qquad
               \tau = \max \Bigl\{t : \frac{1}{N_{out}} \sum_n [u^{out}_n \ge t] \ge \mathrm{recall}\Bigr\}
 
-    All examples with an uncertainty of exactly τ are called out-of-distribution: ties count against the detector, and
-    the value is not interpolated. Use it for the cost of a detector that must not miss much. Papers that score by
+    Ties count against the detector. Use it for the cost of a detector that must not miss much. Papers that score by
     confidence, such as the source, take in-distribution as the positive class and report another number.
 
     Args:

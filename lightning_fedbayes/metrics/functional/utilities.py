@@ -1,7 +1,5 @@
 """Steps that several metrics share: checks of arguments, and sums over groups of examples."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -103,7 +101,7 @@ def sum_by_value(value: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 def sum_by_index(index: Tensor, groups: int, *weights: Tensor) -> tuple[Tensor, ...]:
     """Count the examples of each group and sum their ``weights``: vectors of shape (groups,) in the weights' dtype.
 
-    (index_add_ has a deterministic form on every device; bincount with weights has none.)
+    (index_add_ has a deterministic form on every device, and bincount with weights has none.)
     """
     ones = torch.ones_like(weights[0])
     return tuple(weight.new_zeros(groups).index_add_(0, index, weight) for weight in (ones, *weights))

@@ -28,7 +28,7 @@ class HeadSlopes:
         slope: :math:`\sum_i (p_i - e_{y_i}) \tilde\phi_i^\top`, shape (classes, columns).
         spread: :math:`\sum_i \mathrm{diag}(p_i) - p_i p_i^\top`, shape (classes, classes).
         curvature: :math:`\sum_i p_{ic} p_{id} \tilde\phi_i \tilde\phi_i^\top` for every pair of classes c < d, shape
-            (pairs, columns, columns); or no pair, if they are too many.
+            (pairs, columns, columns), or no pair, if they are too many.
         num_examples: their number.
     """
 
@@ -46,11 +46,9 @@ class HeadSlopes:
         pairs = classes * (classes - 1) // 2
         fits = self.curvature.shape[0] in (0, pairs) and self.curvature.shape[1:] == (columns, columns)
         if not columns or self.loss.ndim or self.spread.shape != (classes, classes) or not fits:
-            raise FedBayesError(
-                f"slope {tuple(self.slope.shape)}, spread {tuple(self.spread.shape)} and curvature "
-                f"{tuple(self.curvature.shape)}: give (classes, columns), (classes, classes) and (0 or pairs of "
-                "classes, columns, columns)"
-            )
+            given = ", ".join(f"{name} {tuple(getattr(self, name).shape)}" for name in ("slope", "spread", "curvature"))
+            wanted = "(classes, columns), (classes, classes) and (0 or pairs of classes, columns, columns)"
+            raise FedBayesError(f"{given}: give {wanted}")
 
     @classmethod
     def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
@@ -83,17 +81,10 @@ class HeadSlopes:
         if not isinstance(other, HeadSlopes):
             return NotImplemented
         if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
-            raise FedBayesError(
-                f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
-                "same fit"
-            )
-        return HeadSlopes(
-            self.loss + other.loss,
-            self.slope + other.slope,
-            self.spread + other.spread,
-            self.curvature + other.curvature,
-            self.num_examples + other.num_examples,
-        )
+            what = f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up"
+            remedy = "give all clients the same fit"
+            raise FedBayesError(f"{what}: {remedy}")
+        return HeadSlopes(*(getattr(self, name) + value for name, value in vars(other).items()))
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
         r"""Return the curvature as Kronecker products :math:`B \otimes A`, pairs (A, B).
@@ -167,7 +158,7 @@ class HeadFit:
 
     @cached_property
     def posterior(self) -> KroneckerPosterior:
-        r"""Posterior of :meth:`linear`, with means or logits as outputs; for "one_hot" logits :math:`f / \sigma^2`."""
+        r"""Posterior of :meth:`linear`, with means or logits as outputs. For "one_hot" logits :math:`f / \sigma^2`."""
         weights, scale = self.weights, 1 / self.noise if self.likelihood == "one_hot" else 1.0
         terms = [(a, b / scale**2) for a, b in self.terms]
         mean = {"weight": weights[:, :-1] * scale, "bias": weights[:, -1] * scale}

@@ -1,7 +1,5 @@
 """The exact head: exchanges of sums that give the posterior of a linear layer of the clients' pooled data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -42,15 +40,14 @@ class BayesianHead:
     with one of three likelihoods:
 
     * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
-      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, with s and σ² of most evidence.
+      :math:`\Phi^\top Y` and :math:`\sum y^2` once. The posterior is exact, with s and σ² of most evidence.
     * "one_hot": classification by the same regression on one-hot targets, in one exchange. Classes have densities
       :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so logits are :math:`f(x) / \sigma^2`; where the Gaussian does
       not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each exchange is of slopes and curvature at the server's weights
       (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to send, and for s.
 
-    Sums of clients add up to the sums of the pooled data: the split of the data makes no difference, a client comes or
-    goes by ``+`` and ``-``, and there is no learning rate. ::
+    Sums of clients add up to the sums of the pooled data, and a client comes or goes by ``+`` and ``-``. ::
 
         head = fb.BayesianHead(outputs=10)
         fit = head.fit_clients([(features, labels), ...])               # in one process
@@ -70,15 +67,14 @@ class BayesianHead:
             1, without which few data, or redundant features, often leave no width.
         inference: of a softmax. "variational": the Gaussian of full covariance nearest to the posterior in KL(q ‖ p).
             Its exchanges tell clients the posterior's covariance, and so sums over all features. "laplace": about half
-            as many exchanges, which tell clients only the weights, but less exact (benchmarks/posterior/NUTS.md), and s
-            too small for wide posteriors.
+            as many exchanges, which tell clients only the weights, but less exact, and s too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
     Raises:
         FedBayesError: an argument is out of range.
 
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
-    variational posterior; Kuss and Rasmussen 2005 for Laplace's evidence of wide posteriors.
+    variational posterior; Kuss and Rasmussen 2005.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
     >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))
@@ -116,10 +112,9 @@ class BayesianHead:
 
         Args:
             features: shape (examples, features).
-            targets: classes, shape (examples,); or real numbers, shape (examples,) or (examples, outputs).
+            targets: classes, shape (examples,), or real numbers, shape (examples,) or (examples, outputs).
 
-        Raises:
-            FedBayesError: values or shapes that do not fit.
+        Raises FedBayesError: values or shapes that do not fit.
         """
         if self.is_classifier:
             self._check_labels(targets)
@@ -139,10 +134,8 @@ class BayesianHead:
         self._check_labels(labels)
         design = design_of(features)
         if design.shape[1] != fit.weights.shape[1] or len(design) != len(labels):
-            raise FedBayesError(
-                f"features {tuple(features.shape)} of {len(labels)} labels: the fit is of {fit.weights.shape[1] - 1} "
-                "features, and each example has a label"
-            )
+            why = f"the fit is of {fit.weights.shape[1] - 1} features, and each example has a label"
+            raise FedBayesError(f"features {tuple(features.shape)} of {len(labels)} labels: {why}")
         parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
         found = (HeadSlopes.of(self._logits(fit, x, each), each, y, fit.takes_pairs) for x, each, y in parts)
         return total(found, HeadSlopes, "labels")
@@ -172,8 +165,7 @@ class BayesianHead:
             features, targets: of the client, which has taken part. With no examples it gets ``fit``.
             weight: w in [0, 1].
 
-        Raises:
-            FedBayesError: the fit is not done, or values or shapes do not fit.
+        Raises FedBayesError: the fit is not done, or values or shapes do not fit.
 
         Source: Ibrahim and Chen 2000, for the power prior.
         """
@@ -183,10 +175,8 @@ class BayesianHead:
             raise FedBayesError(f"the fit is not one of {self} that is done: go on with step() until it is")
         own = self.sums(features, targets)
         if own.moment.shape != fit.sums.moment.shape or own.num_examples > fit.sums.num_examples:
-            raise FedBayesError(
-                f"features {tuple(features.shape)}: the fit is of {fit.sums.num_examples} examples with "
-                f"{fit.weights.shape[1] - 1} features, the client's among them"
-            )
+            fitted = f"{fit.sums.num_examples} examples with {fit.weights.shape[1] - 1} features"
+            raise FedBayesError(f"features {tuple(features.shape)}: the fit is of {fitted}, the client's among them")
         if not own.num_examples:
             return fit
         if self.likelihood != "softmax":
@@ -201,10 +191,9 @@ class BayesianHead:
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
-            raise FedBayesError(
-                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give sums of at least "
-                f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
-            )
+            what = f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}"
+            remedy = f"give sums of at least one example and {self.outputs} outputs, as BayesianHead.sums returns"
+            raise FedBayesError(f"{what}: {remedy}")
         return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
@@ -214,10 +203,9 @@ class BayesianHead:
             raise FedBayesError("the fit is done: do not call step() again")
         found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, HeadSlopes, "slopes")
         if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
-            raise FedBayesError(
-                f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
-                f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}; all clients of the sums have to answer"
-            )
+            given = f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}"
+            fitted = f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}"
+            raise FedBayesError(f"{given}: the fit is of {fitted}; all clients of the sums have to answer")
         return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
@@ -232,14 +220,11 @@ class BayesianHead:
         return fit
 
     def _check_labels(self, labels: Tensor) -> None:
-        """Raise FedBayesError unless ``labels`` are classes."""
         check_kind("targets", labels, Tensor, "give a tensor of classes", error=FedBayesError)
         good = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
         if not good or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.outputs):
-            raise FedBayesError(
-                f"targets of shape {tuple(labels.shape)} and {labels.dtype}: give classes from 0 to "
-                f"{self.outputs - 1}, shape (examples,)"
-            )
+            remedy = f"give classes from 0 to {self.outputs - 1}, shape (examples,)"
+            raise FedBayesError(f"targets of shape {tuple(labels.shape)} and {labels.dtype}: {remedy}")
 
 
 def total(parts: Iterable[Sent], kind: type[Sent], name: str) -> Sent:

@@ -1,7 +1,5 @@
 """The exact head in a Trainer: a module that sums statistics in training, of one data set or of a federation."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -32,8 +30,7 @@ class HeadModule(PosteriorPredictive):
     Its parameters are sums over examples, and a training step adds a batch's: the loss is minus their inner product
     with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange. A softmax takes an epoch
     for the sums and one per further exchange, and then ends the fit: give it enough ``max_epochs``, or -1. It needs all
-    clients in every round. ``FederatedBayes`` adds the clients' sums by the method
-    :class:`~lightning_fedbayes.methods.Sums`.
+    clients in every round (:class:`~lightning_fedbayes.methods.Sums`).
 
     When to use it: in place of a fine-tuned head in a Trainer with its data, loggers, reports and calibration. For
     features in memory :meth:`BayesianHead.fit_clients` is shorter.
@@ -160,7 +157,6 @@ class HeadModule(PosteriorPredictive):
         return self.fitted.linear().to(self.device)(self.features(inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of the outputs, in closed form."""
         if self._is_empty and self._trainer is not None and self.trainer.sanity_checking:
             features, outputs = self.features(inputs), self.head.outputs
             return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
@@ -183,13 +179,11 @@ class HeadModule(PosteriorPredictive):
 
 
 def _clear(sums: nn.ParameterDict) -> None:
-    """Set the sums to 0."""
     for value in sums.values():
         value.data.zero_()
 
 
 def _zeros(**shapes: tuple[int, ...]) -> nn.ParameterDict:
-    """Return sums of 0, in double precision."""
     return nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     )

@@ -1,7 +1,5 @@
 r"""Gaussian posteriors of networks that train as they always do: by the curvature of the loss, or by the path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,18 +9,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.batches import Unpack, Whole, check_unpack, number_of_examples, output_of, unpacked
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FederationError,
-    check_choice,
-    check_kind,
-    check_number,
-    check_strings,
-    nearest,
-    raised_as,
-    shown,
-)
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, nearest, raised_as, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -49,9 +38,7 @@ class Laplace:
     .. math:: q(\theta) = N\left(\hat\theta, \left(\tfrac1\tau \sum_i F_i + s^{-2}\right)^{-1}\right)
 
     with :math:`\hat\theta` at the end of training, and :math:`F_i` the diagonal of the generalised Gauss-Newton matrix
-    of example i, for these likelihoods the Fisher information
-    :math:`E_{y \sim p(y \mid x_i, \hat\theta)} (\nabla \log p(y \mid x_i))^2`, or of the empirical Fisher, the same
-    at the label :math:`y_i`.
+    of example i, for these likelihoods the Fisher information, or of the empirical Fisher, at the label :math:`y_i`.
 
     ::
 
@@ -61,9 +48,8 @@ class Laplace:
         sites = [laplace.site(model, loader) for loader in loaders]  # at each client, with the same network
         posterior = laplace.fuse(model, sites)                       # at the server: of the pooled data
 
-    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
-    gains the prior of the method. The information is taken at the end of its training, or under sites at the global
-    model that it received.
+    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training (under sites
+    at the global model that it received), and its loss gains the prior of the method.
 
     When to use it: for a trained network, or to keep an optimizer. Outside of a federation, training should end at a
     maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
@@ -75,12 +61,10 @@ class Laplace:
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
             (:func:`~lightning_fedbayes.sources.curvature.systems.chosen_precision`).
-        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is close to
-            0 and the posterior as wide as the prior: choose a smaller one by held-out data.
+        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior. The others are point masses. By
             default all that require gradients.
-        unpack: batch → (inputs, targets), if the form of a batch does not tell. Inputs without one row per example,
-            such as graphs, are measured as a whole, with a backward pass for every output of every example.
+        unpack: batch → (inputs, targets), if the form of a batch does not tell.
 
     Raises: FederationError if an argument is out of range.
     Source: MacKay 1992; Daxberger et al. 2021.
@@ -100,11 +84,13 @@ class Laplace:
                 object.__setattr__(self, "likelihood", get_likelihood(self.likelihood))
             except FedBayesError as error:
                 raise FederationError(f"Laplace: {error}") from None
-        check_choice("curvature", self.curvature, get_args(Curvature))
+        errors.check_choice("curvature", self.curvature, get_args(Curvature))
         if self.prior_std is not None:
-            check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
-        check_number("temperature", self.temperature, "(0, inf)")
-        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+            errors.check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
+        errors.check_number("temperature", self.temperature, "(0, inf)")
+        object.__setattr__(
+            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
+        )
 
     def posterior(self, module: nn.Module, batches: Iterable[Any]) -> GaussianPosterior:
         """Return the posterior of a trained ``module``, with copies of its parameters as means.
@@ -116,16 +102,15 @@ class Laplace:
         return self.fuse(module, [self.site(module, batches)])
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
-        r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name; see :meth:`posterior`."""
-        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        r"""Return a client's message to :meth:`fuse`, :math:`\sum_i F_i / \tau` by name. See :meth:`posterior`."""
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module")
         with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot be measured", BATCHES):
             site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]
         for name, value in site.items():
             if not bool(torch.isfinite(value).all()):
-                raise FederationError(
-                    f"Laplace: the information of '{name}' is not finite at {int((~value.isfinite()).sum())} of "
-                    f"{value.numel()} entries: look for NaN in the inputs, or for training that has diverged"
-                )
+                where = f"{int((~value.isfinite()).sum())} of {value.numel()} entries"
+                remedy = "look for NaN in the inputs, or for training that has diverged"
+                raise FederationError(f"Laplace: the information of '{name}' is not finite at {where}: {remedy}")
         return site
 
     def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
@@ -133,15 +118,15 @@ class Laplace:
 
         Raises: FederationError if ``sites`` is empty, or one is of another network or has negative or infinite values.
         """
-        check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
+        errors.check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        errors.check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
         chosen = chosen_parameters(module, self.parameters)
         rule = "all clients have to take site() of this module"
         for number, site in enumerate(sites):
-            check_kind(f"sites[{number}]", site, Mapping, rule)
+            errors.check_kind(f"sites[{number}]", site, Mapping, rule)
             check_shapes(f"sites[{number}]", site, chosen, "the module", rule)
             for name, value in site.items():
                 if not bool((torch.isfinite(value) & (value >= 0)).all()):
@@ -177,7 +162,7 @@ class Laplace:
         ``batches`` are of inputs and targets, or results of :meth:`unpacked`. ``others`` replace the module's other
         parameters and buffers. The module runs in evaluation mode.
         """
-        check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
+        errors.check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}
         total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
         with evaluation_mode(module):
@@ -264,8 +249,7 @@ class SWAG:
     ``FederatedBayes(posterior=fb.SWAG())``.
 
     When to use it: with SGD at a constant learning rate, so that noise moves the path about the optimum, and several
-    local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so it does not work
-    with sites. BatchNorm keeps the statistics of the last weights.
+    local epochs. It has no prior, so it does not work with sites.
 
     Args:
         start: share of the local steps that is left out, in [0, 1).
@@ -282,10 +266,12 @@ class SWAG:
     parameters: Sequence[str] = ("*",)
 
     def __post_init__(self) -> None:
-        check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
-        check_number("scale", self.scale, "(0, inf)")
-        check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
-        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+        errors.check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
+        errors.check_number("scale", self.scale, "(0, inf)")
+        errors.check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
+        object.__setattr__(
+            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
+        )
 
 
 Source = Laplace | SWAG

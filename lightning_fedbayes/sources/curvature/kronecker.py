@@ -71,19 +71,17 @@ class KroneckerLaplace:
         predictive = fb.PosteriorPredictive(network, posterior)
 
     When to use it: where clients can send once, and their networks start from the same weights. A site holds the
-    layers' second moments of inputs and gradients: more bytes than a diagonal, and more about the data.
+    layers' second moments of inputs and gradients.
 
     Args:
         curvature: a :class:`~lightning_fedbayes.Laplace`: likelihood, curvature, temperature :math:`\tau`, s, and the
             patterns of ``parameters``. A layer counts if its weight matches and requires gradients. All else
             (normalisation, embeddings, buffers) is averaged by numbers of examples, without a variance.
         damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
-            which draws directions of little curvature to the clients' average. 0 is Bayes. Choose it by held-out
-            examples (``python -m benchmarks.posterior.one_shot``).
+            which draws directions of little curvature to the clients' average. 0 is Bayes.
 
     Raises: FederationError if an argument is out of range.
-    Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher,
-    which minimises the same sum by Adam from the average and stops early.
+    Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher.
     """
 
     curvature: Laplace = field(default_factory=Laplace)
@@ -99,9 +97,8 @@ class KroneckerLaplace:
 
         ``module`` and ``batches`` as for :meth:`Laplace.posterior`.
 
-        Raises:
-            FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
-                weight or is another kind of convolution, or a batch has no targets or other inputs.
+        Raises FederationError: no layer matches, there is no example, a layer is used several times or is another kind
+        of convolution, or a batch has no targets or other inputs.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
@@ -140,9 +137,8 @@ class KroneckerLaplace:
     def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
         """Return the global posterior of the clients' sites and the prior.
 
-        Raises:
-            FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
-                :class:`~lightning_fedbayes.FederatedScaler`), or a value is not finite.
+        Raises FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
+        :class:`~lightning_fedbayes.FederatedScaler`), or a value is not finite.
         """
         check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
@@ -156,11 +152,9 @@ class KroneckerLaplace:
             _check_finite(f"sites[{number}].", each)
             units = [n for n in each.buffers if n.endswith(UNITS) and not each.buffers[n].equal(sites[0].buffers[n])]
             if units:
-                raise FederationError(
-                    f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have different scales and "
-                    "weights in different units. Fill the module's scaler before clients train, by the data "
-                    "of all or by numbers, FederatedScaler(targets=(mean, std)), or give scaler=False"
-                )
+                what = f"sites[{number}].buffers['{units[0]}'] is not that of sites[0]: clients have different scales"
+                remedy = "Fill the module's scaler before clients train, FederatedScaler(targets=(mean, std))"
+                raise FederationError(f"{what} and weights in different units. {remedy}, or give scaler=False")
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
         mean = _averaged([each.mean for each in sites], shares)
@@ -178,7 +172,6 @@ class KroneckerLaplace:
         return KroneckerPosterior(mean, terms, priors, _averaged([each.buffers for each in sites], shares))
 
     def _layers(self, module: nn.Module) -> dict[str, Any]:
-        """Return the layers that get a precision, by name."""
         supported = {
             f"{name}.weight" if name else "weight": layer
             for name, layer in module.named_modules()
@@ -246,7 +239,6 @@ def _rows(layer: Any, gradient: Tensor) -> Tensor:
 
 
 def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """Return the clients' average, name → tensor of the first client's dtype."""
     return {
         name: torch.stack([share * each[name].double() for share, each in zip(shares, values)]).sum(0).to(like)
         for name, like in values[0].items()
@@ -254,7 +246,6 @@ def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
 
 
 def _check_finite(whose: str, site: KroneckerSite) -> None:
-    """Raise FederationError unless all values of a client's ``site`` are finite."""
     for part in ("mean", "buffers", "inputs", "outputs"):
         for name, value in getattr(site, part).items():
             if not bool(torch.isfinite(value).all()):
@@ -263,7 +254,6 @@ def _check_finite(whose: str, site: KroneckerSite) -> None:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """Return the sum of the outer products of rows with themselves, float64."""
     rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     return (rows.T @ rows).double()
 
@@ -369,6 +359,5 @@ def split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
 
 
 def _root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of a positive semidefinite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp_min(0).sqrt() @ vectors.T

@@ -1,7 +1,5 @@
 r"""Outputs of a network that is linearised at the mean of its posterior: their mean, covariance and draws."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +31,7 @@ def linearised_outputs(
 
     with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
 
-    When to use it: for Laplace posteriors. Their variances hold for this linear model. The network itself, at
-    parameters drawn from them, is far from its mean.
+    When to use it: for Laplace posteriors. Their variances hold for this linear model.
 
     Args:
         network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself.
@@ -42,9 +39,7 @@ def linearised_outputs(
         posterior: of its parameters. Others, and those of variance 0, are fixed.
         inputs: a batch: a tensor of shape (batch, \*), a collection of such, or another input of the network, such as
             a graph, which is not divided into examples: one pass, and one back for every output of every example.
-        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one. The Jacobians of
-            a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or are of one
-            example.
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one.
 
     Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
     O, O).
@@ -102,8 +97,7 @@ def linearised_outputs(
 def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     r"""Return draws from :math:`N(f, C)`, shape (draws, batch, \*outputs), spread evenly.
 
-    Each is a draw from that distribution, and their averages are unbiased. Together they are one scrambled Sobol
-    sequence, the same for all examples: averages over 256 draws are as exact as over 1,000 independent ones.
+    They are one scrambled Sobol sequence, the same for all examples, and their averages are unbiased.
 
     Args:
         mean: f, shape (batch, \*outputs).
@@ -125,7 +119,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _covariance(
     posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
 ) -> Tensor:
-    r"""Return :math:`J \Sigma J^\top`, (batch, O, O); overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
+    r"""Return :math:`J \Sigma J^\top`, (batch, O, O). Overwrite J, name → (batch, O, \*shape). Mean: (batch, O)."""
     total = mean.new_zeros(*mean.shape, mean.shape[1])
     if isinstance(posterior, GaussianPosterior):
         for name, jacobian in jacobians.items():

@@ -192,11 +192,7 @@ def chosen_precision(information: Iterable[Tensor], mean: Iterable[Tensor]) -> f
 
     with fixed mean and information F. There :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)`, with the number of
     parameters that the data determine, :math:`\gamma = \sum_i F_i / (F_i + a)`. The right side falls with a, so
-    bisection finds the one solution. Without information it is 1.
-
-    Args:
-        information: F, tensors of any shapes, none negative.
-        mean: :math:`\hat\theta`, of the same shapes.
+    bisection finds the one solution. Without information it is 1. F and :math:`\hat\theta` have equal shapes.
 
     Source: MacKay 1992; Immer, Bauer, Fortuin, Rätsch and Khan 2021, for networks; Gelman 2006 for the half-Cauchy.
     """
@@ -217,14 +213,11 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
     .. math:: L(\theta) = \tfrac12 \theta^\top F \theta - t^\top \theta, \qquad
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
-    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`; both have the same
-    fixed point. With expected derivatives of the loss under a Gaussian it maximises the variational bound.
+    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`. Both have the same
+    fixed point.
 
-    Args:
-        information: F, the eigenvalues, shape (parameters,), none negative.
-        pull: t, in the eigenvectors, of the same shape.
-        near: search within a ``factor`` of this. None: between 1 / :data:`LARGEST` and :data:`LARGEST`.
-        factor: see ``near``.
+    ``information`` are the eigenvalues of F, (parameters,), and ``pull`` is t in their eigenvectors. The search is
+    within a ``factor`` of ``near``, if it is given.
 
     Source: MacKay 1992.
     """
