@@ -59,8 +59,7 @@ class Course:
 
     def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:
         assert strategy.schedule is not None
-        assert strategy.server is not None
-        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.server
+        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.running
         self.clients, self.timeout = strategy._roster, strategy._timeout
         self._log = log = None if strategy.checkpoint is None else strategy.checkpoint.with_suffix(".jsonl")
         self._turns: list[Turn] | None = None
@@ -206,9 +205,8 @@ class Course:
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
         node = self.clients.nodes[client]
-        sent = [
-            each for each in grid.push_messages([self.strategy._ask(node, client, started + 1, arrays, told)]) if each
-        ]
+        question = self.strategy._ask(node, client, started + 1, arrays, told)
+        sent = list(filter(None, grid.push_messages([question])))
         if sent:
             self._jobs[sent[0]] = Job(client, started, node, time.monotonic())
         else:

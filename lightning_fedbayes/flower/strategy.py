@@ -27,7 +27,7 @@ from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
-from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
+from lightning_fedbayes.transport.messages import COUNTED, attempted, has_lost_state
 from lightning_fedbayes.transport.server import Rounds, told_round
 
 
@@ -248,8 +248,7 @@ class FusionStrategy(Rounds, Strategy):
         if scores is not None:
             result.evaluate_metrics_clientapp[server_round] = scores
         if self.monitor.name is not None:
-            assert self.server is not None
-            self.best = self.monitor.noted(self.best, scores or {}, self.server)
+            self.best = self.monitor.noted(self.best, scores or {}, self.running)
             self.save({})
 
     def configure_train(
@@ -289,14 +288,9 @@ class FusionStrategy(Rounds, Strategy):
 
     def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
         """Return the update, or the failure, in a client's reply."""
-        assert self.server is not None
-        if has_lost_state(header_in(reply)) and client in self.server.sites:
-            self.server.untold.add(client)
-        try:
-            answer: ClientMessage | FedBayesError = message_in(reply, client, "update", server_round)
-        except FedBayesError as refusal:
-            answer = refusal
-        return self.update_of(client, {client: answer})
+        if has_lost_state(header_in(reply)) and client in self.running.sites:
+            self.running.untold.add(client)
+        return self.update_of(client, read_all([reply], {reply.metadata.src_node_id: client}, "update", server_round))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
         """Fuse the usable replies of the round. See Flower's ``Strategy``.
@@ -344,8 +338,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _asking(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> Ask:
         """Return the function that asks clients about a calibration of ``arrays``."""
-        assert self.server is not None
-        rounds = max(1, self.server.rounds)
+        rounds = max(1, self.running.rounds)
 
         def ask(
             request: dict[str, Any], clients: set[int] | None, kind: Kind
@@ -437,8 +430,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
         """Let each client score the last posterior of each, for :attr:`cross_scores`, one posterior after another."""
-        assert self.server is not None
-        found, server_round = {}, self.server.rounds
+        found, server_round = {}, self.running.rounds
         for client, model in self.own_models().items():
             nodes = self._at_leisure(grid)
             more = {"across": True}
@@ -475,8 +467,5 @@ def read_all(
     for reply in replies:
         client = nodes.get(reply.metadata.src_node_id)
         if client is not None:
-            try:
-                found[client] = message_in(reply, client, kind, server_round)
-            except FedBayesError as refusal:
-                found[client] = refusal
+            found[client] = attempted(partial(message_in, reply, client, kind, server_round))
     return dict(sorted(found.items()))

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
-from lightning_fedbayes.transport.messages import has_lost_state, initial_model, posterior_in, tensors_of
+from lightning_fedbayes.transport.messages import attempted, has_lost_state, initial_model, posterior_in, tensors_of
 from lightning_fedbayes.transport.one_shot import SCALING, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -163,8 +164,7 @@ class FusionController(ModelController):
 
     def _model(self) -> dict[str, Tensor]:
         """Return the global model for messages."""
-        server = self._rounds.server
-        assert server is not None
+        server = self._rounds.running
         return tensors_of(server.posterior, server.buffers)
 
     def _sites(self) -> dict[int, str]:
@@ -208,15 +208,14 @@ class FusionController(ModelController):
             self.send_model(TASKS[asked], task, [site], timeout=math.ceil(self._seconds), callback=take)
         while self.get_num_standing_tasks() and not self.is_aborted():
             time.sleep(POLL_SECONDS)
-        answers: dict[int, Message | FedBayesError] = {}
-        for client, site in sites.items():
-            try:
-                if site not in replies:
-                    silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
-                    raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
-                answers[client] = message_in(replies[site], client, kind, server_round)
-            except FusionError as refusal:
-                answers[client] = refusal
+
+        def read(client: int, site: str) -> Message:
+            if site not in replies:
+                silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
+                raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
+            return message_in(replies[site], client, kind, server_round)
+
+        answers = {client: attempted(partial(read, client, site)) for client, site in sites.items()}
         lost = [client for client, site in sites.items() if site in replies and has_lost_state(replies[site].meta)]
         return answers, lost
 

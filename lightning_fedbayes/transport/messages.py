@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, get_args
 
@@ -34,8 +35,6 @@ MOST_TEXT = 500
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
 """Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
 posterior, and the digest of the frozen parameters."""
-"""Types of means and variances in a message."""
-
 SENT = (torch.float32, torch.float64)
 """Types of means and variances in a message."""
 
@@ -168,6 +167,14 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+def attempted(read: Callable[[], Message]) -> Message | FedBayesError:
+    """Return the message that ``read`` returns, or why it cannot be read."""
+    try:
+        return read()
+    except FedBayesError as refusal:
+        return refusal
+
+
 def has_lost_state(header: Any) -> bool:
     """Return True if a client reports that it has lost its state."""
     return isinstance(header, Mapping) and header.get("error") == errors.LostState.__name__
@@ -201,10 +208,11 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
 
 
-def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
-    """Return the table of what clients have measured, number → (examples, figures). NaN where one has not been sent."""
-    counts = {str(client): sent[client][0] for client in sorted(sent)}
-    return ClientScores.of(counts, {str(client): sent[client][1] for client in sorted(sent)})
+def client_scores(scored: Mapping[int, Message]) -> ClientScores:
+    """Return the table of what clients have measured, by their numbers. NaN where a figure has not been sent."""
+    messages = {str(client): scored[client] for client in sorted(scored)}
+    counts = {name: each.num_examples for name, each in messages.items()}
+    return ClientScores.of(counts, {name: each.figures for name, each in messages.items()})
 
 
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
@@ -213,18 +221,13 @@ def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | No
     ``found`` is number of the model's client → number of the client that has scored it → its message.
     """
     both = [client for client in sorted(found) if all(client in row for row in found.values())]
-    if len(both) < 2:
-        return None
     messages = [found[model][data] for model in both for data in both]
-    figures = [name for name in messages[0].figures if all(name in each.figures for each in messages)]
+    first = messages[0].figures if len(both) > 1 else {}
+    figures = [name for name in first if all(name in each.figures for each in messages)]
     if not figures:
         return None
-    return CrossScores.of(
-        {
-            str(model): ClientScores.of(
-                {str(data): found[model][data].num_examples for data in both},
-                {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
-            )
-            for model in both
-        }
-    )
+    rows = {}
+    for model in both:
+        scored = client_scores({data: found[model][data] for data in both})
+        rows[str(model)] = replace(scored, values={name: scored.values[name] for name in figures})
+    return CrossScores.of(rows)
