@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.evaluation import ClientScores, Collate, evaluate_clients, sign_of
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_choice,
-    check_kind,
-    check_number,
-    check_path,
-    check_strings,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table
 from lightning_fedbayes.data.clients import ClientDatasets
@@ -61,8 +55,10 @@ class CrossScores:
     values: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        check_kind("values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError)
+        errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        errors.check_kind(
+            "values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError
+        )
         if not self.values:
             raise FedBayesError("values is empty: give a dict, figure → matrix (models, data)")
         for figure, values in self.values.items():
@@ -77,8 +73,7 @@ class CrossScores:
     def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
         """Return the table of each client's model: its name → its scores on the data of all clients.
 
-        Raises:
-            FedBayesError: a model lacks the figure, or was not scored on the same clients as the others.
+        Raise FedBayesError if a model lacks the figure, or was not scored on the same clients as the others.
         """
         first = next(iter(rows.values()))
         for name, row in rows.items():
@@ -89,7 +84,7 @@ class CrossScores:
                     "data of all clients"
                 )
         if figure is not None:
-            check_choice("figure", figure, tuple(first.values), error=FedBayesError)
+            errors.check_choice("figure", figure, tuple(first.values), error=FedBayesError)
         kept = first.values if figure is None else (figure,)
         return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
 
@@ -98,7 +93,7 @@ class CrossScores:
         if figure is None:
             names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
             figure = next(names, next(iter(self.values)))
-        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
+        errors.check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return figure, self.values[figure].detach().cpu().double()
 
     def others(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
@@ -107,13 +102,10 @@ class CrossScores:
         .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
             \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
 
-        NaN for a single client.
+        NaN for a single client. Raise FedBayesError if the figure is unknown.
 
         Args:
             figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure.
         """
         off = _without_diagonal(self._of(figure)[1])
         return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
@@ -128,13 +120,11 @@ class CrossScores:
 
         .. math:: a_i = \frac{(K-1) R_i + C_i - G}{K (K-2)}, \qquad b_j = \frac{(K-1) C_j + R_j - G}{K (K-2)}
 
-        with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`.
+        with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`. Raise
+        FedBayesError if the figure is unknown, or there are fewer than three clients.
 
         Args:
             figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure, or there are fewer than three clients.
         """
         off, number = _without_diagonal(self._of(figure)[1]), len(self.names)
         if number < 3:
@@ -158,16 +148,14 @@ class CrossScores:
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
         the clients are equal, or there are fewer than three clients, no other client stands out. An accuracy of few
-        examples has such ties. The NLL has none.
+        examples has such ties. The NLL has none. Raise FedBayesError if the figure is unknown, or ``rate`` is not in
+        (0, 1).
 
         Args:
             figure: name. None: the NLL, or else the first figure.
             rate: chance of naming any client if none differs, in (0, 1).
-
-        Raises:
-            FedBayesError: unknown figure, or ``rate`` is not in (0, 1).
         """
-        check_number("rate", rate, "(0, 1)", error=FedBayesError)
+        errors.check_number("rate", rate, "(0, 1)", error=FedBayesError)
         values, left = self._of(figure)[1], list(range(len(self.names)))
         found: dict[int, list[str]] = {}
         while True:  # the client with the most entries that are not finite goes first
@@ -200,13 +188,10 @@ class CrossScores:
     def table(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and rows of one figure: a row for each model, a column for each client's data.
 
-        Of more than 100 clients it shows 100, at equal distances.
+        Of more than 100 clients it shows 100, at equal distances. Raise FedBayesError if the figure is unknown.
 
         Args:
             figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure.
         """
         figure, values = self._of(figure)
         shown = _shown(len(self.names))
@@ -231,7 +216,7 @@ class CrossScores:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all figures as a CSV file with a head: a line for each pair of model and data."""
-        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+        with Path(errors.check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, ["model", "data", *self.values])
             writer.writeheader()
             writer.writerows(self.rows())
@@ -270,7 +255,8 @@ def evaluate_across(
         scores.plot().savefig("across.png")
 
     The diagonal equals :func:`~lightning_fedbayes.evaluate_clients` of the same modules. Use data that the models have
-    not trained on, or the diagonal is too good.
+    not trained on, or the diagonal is too good. Raise FedBayesError if a client lacks examples or a module, a module
+    has no client, the predictions are not of this package, or the figure is unknown.
 
     Args:
         modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`. For
@@ -280,13 +266,9 @@ def evaluate_across(
         batch_size: of the passes.
         seed: of the draws from the posteriors, the same for every pair.
         collate_fn: list of examples → batch. None: torch's.
-
-    Raises:
-        FedBayesError: a client lacks examples or a module, a module has no client, the predictions are not of this
-            package, or the figure is unknown.
     """
-    check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
+    errors.check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
+    errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:
         raise FedBayesError(

@@ -23,16 +23,7 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior
-from lightning_fedbayes.methods.method import (
-    LocalProblem,
-    Method,
-    Participant,
-    Shared,
-    Trained,
-    joined,
-    problem_of,
-    report_of,
-)
+from lightning_fedbayes.methods import method as methods
 from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
 Results = tuple[Collected, NewStates]
@@ -83,7 +74,7 @@ class Engine(ABC):
         loader: FederatedLoader,
         log: TrainingLog,
         *,
-        method: Method,
+        method: methods.Method,
         keep_optimizer: bool = False,
         keep_posteriors: bool = False,
         folder: str | Path | None = None,
@@ -100,10 +91,10 @@ class Engine(ABC):
         self.states = States(folder, writes=writes, device=context.device)
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
-        self.shared: Shared | None = None
+        self.shared: methods.Shared | None = None
         self.local: LocalPriors | None = None
         self._prior: GaussianPosterior | None = None
-        self._under_way: dict[int, tuple[Participant, LocalProblem]] = {}
+        self._under_way: dict[int, tuple[methods.Participant, methods.LocalProblem]] = {}
         self._start = 0.0
         self.use(loader)
 
@@ -127,7 +118,7 @@ class Engine(ABC):
         self.plan = plan
         self.states.begin_round()
 
-    def begin_method(self, shared: Shared) -> None:
+    def begin_method(self, shared: methods.Shared) -> None:
         """Take what the server has sent for a round, and set the method's priors.
 
         Clients of a new server forget what they have kept for the method.
@@ -150,12 +141,12 @@ class Engine(ABC):
             self.model.set_prior(None)
         self._prior = None
 
-    def problem(self, client: int, state: ClientState) -> LocalProblem:
+    def problem(self, client: int, state: ClientState) -> methods.LocalProblem:
         """Ask the method what a client minimises, and remember it until the client's report."""
         assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
-        participant = Participant(
+        participant = methods.Participant(
             client % STRIDE,
             self.sizes[client],
             state.kept,
@@ -167,7 +158,7 @@ class Engine(ABC):
         )
         if state.kept:
             self.method.check(self.shared, participant)
-        problem = problem_of(self.method, self.shared, participant)
+        problem = methods.problem_of(self.method, self.shared, participant)
         if problem.measures and self.local is None:
             self.local = LocalPriors(problem, self.shared.posterior.names, self.model)
             self.local.check(self.method, self.context)
@@ -184,7 +175,9 @@ class Engine(ABC):
         variances = {name: each.variance.detach() for name, each in self.local.layers.items()}
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
-    def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
+    def optimizer_states(
+        self, client: Client, state: ClientState, problem: methods.LocalProblem
+    ) -> list[OptimizerState]:
         """Return the states with which a client's optimizers start, :func:`after_absence`. Empty if they are new.
 
         An optimizer that learns a posterior starts from the global one.
@@ -200,7 +193,7 @@ class Engine(ABC):
         return [started, *states[1:]]
 
     def terms(
-        self, clients: Sequence[Client], problems: Sequence[LocalProblem], *, stacked: bool = False
+        self, clients: Sequence[Client], problems: Sequence[methods.LocalProblem], *, stacked: bool = False
     ) -> list[Pull]:
         """Return the terms in the loss of a client, or of each in a stack: its quadratic, and a learned prior."""
         learned = self.model.learned
@@ -217,7 +210,7 @@ class Engine(ABC):
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found
 
-    def _priors(self, problem: LocalProblem) -> dict[str, LocalPrior] | None:
+    def _priors(self, problem: methods.LocalProblem) -> dict[str, LocalPrior] | None:
         """Return a client's priors of parameters outside of Bayesian layers. None where it has the network's."""
         if problem.prior is None:
             return None
@@ -280,7 +273,7 @@ class Engine(ABC):
             own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
-        report = report_of(self.method, self.shared, participant, Trained(posterior, *(measured or ())))
+        report = methods.report_of(self.method, self.shared, participant, methods.Trained(posterior, *(measured or ())))
         own["kept"] = {}
         if report.kept:
             tensors = (*posterior.mean.values(), *posterior.variance.values())
@@ -288,7 +281,7 @@ class Engine(ABC):
             for name, value in report.kept.items():
                 is_view = value.untyped_storage().data_ptr() in views
                 own["kept"][name] = value.detach().clone() if is_view else value.detach()
-        return report.posterior, joined(buffers, report.sent), own
+        return report.posterior, methods.joined(buffers, report.sent), own
 
     def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
         """Return what a client keeps of the ``states`` of its optimizers."""

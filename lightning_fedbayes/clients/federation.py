@@ -102,11 +102,9 @@ class Federation:
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
 
-        It is the module's present one: changes that hooks made between rounds take effect.
-
-        Raises:
-            FederationError: the log of a replayed federation has ended, or parameters that were frozen train now, and
-                the rule remembers rounds without them.
+        It is the module's present one: changes that hooks made between rounds take effect. Raise FederationError if the
+        log of a replayed federation has ended, or parameters that were frozen train now, and the rule remembers rounds
+        without them.
         """
         if plan.turn is ENDED:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
@@ -229,11 +227,10 @@ class Federation:
     def finish(self, note: Any = None) -> RoundResult:
         """Let the server finish the round, and load the global model into the module.
 
+        Raise FederationError if too many rounds in a row have failed. The module holds the last good global model.
+
         Args:
             note: what this process tells the others, ``extra`` in the result's notes.
-
-        Raises:
-            FederationError: too many rounds in a row have failed. The module holds the last good global model.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None

@@ -165,10 +165,8 @@ class PosteriorSource(ABC):
 class OptimizerPosterior(LearnedPosterior):
     r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns.
 
-    Its state holds the precisions :math:`\Lambda` and the prior.
-
-    Raises:
-        FederationError: it learns parameters of a Bayesian layer, which have a posterior already.
+    Its state holds the precisions :math:`\Lambda` and the prior. Raises FederationError if it learns parameters of a
+    Bayesian layer, which have a posterior already.
     """
 
     def __init__(self, optimizer: IVON, module: nn.Module) -> None:
@@ -274,11 +272,8 @@ class CurvaturePosterior(LearnedPosterior):
     :math:`\sum_i F_i + A`, with the information :math:`F_i` at the end of training. By sites :math:`F_i` is at the
     global model that the client has received, once that was trained: all sites are of one model, and a client that fits
     its examples perfectly ends where they have next to no information. Where posteriors are averaged, the information
-    weighs what each client has learnt, so it is at the client's model.
-
-    Raises:
-        FederationError: an optimizer has a prior or weight decay, the source's prior is to be chosen, or the
-            likelihood is not a product over examples.
+    weighs what each client has learnt, so it is at the client's model. Raises FederationError if an optimizer has a
+    prior or weight decay, the source's prior is to be chosen, or the likelihood is not a product over examples.
     """
 
     linearised = True
@@ -347,10 +342,8 @@ class CurvaturePosterior(LearnedPosterior):
 class PathPosterior(LearnedPosterior):
     """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
 
-    The optimizer's state holds them, from the first step on: :data:`MOMENTS`.
-
-    Raises:
-        FederationError: there are several optimizers, or one that learns a posterior.
+    The optimizer's state holds them, from the first step on: :data:`MOMENTS`. Raises FederationError if there are
+    several optimizers, or one that learns a posterior.
     """
 
     def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

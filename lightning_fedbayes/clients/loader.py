@@ -21,32 +21,23 @@ from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, T
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale
+from lightning_fedbayes.server import plan as plans
 from lightning_fedbayes.server.guard import FEWEST
-from lightning_fedbayes.server.plan import (
-    STRIDE,
-    Batching,
-    Fraction,
-    OfClients,
-    RoundPlan,
-    batches_per_epoch,
-    check_batches,
-    client_batches,
-    client_order,
-)
+from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.schedule import Timeline
 
-BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
+BatchOrder = Callable[[plans.RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
 
 
 class Arrangement(Protocol):
     """Another order of a round's batches than client after client."""
 
-    def length(self, plan: RoundPlan) -> int:
+    def length(self, plan: plans.RoundPlan) -> int:
         """Return how many batches the loop gets."""
         ...
 
-    def batches(self, plan: RoundPlan) -> Iterator[Any]:
+    def batches(self, plan: plans.RoundPlan) -> Iterator[Any]:
         """Yield those batches."""
         ...
 
@@ -78,8 +69,8 @@ class FederatedLoader:
         self,
         loader: DataLoader,
         clients: Clients,
-        batching: Batching,
-        plan: Callable[[FederatedLoader], RoundPlan],
+        batching: plans.Batching,
+        plan: Callable[[FederatedLoader], plans.RoundPlan],
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.part = part
@@ -95,9 +86,9 @@ class FederatedLoader:
         self._plan = plan
         self._worker_seed = torch.Generator()
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
-        self.tensors = OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
+        self.tensors = plans.OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
         self.shapes = tensors.shapes
-        self._sizes = OfClients(clients.sizes)
+        self._sizes = plans.OfClients(clients.sizes)
         self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
@@ -109,7 +100,7 @@ class FederatedLoader:
     @property
     def most_batches(self) -> int:
         """Batches of the largest client in a local epoch."""
-        return batches_per_epoch(max(self.clients.sizes), self.batching)
+        return plans.batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
         """Fill the scalers of ``module`` that ask for the clients' scale. Each process adds up the sums of its clients.
@@ -141,11 +132,11 @@ class FederatedLoader:
             for client in plan.cohort:
                 tensors, rows = self.tensors[client]
                 size = len(tensors[0]) if rows is None else len(rows)
-                for indices in client_batches(plan.round, client, size, self.batching):
+                for indices in plans.client_batches(plan.round, client, size, self.batching):
                     picked = part_of(indices if rows is None else rows[indices], *self.part)
                     yield [examples(tensor, picked) for tensor in tensors]
 
-    def iterate(self, loader: DataLoader, plan: RoundPlan) -> Iterator[Any]:
+    def iterate(self, loader: DataLoader, plan: plans.RoundPlan) -> Iterator[Any]:
         """Iterate over a round's batches of a loader that :meth:`dataloader` made."""
         # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
         self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
@@ -178,7 +169,7 @@ class FederatedLoader:
     def batches(self, round: int, client: int) -> Iterator[Any]:
         """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
         dataset = ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
-        indices = client_order(round, client, self._sizes[client], self.batching)[0]
+        indices = plans.client_order(round, client, self._sizes[client], self.batching)[0]
         for step, chosen in enumerate(indices.split(self.batch_size)):
             yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step, client % STRIDE))
 
@@ -197,7 +188,7 @@ def examples(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
+def client_after_client(plan: plans.RoundPlan) -> Iterator[tuple[int, int]]:
     """Yield each client's batches in a row."""
     for position, client in enumerate(plan.cohort):
         yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
@@ -211,8 +202,8 @@ class _PlannedBatches:
     """
 
     sizes: Sequence[int]
-    batching: Batching
-    plan: Callable[[], RoundPlan]
+    batching: plans.Batching
+    plan: Callable[[], plans.RoundPlan]
     sequence: BatchOrder
     part: tuple[int, int]
 
@@ -224,7 +215,7 @@ class _PlannedBatches:
         under_way: dict[int, list[Tensor]] = {}
         for client, step in self.sequence(plan):
             if client not in under_way:
-                under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
+                under_way[client] = plans.client_batches(plan.round, client, self.sizes[client], self.batching)
             batches = under_way[client]
             indices = part_of(batches[step], *self.part).tolist()
             yield PlannedBatch(indices, plan.round, client, step, client % STRIDE)
@@ -233,8 +224,8 @@ class _PlannedBatches:
 
 
 def batching_of(
-    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
-) -> Batching:
+    loader: Any, *, local_epochs: int, fraction: plans.Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
+) -> plans.Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
     It must be a single ``DataLoader`` over a map-style data set with automatic batching, in plain or shuffled order.
@@ -263,26 +254,25 @@ def batching_of(
             f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
             "FederatedBayes: give shuffle=True or False instead"
         )
-    return Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
+    return plans.Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
 
 
 def federated_loader(
     loader: Any,
     settings: FederationSettings,
-    plan: Callable[[FederatedLoader], RoundPlan],
+    plan: Callable[[FederatedLoader], plans.RoundPlan],
     part: tuple[int, int] = (0, 1),
     limit: int | float = 1.0,
     clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients.
 
+    Raise FederationError or PartitionError if the loader, the partition or the sizes of the clients cannot be used, or
+    every round would have too few clients.
+
     Args:
         loader, settings, plan, part, limit: see :func:`batching_of` and :class:`FederatedLoader`.
         clients_in_a_round: most clients in a round, for a trial run.
-
-    Raises:
-        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used, or every
-            round would have too few clients.
     """
     batching = batching_of(
         loader,
@@ -296,7 +286,7 @@ def federated_loader(
     if clients_in_a_round is not None and batching.fraction != "turns":
         most = max(clients_in_a_round, settings.safeguards.min_clients) / len(clients)
         batching = replace(batching, fraction=min(batching.fraction, most))
-    check_batches(clients.names, clients.sizes, batching)
+    plans.check_batches(clients.names, clients.sizes, batching)
     timeline, fewest = None, settings.safeguards.min_clients
     if settings.schedule is None:
         check_cohort(len(clients), settings.fraction, fewest)

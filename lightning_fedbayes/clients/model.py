@@ -27,6 +27,8 @@ Tensors = dict[str, Tensor]
 class ResidentModel:
     """One module that holds the global model between rounds and every client's in turn.
 
+    Raises FederationError if a pattern matches nothing, every parameter is local, or a parameter is complex.
+
     Args:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
@@ -42,9 +44,6 @@ class ResidentModel:
         local_names: posterior names of the parameters that never leave a client.
         frozen_names: posterior names of the frozen parameters.
         frozen: frozen parameters, by their names in the module.
-
-    Raises:
-        FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
     """
 
     def __init__(

@@ -103,6 +103,8 @@ ON_THE_CPU = frozenset({"step", "examples", "received"})
 class States:
     """States of all clients, by the numbers that an engine uses. A round's new ones count when it ends.
 
+    Raises FederationError if the folder cannot be used.
+
     Args:
         folder: of the states. None: in memory.
         writes: this process writes what all have trained.
@@ -111,9 +113,6 @@ class States:
     Attributes:
         is_shared: True if several processes share the clients of a round.
         memory: the states in memory.
-
-    Raises:
-        FederationError: the folder cannot be used.
     """
 
     def __init__(
@@ -324,15 +323,13 @@ class ClientOptimizer:
 
     At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
     between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
-    from its construction, such as another optimizer or a copy of the weights, the module makes a new one.
+    from its construction, such as another optimizer or a copy of the weights, the module makes a new one. Raises
+    FederationError if the state cannot be kept.
 
     Args:
         optimizer: of the Trainer.
         remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
         keep: clients keep what :meth:`read` returns from round to round.
-
-    Raises:
-        FederationError: the state cannot be kept.
     """
 
     def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:

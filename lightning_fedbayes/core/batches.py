@@ -42,15 +42,14 @@ def unpacked(
     another object, as a graph   the object                          an attribute of these names
     ===========================  ==================================  ========================
 
+    Raise FederationError if the batch is empty, has several names of targets, or lacks the targets that are needed.
+
     Args:
         batch: as a DataLoader gives it.
         module: takes the inputs. One that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole
             batch as inputs.
         unpack: the user's rule, in place of this one. None: a method ``unpack`` of ``module``, if it has one.
         needs_targets: a batch without a tensor of targets is an error.
-
-    Raises:
-        FederationError: the batch is empty, has several names of targets, or lacks the targets that are needed.
     """
     if isinstance(batch, Whole):
         batch = batch.batch
@@ -122,14 +121,12 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
 
     A mapping goes to ``forward`` as keywords if that has a parameter for every key (or ``**``) and a key for every
     parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
+    Raise FederationError if ``forward`` takes other keywords, or returns no tensor.
 
     Args:
         network: any module. One of :func:`predicts_batches` runs its ``predict_step``.
         inputs: one argument of it, or its keywords.
         values: name → tensor, in place of its parameters and buffers.
-
-    Raises:
-        FederationError: ``forward`` takes other keywords, or returns no tensor.
     """
     arguments, keywords = _arguments(network, inputs)
     with _with_forward(network):

@@ -38,13 +38,12 @@ class Collective(ABC):
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
         """Send a value to every process and receive one from each.
 
+        Raise FederationError if a process has ended.
+
         Args:
             values: picklable, value r for process r. NumPy arrays in them are sent as they lie in memory.
 
         Returns: the value that each process has sent to this one, in order of rank. This process's value is not copied.
-
-        Raises:
-            FederationError: a process has ended.
         """
 
     def all_gather(self, value: T) -> list[T]:

@@ -106,6 +106,8 @@ class Message:
 class ClientUpdate:
     """Update that a client sends after its local epochs.
 
+    Raises FederationError if an argument has the wrong type. The server checks what the tensors hold.
+
     Args:
         client: the client's number.
         num_examples: its number of training examples.
@@ -116,9 +118,6 @@ class ClientUpdate:
         seconds: time that it took.
         kept: what the client keeps of it, in the process of the server. It never travels. None: the server works out
             what such a client keeps, where it has to know.
-
-    Raises:
-        FederationError: an argument has the wrong type. The server checks what the tensors hold.
     """
 
     client: int
@@ -151,14 +150,13 @@ class ClientUpdate:
 class ClientFailure:
     """Notice that a client has no update in this round.
 
+    Raises FederationError if an argument has the wrong type.
+
     Args:
         client: the client's number.
         error: the reason.
         num_examples: its number of training examples.
         seconds: time that it took.
-
-    Raises:
-        FederationError: an argument has the wrong type.
     """
 
     client: int

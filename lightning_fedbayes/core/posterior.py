@@ -32,17 +32,15 @@ Cuts = list[list[tuple[str, int, int]]]
 class GaussianPosterior:
     r"""Independent Gaussians over named parameters, :math:`q(\theta) = \prod_i N(\theta_i; \mu_i, \sigma_i^2)`.
 
-    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros take the memory of one
-    (:meth:`point_mass` expands it).
+    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros take the memory of one (:meth:`point_mass`
+    expands it). Raises PosteriorError if names or shapes differ, a value is not a dense floating-point tensor, or a
+    variance is negative.
 
     Args:
         mean: parameter name → tensor of means :math:`\mu`, any shape.
         variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
         linearised: the variances hold for the network linearised at the mean, as in a Laplace approximation:
             predictions linearise it, too, and do not draw parameters.
-
-    Raises:
-        PosteriorError: names or shapes differ, a value is not a dense floating-point tensor, or a variance is negative.
 
     >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
     >>> q.num_parameters, q.names
@@ -270,12 +268,11 @@ class GaussianPosterior:
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
         """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
 
+        Raise PosteriorError if a vector has another shape, or a variance is negative.
+
         Args:
             mean: shape (P,).
             variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
-
-        Raises:
-            PosteriorError: another shape, or a negative variance.
         """
         vectors = {"mean": mean} if variance is None else {"mean": mean, "variance": variance}
         for kind, vector in vectors.items():
@@ -336,8 +333,7 @@ class GaussianPosterior:
     def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
         """The posterior that :meth:`state_dict` stored.
 
-        Raises:
-            PosteriorError: the state is not valid. The message says which part is wrong.
+        Raise PosteriorError if the state is not valid. The message says which part is wrong.
         """
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
             raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")

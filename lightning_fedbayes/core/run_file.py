@@ -64,8 +64,7 @@ def append(folder: Path, entry: Mapping[str, Any]) -> None:
 def file_of(run: Path) -> Path:
     """Return the file of a run: in the folder of a CSVLogger or TensorBoardLogger, or of W&B.
 
-    Raises:
-        FedBayesError: the folder holds no such file.
+    Raise FedBayesError if the folder holds no such file.
     """
     found = next((each for each in (run / FILE, run / WANDB_FILES / FILE) if each.is_file()), None)
     if found is None:
@@ -83,8 +82,7 @@ def home_of(file: Path) -> Path:
 def read(file: Path) -> RunRecord:
     """Return the content of the file of a run, without a last line that was cut short.
 
-    Raises:
-        FedBayesError: it holds no finished round, or another of its lines is damaged.
+    Raise FedBayesError if it holds no finished round, or another of its lines is damaged.
     """
     record = RunRecord()
     *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")  # every whole line ends

@@ -33,14 +33,12 @@ class Store:
 
     The states of a round become the run's in one transaction, when the round ends: whenever a process is killed, the
     folder holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a
-    run goes on from either, even if the last one was not written to its end.
+    run goes on from either, even if the last one was not written to its end. Raises FederationError if the folder
+    cannot be used, or another process writes into it.
 
     Args:
         folder: of this run only. Made if it is missing. Several processes share it.
         writes: this process writes what all have trained.
-
-    Raises:
-        FederationError: the folder cannot be used, or another process writes into it.
     """
 
     def __init__(self, folder: str | Path, *, writes: bool = True) -> None:
@@ -79,8 +77,7 @@ class Store:
     def resume(self, run: str, rounds: int) -> None:
         """Go back to where a checkpoint of a ``run`` was written, when ``rounds`` were done.
 
-        Raises:
-            FederationError: the folder holds another run, or lacks the states after that round.
+        Raise FederationError if the folder holds another run, or lacks the states after that round.
         """
         with self._told():
             if self._fact("run", "") != run:

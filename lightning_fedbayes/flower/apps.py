@@ -33,17 +33,14 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
         app = client_app(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), OwnData("/data"), local_epochs=2)
 
     Every random draw comes from the server's seed, the round and the client's number, which is the node's
-    ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises
-    is left out of the round. The server says why.
+    ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises is
+    left out of the round. The server says why. Raise FederationError if an argument cannot be used.
 
     Args:
         module: the network, the same at every client and at the server. A message starts from it as it was built.
         datamodule: its training loader holds the client's data; or a function of the node's Context
             (``context.node_config["data"]``) that makes it.
         options: arguments of :class:`~lightning_fedbayes.transport.client.RemoteClient`.
-
-    Raises:
-        FederationError: see there.
     """
     client = RemoteClient(module, datamodule, **options)
 
@@ -127,7 +124,8 @@ def server_app(
         app = server_app(module, FusionStrategy("conflation", checkpoint="/var/lib/federation.pt"), rounds=50)
 
     With a checkpoint, a run that was killed goes on when it is submitted again, and
-    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards.
+    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards. Raise FederationError if an
+    argument cannot be used.
 
     Args:
         module: the network before training, the same as the clients'.
@@ -136,9 +134,6 @@ def server_app(
         timeout: seconds that a round waits for its clients.
         calibration: see :meth:`FusionStrategy.start`.
         options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`~lightning_fedbayes.flower.client_app`.
-
-    Raises:
-        FederationError: an argument cannot be used.
     """
     check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
     check_at_least("rounds", rounds, 1)

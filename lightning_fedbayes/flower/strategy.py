@@ -89,7 +89,7 @@ class FusionStrategy(Rounds, Strategy):
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
     ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
-    enough messages have arrived they are fused.
+    enough messages have arrived they are fused. Raises FusionError or FederationError if an argument cannot be used.
 
     Args:
         fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
@@ -114,9 +114,6 @@ class FusionStrategy(Rounds, Strategy):
         cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's personal posterior on
             the data of each, by their numbers. None where fewer than two clients have trained in this run and score the
             models of all.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
 
     >>> FusionStrategy("weighted_averge")
     Traceback (most recent call last):
@@ -183,6 +180,9 @@ class FusionStrategy(Rounds, Strategy):
     ) -> Result:
         """Run the rounds that are still to do of ``num_rounds``, and calibrate.
 
+        Raise FederationError if the checkpoint is of another federation, too many rounds in a row failed, or no client
+        can answer a calibration.
+
         Args:
             grid: how the server reaches the clients.
             initial_arrays: the network before training, by :func:`~lightning_fedbayes.flower.initial_arrays`.
@@ -195,10 +195,6 @@ class FusionStrategy(Rounds, Strategy):
 
         Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and the figures of every round of
             this run.
-
-        Raises:
-            FederationError: the checkpoint is of another federation, too many rounds in a row failed, or no client can
-                answer a calibration.
         """
         check_calibration(calibration)
         self.summary()
@@ -319,15 +315,13 @@ class FusionStrategy(Rounds, Strategy):
 
         The result is the same as with these callbacks in one process. Thresholds go by the clients' numbers. A client
         that fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
+        Raise FederationError if it is called before :meth:`start`, an argument cannot be used, or no client answers.
 
         Args:
             grid: how the server reaches the clients.
             arrays: the global arrays.
             calibration: callbacks to fit. A FederatedTemperature first.
             timeout: seconds that an exchange waits for its clients.
-
-        Raises:
-            FederationError: before :meth:`start`, an argument cannot be used, or no client answers.
         """
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")

@@ -34,14 +34,12 @@ class Averaging(Method):
     """Every client trains from the global posterior, and a fusion rule makes a new one of what they send.
 
     ``fusion="rklb"``, a rule object and ``fusion="auto"`` mean this method. With ``weighted_average`` and a network of
-    point masses it is federated averaging. With ``fedadam`` and its like the server takes an optimizer's step.
+    point masses it is federated averaging. With ``fedadam`` and its like the server takes an optimizer's step. Raises
+    FusionError if there is no such rule or prior.
 
     Args:
         rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
         prior: "fixed": the network's in every round. "global": the round's global posterior, as ``dwc`` wants it.
-
-    Raises:
-        FusionError: there is no such rule or prior.
 
     Source: McMahan et al. 2017; for the rules see there.
     """
@@ -90,15 +88,13 @@ class FedProx(Averaging):
     .. math:: \tfrac\mu2 \|\theta - \theta_g\|^2
 
     It holds means and ρ of Bayesian layers, not a client's local parameters. Under IVON it adds μ to the curvature.
+    Raises FusionError if an argument cannot be used.
 
     When to use it: clients with unlike data take many steps.
 
     Args:
         strength: :math:`\mu` > 0; 0.001 to 1 are usual.
         rule: a fusion rule. Of point masses the default is the weighted average.
-
-    Raises:
-        FusionError: an argument cannot be used.
 
     Source: Li et al. 2020.
     """

@@ -16,11 +16,10 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 class Late(ABC):
     r"""Way to take a message whose client began :math:`\tau` versions of the global model ago; τ is its staleness.
 
+    Raises FederationError if an argument is out of range.
+
     Args:
         exponent: a ≥ 0 of the staleness weight :math:`s(\tau) = (1 + \tau)^{-a}`.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     exponent: float = 0.5

@@ -9,14 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    check_kind,
-    check_number,
-    check_strings,
-    listed,
-    raised_as,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
@@ -98,24 +92,23 @@ class Quadratic:
         if isinstance(self.strength, Mapping):
             check_mapping("strength", self.strength, Tensor)
         else:
-            check_number("strength", self.strength)
+            errors.check_number("strength", self.strength)
         if not isinstance(self.slope, dict) or self.slope:
             check_mapping("slope", self.slope, Tensor)
         if self.names is not None:
-            check_strings("names", self.names, "give names of the posterior, or None for all")
+            errors.check_strings("names", self.names, "give names of the posterior, or None for all")
 
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
         """Return the term, a scalar, for a training loop by hand. Engines compute it for stacks of clients.
 
+        Raise FederationError if their names or shapes are not those of each other, or of the slope.
+
         Args:
             values: name → parameter, with gradients.
             start: name → its global value.
-
-        Raises:
-            FederationError: their names or shapes are not those of each other, or of the slope.
         """
         remedy = "give dict(network.named_parameters()) and the mean of the posterior that the round began with"
-        with raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
+        with errors.raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
             names = [name for name in values if self.names is None or name in self.names]
             moves = {name: values[name] - start[name] for name in names}
             strength = self.strength
@@ -146,9 +139,9 @@ class LocalProblem:
 
     def __post_init__(self) -> None:
         if self.quadratic is not None:
-            check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
+            errors.check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
         if self.prior is not None:
-            check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
+            errors.check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
         if not isinstance(self.start, dict) or self.start:
             check_mapping("start", self.start, Tensor)
 
@@ -188,8 +181,7 @@ class Report:
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
         """Return a client's message in a training loop by hand, for :meth:`~lightning_fedbayes.Server.admit`.
 
-        Raises:
-            FederationError: ``buffers``, or what else is sent, does not map names to tensors.
+        Raise FederationError if ``buffers``, or what else is sent, does not map names to tensors.
         """
         for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
             check_mapping(name, given, Tensor)
@@ -203,13 +195,11 @@ class Method:
     trains, and :meth:`report` says what it sends and keeps. The ``rule`` fuses the posteriors by the clients' weights,
     which average what else was sent. :meth:`fuse` makes the new global model of both.
 
-    Hooks see one client and no engine: a method runs client by client, in a stack, in processes and over Flower.
+    Hooks see one client and no engine: a method runs client by client, in a stack, in processes and over Flower. Raises
+    FusionError if there is no such rule.
 
     Args:
         rule: fuses the posteriors: a name, or a rule object.
-
-    Raises:
-        FusionError: there is no such rule.
     """
 
     registered: ClassVar[str] = ""
@@ -327,8 +317,7 @@ class Method:
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
         """Return what a client sends and keeps. At the client, after its training.
 
-        Raises:
-            FusionError: the client has nothing to send.
+        Raise FusionError if the client has nothing to send.
         """
         return Report(trained.posterior)
 
@@ -392,15 +381,14 @@ class Method:
     ) -> GaussianPosterior:
         """Return what a client would have sent if it had started from the present global model. At the server.
 
+        Raise FusionError if that is no posterior.
+
         Args:
             sent: by the client.
             started: what it started from.
             now: what clients start from that begin now.
             staleness: versions of the global model between them. 0 for a message that is not late.
             how: the way to take it, for methods that average.
-
-        Raises:
-            FusionError: that is no posterior.
         """
         return how.taken(sent, started.posterior, now.posterior, staleness)
 
@@ -423,16 +411,15 @@ def problem_of(method: Method, shared: Shared, client: Participant) -> LocalProb
     """Return what ``method`` asks of a client. Raise FederationError unless it is a LocalProblem."""
     problem = method.problem(shared, client)
     if not isinstance(problem, LocalProblem):  # the name is looked up for an error alone: this runs for every client
-        check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
+        errors.check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
     return problem
 
 
 def report_of(method: Method, shared: Shared, client: Participant, trained: Trained) -> Report:
     """Return what ``method`` makes of a client's training.
 
-    Raises:
-        FederationError: it is no Report of tensors, sends what the method does not say, or has written into what the
-            client has trained.
+    Raise FederationError if it is no Report of tensors, sends what the method does not say, or has written into what
+    the client has trained.
     """
     if type(method).report is Method.report and not method.sends:
         return Report(trained.posterior)
@@ -440,14 +427,14 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     versions = [version_if_any(each) for each in tensors]
     report = method.report(shared, client, trained)
     if not isinstance(report, Report):
-        check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
+        errors.check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
         if not isinstance(given, dict) or given:
             check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = set(method.sent or shared.tensors) if method.sends else set()
     if report.sent.keys() != expected:
-        wanted = f"send the names of init, {listed(expected)}" if expected else "say sends = True in its class"
-        found = listed(report.sent) or "nothing"
+        wanted = f"send the names of init, {errors.listed(expected)}" if expected else "say sends = True in its class"
+        found = errors.listed(report.sent) or "nothing"
         raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
     if versions != [version_if_any(each) for each in tensors]:
         raise FederationError(

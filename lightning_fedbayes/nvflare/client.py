@@ -27,7 +27,9 @@ class FusionClient(RemoteClient):
 
     Every random draw comes from the server's seed, the round and the client's number, which the server gives; so a
     federation over FLARE ends where one inside a single process ends. A client that raises is left out of the round,
-    and is asked again in the next. The server says why.
+    and is asked again in the next. The server says why. Raises FederationError if an argument cannot be used,
+    ``state_folder`` is missing where the client keeps something, or unprotected buffers would leave the client under
+    ``privacy``.
 
     Args:
         module: the network, the same at every client and at the server. A task starts from it as it was built.
@@ -37,10 +39,6 @@ class FusionClient(RemoteClient):
             :class:`~lightning_fedbayes.transport.client.RemoteClient`. ``fusion``, ``buffers`` and
             ``local_parameters`` are the same as the :class:`FusionController`'s, and ``state_folder`` is an absolute
             path.
-
-    Raises:
-        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
-            unprotected buffers would leave the client under ``privacy``.
     """
 
     def folder_of(self, path: Any) -> Path:

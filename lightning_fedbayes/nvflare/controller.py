@@ -56,7 +56,8 @@ class FusionController(ModelController):
     names, in natural order (site-2 before site-10), and keep their numbers. Those that join later come after them.
 
     With a ``checkpoint`` the federation survives the server: a job that is submitted again goes on after the last
-    finished round, and ends where an uninterrupted one does.
+    finished round, and ends where an uninterrupted one does. Raises FusionError or FederationError if an argument
+    cannot be used.
 
     Args:
         module: the network before training, the same as the clients'.
@@ -69,9 +70,6 @@ class FusionController(ModelController):
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
         options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
     """
 
     def __init__(
@@ -126,9 +124,8 @@ class FusionController(ModelController):
     def run(self) -> None:
         """Run the rounds that are still to do, and calibrate. FLARE calls it.
 
-        Raises:
-            FederationError: the checkpoint is of another federation, too few clients, too many failed rounds in a row,
-                or no client answers a calibration.
+        Raise FederationError if the checkpoint is of another federation, too few clients, too many failed rounds in a
+        row, or no client answers a calibration.
         """
         rounds, count = self._rounds, self._num_rounds
         rounds.summary()
@@ -228,6 +225,8 @@ class FusionRecipe(Recipe):
         recipe = FusionRecipe("digits", Digits(), "client.py", min_clients=2)
         recipe.execute(SimEnv(num_clients=2))
 
+    Raises FederationError if ``controller`` is no FusionController.
+
     Args:
         name: of the job.
         controller: for the server.
@@ -235,9 +234,6 @@ class FusionRecipe(Recipe):
         min_clients: clients without which FLARE does not start the job.
         runner: options of FLARE's ``ScriptRunner``, such as ``script_args="--data /data"`` or
             ``launch_external_process=True``.
-
-    Raises:
-        FederationError: ``controller`` is no FusionController.
     """
 
     def __init__(

@@ -195,9 +195,8 @@ class Aggregation:
     def add(self, update: ClientUpdate) -> None:
         """Admit one client's update.
 
-        Raises:
-            FusionError: names or shapes differ from the global model's, a value is not finite, or a variance is not
-                possible. The round does not change.
+        Raise FusionError if names or shapes differ from the global model's, a value is not finite, or a variance is not
+        possible. The round does not change.
         """
         check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"
@@ -314,11 +313,10 @@ class Aggregation:
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
         """Fuse the clients of all processes. The result is the same in each.
 
+        Raise FusionError if the weights cannot be used, or the rule cannot fuse these posteriors.
+
         Args:
             everyone: the :meth:`admitted` clients of each process. None: they are exchanged now.
-
-        Raises:
-            FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
         """
         several = self.collective.size > 1
         if everyone is None:

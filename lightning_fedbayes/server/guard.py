@@ -31,6 +31,8 @@ from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten,
 class Safeguards:
     """Bounds of a server: when a round counts, and how much one client may do in it.
 
+    Raises FederationError if an argument is out of range.
+
     Args:
         min_clients: quorum: a round with fewer valid updates fails and leaves the global posterior as it was. A round
             that the rule cannot fuse fails, too.
@@ -39,9 +41,6 @@ class Safeguards:
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
             Of sites it bounds the whole site, and its change. None: no guard. See "Clients that cannot be trusted" in
             the documentation.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     min_clients: int = 1

@@ -51,6 +51,8 @@ class Batching:
 class RoundPlan:
     """Cohort of a round, and how many batches each of its clients trains for.
 
+    Raises FederationError if a number has the wrong type.
+
     Args:
         round: the round's number, from 0.
         cohort: the clients, ascending.
@@ -59,9 +61,6 @@ class RoundPlan:
         local_epochs: passes of each client over its batches.
         clients: number of clients in the federation. 0: as many as in the cohort.
         turn: in a federation without rounds, which messages arrive when. The cohort are the clients that start then.
-
-    Raises:
-        FederationError: a number has the wrong type.
     """
 
     round: int

@@ -79,7 +79,8 @@ def read_arrivals(path: Path) -> list[Fusion]:
 class Delays:
     r"""Time from a client's start to the arrival of its message, in units of virtual time.
 
-    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn from the seed for each of its jobs.
+    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn from the seed for each of its jobs. Raises
+    FederationError if an argument is out of range.
 
     Args:
         typical: t > 0, the median time of a client that is not slow.
@@ -91,9 +92,6 @@ class Delays:
             back. ``inf``: never.
         trace: client → the times of its jobs in order, repeated after the last. It replaces everything above for these
             clients. See :meth:`from_file`.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     typical: float = 1.0
@@ -129,12 +127,11 @@ class Delays:
     def from_file(cls, path: str | Path, **options: Any) -> Delays:
         """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
 
+        Raise FederationError if the file or a column is missing.
+
         Args:
             path: of the file.
             options: other arguments.
-
-        Raises:
-            FederationError: the file or a column is missing.
         """
         file, trace = check_path("path", path), dict[int, list[float]]()
         try:
@@ -175,6 +172,7 @@ class Asynchronous:
     cannot find one that lies (``Safeguards(max_influence=None)`` does not wait). The method decides how a late message
     counts: a site replaces its old values exactly, and an average weighs by staleness (``late=``). Other methods are
     refused. With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
+    Raises FederationError if an argument is out of range.
 
     Args:
         concurrency: clients that train at once, drawn from those that are free. None: all.
@@ -190,9 +188,6 @@ class Asynchronous:
     When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network; and
     in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
     ``concurrency=None`` means all connected clients.
-
-    Raises:
-        FederationError: an argument is out of range.
 
     Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
     """
@@ -301,14 +296,13 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 class Timeline:
     """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
 
+    Raises FederationError if the schedule does not suit that many clients.
+
     Args:
         schedule, sizes, seed: of the federation. Sizes are the clients' numbers of examples.
         min_clients: least number of messages of a fusion that counts.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run. None: as the schedule says.
-
-    Raises:
-        FederationError: the schedule does not suit that many clients.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Server:
 
     The server does not train. Its caller trains the clients of the cohort from ``server.posterior`` and brings their
     updates. The callback and Flower's strategy both do so. A rule that draws random numbers draws from torch's global
-    generator: seed it before :meth:`finish`.
+    generator: seed it before :meth:`finish`. Raises FusionError or FederationError if an argument cannot be used.
 
     Args:
         posterior: the global posterior to start from.
@@ -128,9 +128,6 @@ class Server:
         untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
             or they were late, or have lost their sites. A client leaves when its next update counts in full.
         versions: brings late messages to the present global model. None without ``late``.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
     """
 
     def __init__(
@@ -287,15 +284,13 @@ class Server:
     def finish(self, score: Scorer | None = None, note: Any = None) -> RoundResult:
         """Fuse the round's updates. Keep the old posterior if there are too few or the rule cannot fuse them.
 
-        Processes that share the clients exchange the outcomes of their clients here, then what the fusion needs.
+        Processes that share the clients exchange the outcomes of their clients here, then what the fusion needs. Raise
+        FederationError if as many rounds in a row as ``safeguards`` allow have failed. The state is the one after the
+        round.
 
         Args:
             score: loss of a candidate on held-out data. Needed where the rule is an ``AutoFusion``.
             note: anything that this process has to tell the others. See :attr:`RoundResult.notes`.
-
-        Raises:
-            FederationError: as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
-                the round.
         """
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
@@ -359,10 +354,9 @@ class Server:
     ) -> tuple[Aggregate, dict[str, float]]:
         """Fuse by the rule. Of several candidates, take the one with the least loss on held-out data.
 
-        Returns: the result, and every candidate's loss. Empty where there is one rule.
+        Raise FusionError if the rule, or every candidate, failed; or no candidate has a finite loss.
 
-        Raises:
-            FusionError: the rule, or every candidate, failed; or no candidate has a finite loss.
+        Returns: the result, and every candidate's loss. Empty where there is one rule.
         """
         results: dict[str, Aggregate] = {}
         losses: dict[str, float] = {}

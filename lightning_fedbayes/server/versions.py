@@ -21,11 +21,10 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 class Versions:
     """Record of what clients started from in each round, as long as messages about it may come.
 
+    Raises FederationError if the method takes no late messages.
+
     Attributes:
         begun: round → what its clients started from.
-
-    Raises:
-        FederationError: the method takes no late messages.
     """
 
     def __init__(self, method: Method, late: Late, posterior: GaussianPosterior) -> None:

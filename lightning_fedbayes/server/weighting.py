@@ -65,11 +65,9 @@ def train_size(facts: ClientFacts) -> float:
 def distance(facts: ClientFacts) -> float:
     r"""Return the closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
 
-    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`.
+    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. Raise FusionError if
+    the network has no probabilistic parameter.
     When to use it: clients that drift far should count less. Source: [FBDL] eq. (21).
-
-    Raises:
-        FusionError: the network has no probabilistic parameter.
     """
     check_probabilistic("distance", facts.posterior)
     mean, variance = facts.posterior.flatten()
@@ -93,10 +91,8 @@ def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
     r"""Closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`.
 
     The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. A single client gets
-    weight 1. When to use it: outliers should count less. Source: [FBDL] eq. (20).
-
-    Raises:
-        FusionError: the network has no probabilistic parameter.
+    weight 1. Raise FusionError if the network has no probabilistic parameter. When to use it: outliers should count
+    less. Source: [FBDL] eq. (20).
     """
     check_probabilistic("max_discrepancy", facts[0].posterior)
     return _closeness(facts, lambda q, p: gaussian_kl(*q, *p))
@@ -130,16 +126,14 @@ class KnownOverlap:
 
     Φ is the covariance of the clients' means, up to a factor, so an example that several clients hold counts once.
     Without common examples the weights equal ``"train_size"``. Clients with the same data share the weight of one.
+    Raises FusionError if ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative
+    weight because other clients hold nearly all of its examples, too.
 
     When to use it: you know how many examples every two clients have in common, and the clients are honest. Otherwise
     :class:`~lightning_fedbayes.fusion.InverseCovarianceVB` infers Φ from the updates.
 
     Args:
         shared: how many examples clients j and k both hold, shape (clients, clients). The sizes on the diagonal.
-
-    Raises:
-        FusionError: ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative weight
-            because other clients hold nearly all of its examples, too.
 
     Source: [Untrusted] eq. (3) with (5).
     """
@@ -200,12 +194,11 @@ OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
     """Return the weights of a round's clients, normalised to sum to 1.
 
+    Raise FusionError if the name is unknown, or weights are of the wrong number, negative, not finite, or all 0.
+
     Args:
         weighting: a name of :data:`PER_CLIENT` or :data:`PER_COHORT`, or a function of all clients' facts.
         facts: one per client.
-
-    Raises:
-        FusionError: unknown name, or weights of the wrong number, negative, not finite, or all 0.
     """
     check_weighting(weighting)
     check_kind("facts", facts, Sequence, "give the ClientFacts of every client", error=FusionError)

@@ -252,6 +252,8 @@ def personal_posterior(
         personal = personal_posterior(module, "state", 0, state.posterior)
         predictive = fb.PosteriorPredictive(module, personal)
 
+    Raise FederationError if the client has kept no posterior there, or ``weight`` is not in [0, 1].
+
     When to use it: at the client, after a federation with ``keep=["posterior"]`` or a method that keeps posteriors, to
     predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
@@ -261,9 +263,6 @@ def personal_posterior(
         posterior: the global one.
         weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and
             :func:`~lightning_fedbayes.flower.client_app`.
-
-    Raises:
-        FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
     """
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
     if not path.exists():

@@ -89,6 +89,9 @@ class Question:
 class RemoteClient:
     """Answers the server's questions, and keeps a Trainer between those that one process handles.
 
+    Raises FederationError if an argument cannot be used, ``state_folder`` is missing where the client keeps something,
+    or unprotected buffers would leave the client under ``privacy``.
+
     Args:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
         datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
@@ -120,10 +123,6 @@ class RemoteClient:
         state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer
             state, the number of its messages under ``privacy``.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
-
-    Raises:
-        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
-            unprotected buffers would leave the client under ``privacy``.
     """
 
     def __init__(

@@ -43,6 +43,8 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
     .. math:: \varepsilon = \min_\alpha\, T\,\rho_\alpha(q, z) + \log\frac{\alpha - 1}{\alpha}
               - \frac{\log \delta + \log \alpha}{\alpha - 1}, \qquad \rho_\alpha(1, z) = \frac{\alpha}{2 z^2}
 
+    Raise FederationError if an argument is outside its range, or Opacus is not installed.
+
     When to use it: to say what a finished federation has given away. Cohorts of a fixed size, as
     :class:`~lightning_fedbayes.FederatedBayes` draws them, are no Poisson samples, and the figure is no bound for them:
     with z = 1, δ = 1e-5 and one client of ten in a single round it is 2.1, and the true ε up to 3.7, because another
@@ -55,9 +57,6 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
         rounds: T ≥ 0.
         fraction: q in (0, 1], the probability of taking part in a round, independently of all others and unknown to
             those that ε holds against.
-
-    Raises:
-        FederationError: an argument outside its range, or Opacus is not installed.
 
     Source: Balle et al. 2020, Theorem 21, for the way from Rényi to (ε, δ).
 
@@ -96,6 +95,8 @@ def renyi_divergence(noise_multiplier: float, fraction: float) -> np.ndarray:
 def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: float = 1.0) -> float:
     """The smallest noise multiplier z with which ``rounds`` messages give away no more than ``epsilon``.
 
+    Raise FederationError if an argument is outside its range, Opacus is not installed, or no noise is enough.
+
     When to use it: before a federation, to choose ``UpdatePrivacy(noise_multiplier=...)``. ``epsilon_of`` of the
     result lies at most 1 % below ``epsilon``.
 
@@ -103,9 +104,6 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
         epsilon: what may be given away, from 0.001 to a million, in nats.
         delta, rounds, fraction: see :func:`epsilon_of`. At least one round. For a federation with ``fraction=`` below 1
             give the most rounds that one client may take part in, not the fraction.
-
-    Raises:
-        FederationError: an argument outside its range, Opacus is not installed, or no noise is enough.
 
     >>> z = noise_multiplier_for(epsilon=8.0, delta=1e-5, rounds=20)
     >>> 7.92 < epsilon_of(z, 1e-5, 20) <= 8.0
@@ -169,8 +167,7 @@ def check_opacus() -> None:
 def import_opacus(name: str) -> ModuleType:
     """Import the module ``name`` of Opacus, such as "opacus.accountants".
 
-    Raises:
-        FederationError: it is not installed.
+    Raise FederationError if it is not installed.
     """
     check_opacus()
     root = logging.getLogger()

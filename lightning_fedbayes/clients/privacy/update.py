@@ -100,7 +100,8 @@ class UpdatePrivacy:
     every coordinate (see :func:`privatised`) before anything leaves it. Neighbouring federations differ in one client:
     it takes part with its data, or without data and sends only noise. That changes the probability of whatever the
     server does by at most a factor :math:`e^\varepsilon`, except with probability δ. (Where its data may be *replaced*
-    by others, use the ε of ``noise_multiplier / 2``.)
+    by others, use the ε of ``noise_multiplier / 2``.) Raises FederationError if an argument is outside its range, or
+    Opacus, which counts ε, is not installed.
 
     When to use it: many clients that need not trust the server. The noise of the average of n clients is zC/√n per
     parameter, so it takes hundreds of them, or few parameters.
@@ -118,9 +119,6 @@ class UpdatePrivacy:
         delta: δ in (0, 1), well below one over the number of clients.
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.
-
-    Raises:
-        FederationError: an argument outside its range, or Opacus, which counts ε, is not installed.
 
     >>> privacy = UpdatePrivacy(clip=0.5, noise_multiplier=2.0)
     >>> after_one, after_ten = privacy.figures(rounds=1), privacy.figures(rounds=10)
@@ -213,7 +211,7 @@ class Door:
     Without ``privacy`` a client may send all that it can be asked for. With it, an update leaves with noise, counts of
     scores with the noise of ``conformal_epsilon``, and other kinds only if ``exact`` names them. The same holds, but
     for updates, where single examples are protected. A failure always tells its class and stage, and its text only if
-    errors are shared.
+    errors are shared. Raises FederationError if an argument cannot be used.
 
     Args:
         privacy: protects updates.
@@ -222,9 +220,6 @@ class Door:
             "statistics", "curvature" or "scale".
         share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
         examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
-
-    Raises:
-        FederationError: an argument cannot be used.
     """
 
     privacy: UpdatePrivacy | None = None

@@ -244,8 +244,7 @@ class StackedTrainingLog(TrainingLog):
     def check_metrics(self) -> None:
         """Feed copies of the metrics with the last step of two clients.
 
-        Raises:
-            CannotVectorize: a metric changes more than its states, or what it returns cannot be logged.
+        Raise CannotVectorize if a metric changes more than its states, or what it returns cannot be logged.
         """
         copies = {id(call.metric): call.metric.clone() for call in self._calls}
         for call in self._calls:

@@ -161,8 +161,7 @@ def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
 def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
     """``bool(tensor)`` of all clients. None for a tensor that they share.
 
-    Raises:
-        Disagreement: they would branch differently.
+    Raise Disagreement if they would branch differently.
     """
     stack = outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:

@@ -271,10 +271,9 @@ STEPS = 8
 def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     """Check, on copies with random gradients, that a step of two stacked networks is the step of each.
 
-    Returns: names of the state that has the parameter's shape.
+    Raise CannotVectorize if the steps differ, such as of an optimizer that takes norms of whole tensors.
 
-    Raises:
-        CannotVectorize: it is not, for example because the optimizer takes norms of whole tensors.
+    Returns: names of the state that has the parameter's shape.
     """
     if isinstance(optimizer, IVON):
         return IVON.stacked_keys

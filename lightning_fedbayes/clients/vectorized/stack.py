@@ -318,8 +318,7 @@ def start_clients(
 ) -> Attributes:
     """Call the module's ``on_client_start``, if it has one, for several clients. Returns the attributes that it set.
 
-    Raises:
-        CannotVectorize: it did something other than setting attributes of the module to tensors or plain values.
+    Raise CannotVectorize if it did something other than setting attributes of the module to tensors or plain values.
     """
     hook = getattr(module, "on_client_start", None)
     if hook is None:
