@@ -102,10 +102,7 @@ class CrossScores:
         .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
             \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
 
-        NaN for a single client. Raise FedBayesError if the figure is unknown.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
+        NaN for a single client. ``figure`` and errors as in :meth:`table`.
         """
         off = _without_diagonal(self._of(figure)[1])
         return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
@@ -120,11 +117,8 @@ class CrossScores:
 
         .. math:: a_i = \frac{(K-1) R_i + C_i - G}{K (K-2)}, \qquad b_j = \frac{(K-1) C_j + R_j - G}{K (K-2)}
 
-        with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`. Raise
-        FedBayesError if the figure is unknown, or there are fewer than three clients.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
+        with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`.
+        ``figure`` as in :meth:`table`. Raise FedBayesError if it is unknown, or there are fewer than three clients.
         """
         off, number = _without_diagonal(self._of(figure)[1]), len(self.names)
         if number < 3:
@@ -133,7 +127,7 @@ class CrossScores:
         return ((number - 1) * rows + columns - off.sum()) / scale, ((number - 1) * columns + rows - off.sum()) / scale
 
     def outlying(self, figure: str | None = None, *, rate: float = 0.05) -> dict[str, tuple[str, ...]]:
-        r"""Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
+        """Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
 
         A client stands out if its effect (:meth:`effects`) is further from the median than t times the median
         absolute deviation (MAD) of the clients' effects, on either side.
@@ -141,19 +135,14 @@ class CrossScores:
         The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
         about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
         from one exponential distribution, some client is named with probability ``rate`` at most (half of it for
-        models, half for data; simulated once). The exponential suits because the loss of a model exceeds the best one's
-        by about a quadratic form of the errors of its weights, which is exponential for two weights and closer to a
-        normal for more. So the probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10
-        clients), or the clients' numbers of examples differ much.
+        models, half for data, simulated once). The loss of a model exceeds the best one's by about a quadratic form of
+        the errors of its weights, which is exponential for two weights and closer to a normal for more. So the
+        probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10 clients), or the
+        clients' numbers of examples differ much.
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
-        the clients are equal, or there are fewer than three clients, no other client stands out. An accuracy of few
-        examples has such ties. The NLL has none. Raise FedBayesError if the figure is unknown, or ``rate`` is not in
-        (0, 1).
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
-            rate: chance of naming any client if none differs, in (0, 1).
+        the clients are equal, such as accuracies of few examples, or there are fewer than three clients, no other does.
+        ``figure`` as in :meth:`table`. Raise FedBayesError if it is unknown, or ``rate`` is not in (0, 1).
         """
         errors.check_number("rate", rate, "(0, 1)", error=FedBayesError)
         values, left = self._of(figure)[1], list(range(len(self.names)))
@@ -188,10 +177,8 @@ class CrossScores:
     def table(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and rows of one figure: a row for each model, a column for each client's data.
 
-        Of more than 100 clients it shows 100, at equal distances. Raise FedBayesError if the figure is unknown.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
+        ``figure`` None: the NLL, or else the first one. Of more than 100 clients the table shows 100, at equal
+        distances. Raise FedBayesError if the figure is unknown.
         """
         figure, values = self._of(figure)
         shown = _shown(len(self.names))
@@ -222,10 +209,7 @@ class CrossScores:
             writer.writerows(self.rows())
 
     def plot(self, figure: str | None = None) -> Figure:
-        """Return a heat map of one figure, the darker the worse. Arguments as in :meth:`table`.
-
-        Of more than 100 clients it shows 100, at equal distances.
-        """
+        """Return a heat map of one figure, the darker the worse. Arguments and clients as in :meth:`table`."""
         from lightning_fedbayes.core.plots import cross_heatmap
 
         figure, values = self._of(figure)
@@ -259,13 +243,9 @@ def evaluate_across(
     has no client, the predictions are not of this package, or the figure is unknown.
 
     Args:
-        modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`. For
-            each of ``clients``, and for no others.
-        clients: name → data set of inputs and targets.
+        modules: name of a client → the module of its model, for each of ``clients``, and for no others.
         figure: the only one to keep, such as "nll". None keeps all.
-        batch_size: of the passes.
-        seed: of the draws from the posteriors, the same for every pair.
-        collate_fn: list of examples → batch. None: torch's.
+        clients, batch_size, seed, collate_fn: see :func:`~lightning_fedbayes.evaluate_clients`.
     """
     errors.check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)

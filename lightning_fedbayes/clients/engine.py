@@ -43,15 +43,12 @@ class Engine(ABC):
     The loop calls :meth:`begin_batch`, :meth:`train_batch` and :meth:`end_batch` for each of its batches.
 
     Args:
-        context: the training loop's module, optimizers and options.
-        model: the resident network.
-        loader: brings the clients' batches. It knows the clients.
-        log: collects the figures that ``training_step`` logs.
+        context, model, loader, log: of the training loop, the resident network, the clients and their batches, and the
+            figures that ``training_step`` logs.
         method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         keep_posteriors: let every client keep the posterior that it has trained last.
-        folder: of the clients' states. None: in memory.
-        writes: this process writes them there, for all.
+        folder, writes: see :class:`~lightning_fedbayes.clients.states.States`.
         seed: of all random draws.
 
     Attributes:
@@ -59,8 +56,7 @@ class Engine(ABC):
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device. None: the loop does.
         shared: what the server has sent to all clients of the round.
-        local: puts the clients' priors into the network in this round. None where the method neither sets priors nor
-            measures.
+        local: puts the clients' priors into the network in this round. None where there is no need for it.
     """
 
     name: ClassVar[str]

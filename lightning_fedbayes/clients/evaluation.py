@@ -103,10 +103,7 @@ class ClientScores:
         return float(functional.weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
-        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
-
-        Raise FedBayesError if the figure is unknown, or ``fraction`` is not in (0, 1].
-        """
+        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest figures."""
         values = self._of(figure)
         sign = sign_of(figure)
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
@@ -186,9 +183,8 @@ def evaluate_clients(
 
     Args:
         module: a module of this package, or a :class:`~lightning_fedbayes.PosteriorPredictive` of any other, with a
-            ``predict_step`` that returns a prediction of this package; or one for each client, by name.
-        clients: name → data set of inputs and targets, in batches that ``module`` takes.
-        batch_size: of the pass.
+            ``predict_step`` that returns a prediction of this package, or one for each client, by name.
+        clients: name → data set of inputs and targets, in batches of ``batch_size`` that ``module`` takes.
         seed: of the draws from the posterior, the same for every client.
         collate_fn: list of examples → batch, as for a DataLoader of graphs. None: torch's.
     """
@@ -399,15 +395,12 @@ def choose_personal_weight(
 
     Args:
         posterior_of: weight → the personal posterior. 0 is the global one.
-        module: the network.
-        held_out: data of the client, inputs and targets.
+        module, held_out: the network, and data of the client, inputs and targets.
         weights: to choose from, each in [0, 1].
         batch_size, seed: see :func:`evaluate_clients`.
         options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, likelihood="bernoulli"``.
 
-    Returns: the weight, and the NLL of each weight in nats per example.
-
-    Source: Jamoussi et al. 2025.
+    Returns: the weight, and the NLL of each weight in nats per example. Source: Jamoussi et al. 2025.
     """
     check_dataset("held_out", held_out)
     if not len(held_out):  # pyright: ignore[reportArgumentType]

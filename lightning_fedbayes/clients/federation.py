@@ -33,10 +33,8 @@ Stage = Literal["between", "training", "fused"]
 class ProcessNote:
     """Note of one process to the others at the end of a round.
 
-    Args:
-        trained: figures and states of its clients. None in a single process.
-        sent: client → its posterior, where the module wants to see it.
-        extra: added by the caller.
+    Its clients' figures and states, ``trained`` (None in a single process), and the posteriors that they have ``sent``,
+    where the module wants to see them. The caller may add something ``extra``.
     """
 
     trained: Results | None
@@ -51,16 +49,14 @@ class Federation:
     :meth:`receive`. When :attr:`is_complete`, :meth:`land` and :meth:`finish`.
 
     Args:
-        settings: of the federation.
-        engine: trains the clients. It holds the resident network.
+        settings, engine: of the federation. The engine trains the clients and holds the resident network.
         collective: the processes that share the clients of a round.
         held_out: returns the batches that an ``AutoFusion`` scores its candidates with.
 
     Attributes:
         server: holds the global posterior, the history and the rule's state.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
-        plan: of the last round that was begun. None before the first.
-        share: the part of the plan that this process trains.
+        plan: of the last round that was begun. None before the first. ``share`` is the part that this process trains.
         result: of the last round that :meth:`finish` has ended. None before, and after an error.
         in_flight: messages under way, where there is a schedule. Empty between rounds.
     """
@@ -143,10 +139,7 @@ class Federation:
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
-        """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way.
-
-        Returns: the outcomes that are known.
-        """
+        """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way."""
         outcomes: list[ClientOutcome] = []
         if results == ():  # most batches end no client
             return outcomes
@@ -225,12 +218,9 @@ class Federation:
         return outcome
 
     def finish(self, note: Any = None) -> RoundResult:
-        """Let the server finish the round, and load the global model into the module.
+        """Let the server finish the round, load the global model, and tell other processes ``note``.
 
         Raise FederationError if too many rounds in a row have failed. The module holds the last good global model.
-
-        Args:
-            note: what this process tells the others, ``extra`` in the result's notes.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None
@@ -350,10 +340,8 @@ class Federation:
         .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
 
         The mean is over held-out examples in place of the n examples of the clients, which the server does not have.
-        The estimate is highest at the posterior of the pooled data, as far as the two samples agree.
-
-        Args:
-            of_process: sum of the first term over the examples that this process has scored, and their number.
+        The estimate is highest at the posterior of the pooled data, as far as the two samples agree. ``of_process`` is
+        the sum of the first term over the examples that this process has scored, and their number.
         """
         server, prior = self.server, self.server.method.counted(self.server.posterior)
         if prior is None:

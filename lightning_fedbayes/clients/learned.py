@@ -30,13 +30,9 @@ Tensors = dict[str, Tensor]
 class TrainedClient:
     """A client at the end of its local training.
 
-    Args:
-        num_examples: n_k.
-        values, buffers: its parameters and buffers, name → tensor.
-        state: of its optimizer, by the number of the parameter.
-        priors: of this client, such as by sites. None: as for all clients.
-        received: parameters and buffers with which it began, name → tensor.
-        batches: returns its training batches as ``training_step`` gets them.
+    It has ``num_examples``, and parameters and buffers by name: at the end (``values``, ``buffers``), and those with
+    which it began (``received``). ``state`` is of its optimizer, by the number of the parameter. ``priors`` are of this
+    client, such as by sites, or None. ``batches`` returns its training batches as ``training_step`` gets them.
     """
 
     num_examples: int
@@ -49,7 +45,7 @@ class TrainedClient:
 
 
 class LearnedPosterior(ABC):
-    r"""The posterior of parameters outside of Bayesian layers.
+    """The posterior of parameters outside of Bayesian layers.
 
     A client's training begins with :meth:`start`, and ends with :meth:`measured`, which returns its variances.
 
@@ -57,7 +53,6 @@ class LearnedPosterior(ABC):
         first: name → parameter and its variance before any training, from which nothing is drawn.
 
     Attributes:
-        linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
         variances: name in the posterior → present variance. The tensor is replaced when it changes.
     """
 
@@ -109,14 +104,10 @@ class LearnedPosterior(ABC):
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
-        """Return the state with which a client's optimizer starts. By default what it has kept.
+        """Return the state with which a client's optimizer starts. By default what it has ``kept`` of earlier rounds.
 
-        Args:
-            kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
-            num_examples: of the client.
-            priors: of the client, such as by sites. None: as for all clients.
-            local: tensors that the client keeps, with variances of parameters that never leave it
-                (:func:`variance_of`).
+        ``priors`` are of the client, such as by sites. None: as for all clients. ``local`` are tensors that it keeps,
+        with variances of parameters that never leave it (:func:`variance_of`).
         """
         return kept
 
@@ -132,11 +123,9 @@ class LearnedPosterior(ABC):
         return {}, {}
 
     def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
-        """Observe the parameters after a step of the optimizer. By default do nothing.
+        """Observe the parameters after a step of an optimizer of one client, or of a stack. By default do nothing.
 
-        Args:
-            optimizer: of one client, or of a stack of clients.
-            done: share of its steps that each client has taken. A single number without a stack.
+        ``done`` is the share of its steps that each client has taken.
         """
 
     @abstractmethod

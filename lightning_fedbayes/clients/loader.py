@@ -51,8 +51,7 @@ class FederatedLoader:
 
     Args:
         loader: of the user. Its settings are taken over.
-        clients: the clients.
-        batching: how examples become batches.
+        clients, batching: the clients, and how their examples become batches.
         plan: returns, for this loader, the plan of the current round, of the clients that this process trains.
         part: number of this process, and number of the processes that split every batch. See :func:`part_of`.
 
@@ -61,7 +60,6 @@ class FederatedLoader:
         arrangement: the order of batches. None: client after client.
         tensors: per client, the tensors in memory that hold its data, and its rows of them. Empty for other data.
         shapes: of single examples in memory.
-        collate_fn: of the user's loader.
         statistics: columns and rows of the table of the clients' data. None where no module asks for the scale.
     """
 
@@ -267,12 +265,9 @@ def federated_loader(
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients.
 
+    Arguments as of :func:`batching_of` and :class:`FederatedLoader`. A trial run has at most ``clients_in_a_round``.
     Raise FederationError or PartitionError if the loader, the partition or the sizes of the clients cannot be used, or
     every round would have too few clients.
-
-    Args:
-        loader, settings, plan, part, limit: see :func:`batching_of` and :class:`FederatedLoader`.
-        clients_in_a_round: most clients in a round, for a trial run.
     """
     batching = batching_of(
         loader,

@@ -41,8 +41,7 @@ class ResidentModel:
         frozen: posterior names of parameters that do not train: they are not read, sent, fused, noised, copied or kept.
 
     Attributes:
-        local_names: posterior names of the parameters that never leave a client.
-        frozen_names: posterior names of the frozen parameters.
+        local_names, frozen_names: posterior names of parameters that never leave a client, and of frozen ones.
         frozen: frozen parameters, by their names in the module.
     """
 
@@ -108,10 +107,7 @@ class ResidentModel:
         self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
 
     def join(self, names: Collection[str] = ()) -> bool:
-        """Take in, with present values, frozen parameters that train now or are among the posterior's ``names``.
-
-        Returns: True if any of them is federated.
-        """
+        """Take in frozen parameters that train now or are among ``names``. Return True if any of them is federated."""
         joined = {self._aliases[name] for name, p in self.frozen.items() if p.requires_grad}
         joined |= self.frozen_names.intersection(names)
         if joined:
@@ -212,9 +208,7 @@ class ResidentModel:
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
         """Copy the global model into the module, then the means in ``start``, then what the client has kept.
 
-        Args:
-            local: of the client, see :meth:`read_local`.
-            start: name in the posterior → mean.
+        ``local`` are its kept tensors, see :meth:`read_local`. ``start`` is name in the posterior → mean.
         """
         self.load_global()
         if start:
@@ -242,11 +236,9 @@ class ResidentModel:
         return {**self.global_parameters, **self.global_buffers, **kept}
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
-        """Return a client's ``posterior`` with its frozen and local parameters.
+        """Return a client's ``posterior``, of the federated parameters, with its frozen and ``local`` ones.
 
-        Args:
-            posterior: of the federated parameters.
-            local: of the client, see :meth:`read_local`. What is missing is taken from the global model.
+        What is missing in ``local``, see :meth:`read_local`, is taken from the global model.
         """
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}

@@ -137,10 +137,9 @@ class LocalPriors:
         model: the resident network.
 
     Attributes:
-        layers: the Gaussian parameters of layers, by name.
+        layers: the Gaussian parameters of layers, by name, with ``num_entries`` entries.
         others: name in the posterior → name in the module, of all other parameters that train.
         learned: the names of Gaussian parameters outside of layers.
-        num_entries: of the Gaussian parameters of layers.
     """
 
     def __init__(self, like: LocalProblem, names: Collection[str], model: ResidentModel) -> None:
@@ -207,7 +206,7 @@ class Measured:
     right for losses with any KL weight or warm-up.
 
     Args:
-        like: name → tensor of a parameter's shape; in a stack (clients, \*).
+        like: name → tensor of a parameter's shape, in a stack (clients, \*).
         layers: names of Gaussian parameters of layers.
         clients: in the stack. None: one.
         parts: micro-batches per step. Each loss is divided by it.
@@ -233,11 +232,8 @@ class Measured:
     ) -> tuple[Tensors, Tensors]:
         """Return gradients and curvatures of a client's data, except for parameters without a gradient.
 
-        Args:
-            num_examples, local_epochs: of the client's training.
-            variances: of the draws of layers.
-            scales: factors of the loss per example, of other parameters.
-            slot: of the client in the stack. None: there is no stack.
+        ``variances`` are of the draws of layers, ``scales`` the factors of the loss per example of other parameters. In
+        a stack the client has a ``slot``.
         """
         row = (lambda value: value) if slot is None else (lambda value: value[slot])
         gradients, precisions = {}, {}

@@ -34,13 +34,9 @@ MOST_DESCRIBED = 300
 
 
 class Sending(NamedTuple):
-    """A round as its adversaries see it.
+    """A round as its adversaries see it: the clients that send, and the global posterior that they started from.
 
-    Attributes:
-        plan: its number and the clients that send.
-        posterior: the global posterior that they started from.
-        names: name of every client of the federation.
-        seed: of the federation.
+    ``names`` and ``seed`` are of the whole federation.
     """
 
     plan: RoundPlan

@@ -58,12 +58,8 @@ def make_federation(
 ) -> Federation:
     """Make the federation of ``settings`` for a training loop: resident model, engine and server.
 
-    Raise FederationError or FusionError if the module cannot be federated with these settings.
-
-    Args:
-        settings, collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
-        context: the training loop's module, optimizers and options.
-        loader: brings the clients' batches.
+    Arguments as of :class:`~lightning_fedbayes.clients.federation.Federation` and of an engine. Raise FederationError
+    or FusionError if the module cannot be federated with these settings.
     """
     learned = context.learned_posterior(settings.posterior)
     own_starts = settings.fusion is not None and settings.method.own_starts

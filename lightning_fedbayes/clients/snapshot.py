@@ -134,9 +134,7 @@ class Modes:
 class ModuleState:
     """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
 
-    Attributes:
-        snapshots: path of each part → its attributes. Modules in lists and dicts, such as metrics, are parts, too.
-        tensors: name → tensor, its version and its contents.
+    ``snapshots`` has the attributes of each part by its path. Modules in lists and dicts, as metrics, are parts, too.
     """
 
     def __init__(self, module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -170,16 +168,15 @@ class RoundState:
     """State of a module at the start of a round, besides parameters and federated buffers, as every client finds it.
 
     For each client it restores attributes of the user's modules that are numbers, text, tensors, arrays or random
-    generators, buffers that are not federated, every module's mode and every parameter's ``requires_grad``. Clients
+    generators, buffers that are not ``federated``, every module's mode and every parameter's ``requires_grad``. Clients
     share other attributes, such as lists, and torchmetrics, which collect over all clients of a round.
 
     Args:
-        module: the network, before its first client.
-        federated: names of the buffers that clients send, which the resident model loads.
+        module, federated: the network before its first client, and the names of buffers that clients send.
         watchers: objects, such as callbacks, of which changed attributes are noted and not restored.
 
     Attributes:
-        dropped: names of attributes and buffers whose changes by clients were undone.
+        dropped: names of attributes and buffers with changes by clients that were undone.
         shared: names of attributes that clients have changed and that cannot be restored.
     """
 

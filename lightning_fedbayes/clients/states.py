@@ -27,12 +27,9 @@ class Client:
     """A client that begins to train.
 
     Args:
-        number: the client's number, from 0.
-        name: its name.
-        num_examples: its number of training examples n_k.
-        round: the round, from 0.
-        position: its position among the clients of the round that this process trains, from 0.
-        cohort: number of these clients.
+        number, name, num_examples: of the client, numbered from 0.
+        round: from 0.
+        position, cohort: its position among the clients of the round that this process trains, and their number.
         problem: the index of the client's problem, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
     """
 
@@ -71,10 +68,7 @@ class ClientState:
     rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
-        """Return the barycenter of the global ``posterior`` and the client's, of ``weight`` in [0, 1].
-
-        It is the global one if the client keeps none.
-        """
+        """Return the barycenter of the global ``posterior`` and the client's, if any, by ``weight`` in [0, 1]."""
         check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
         if not self.own or not weight:
             return posterior
@@ -106,13 +100,12 @@ class States:
     Raises FederationError if the folder cannot be used.
 
     Args:
-        folder: of the states. None: in memory.
+        folder: of the states. None: in ``memory``.
         writes: this process writes what all have trained.
         device: where clients train.
 
     Attributes:
         is_shared: True if several processes share the clients of a round.
-        memory: the states in memory.
     """
 
     def __init__(
@@ -323,13 +316,8 @@ class ClientOptimizer:
 
     At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
     between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
-    from its construction, such as another optimizer or a copy of the weights, the module makes a new one. Raises
-    FederationError if the state cannot be kept.
-
-    Args:
-        optimizer: of the Trainer.
-        remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
-        keep: clients keep what :meth:`read` returns from round to round.
+    from its construction, such as another optimizer or a copy of the weights, ``remake`` gives a new one. With ``keep``
+    clients keep what :meth:`read` returns. Raises FederationError if that cannot be kept.
     """
 
     def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:

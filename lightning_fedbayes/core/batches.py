@@ -116,17 +116,12 @@ def predicts_batches(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the network's output, a tensor: its result, the first of a tuple, or ``logits`` of a mapping or
-    object.
+    """Return the network's output, a tensor: its result, the first of a tuple, or ``logits`` of a mapping or object.
 
     A mapping goes to ``forward`` as keywords if that has a parameter for every key (or ``**``) and a key for every
-    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
-    Raise FederationError if ``forward`` takes other keywords, or returns no tensor.
-
-    Args:
-        network: any module. One of :func:`predicts_batches` runs its ``predict_step``.
-        inputs: one argument of it, or its keywords.
-        values: name → tensor, in place of its parameters and buffers.
+    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name. A
+    network of :func:`predicts_batches` runs its ``predict_step``. ``values``, name → tensor, take the place of its
+    parameters and buffers. Raise FederationError if ``forward`` takes other keywords, or returns no tensor.
     """
     arguments, keywords = _arguments(network, inputs)
     with _with_forward(network):

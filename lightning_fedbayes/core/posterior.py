@@ -168,12 +168,9 @@ class GaussianPosterior:
         return cuts
 
     def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
-        """This posterior in pieces, views in the order of :meth:`flatten`.
+        """This posterior in pieces, views in the order of :meth:`flatten`. They fit into the cache of the processor.
 
-        Work piece by piece happens in the cache of the processor, in a fraction of the time.
-
-        Args:
-            cuts: :meth:`cuts` of a posterior of the same names and shapes. None: of this one.
+        ``cuts`` are :meth:`cuts` of a posterior of the same names and shapes. None: of this one.
         """
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
@@ -244,9 +241,7 @@ class GaussianPosterior:
     def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`. Not to be written into.
 
-        Args:
-            dtype: of the vectors.
-            room: vector of ``dtype`` and at least P entries, into which the mean may be written. None: a new one.
+        The mean may be written into ``room``, a vector of ``dtype`` and at least P entries. None: a new one.
         """
         if self._flat is not None and dtype == torch.float64:
             return self._flat
@@ -266,13 +261,10 @@ class GaussianPosterior:
         return self._of_checked(mean, variance, linearised=self.linearised)
 
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
-        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
+        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes. Vectors are of shape (P,).
 
-        Raise PosteriorError if a vector has another shape, or a variance is negative.
-
-        Args:
-            mean: shape (P,).
-            variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
+        A tensor with variances that are all 0 takes no memory. None: a point mass. Raise PosteriorError if a vector has
+        another shape, or a variance is negative.
         """
         vectors = {"mean": mean} if variance is None else {"mean": mean, "variance": variance}
         for kind, vector in vectors.items():
@@ -301,11 +293,8 @@ class GaussianPosterior:
 
         .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
 
-        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is left
-        out.
-        One that is deterministic in only one of them makes the divergence infinite.
-
-        Returns: a float64 scalar.
+        summed over the probabilistic parameters, a float64 scalar. A parameter that is deterministic in both has no
+        density and is left out. One that is deterministic in only one of them makes the divergence infinite.
         """
         check_posterior(other, "the other")
         check_same_structure(self.mean, other.mean, "this posterior", "the other")
@@ -345,11 +334,7 @@ class GaussianPosterior:
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
-    """Return the scalar KL divergence between two flat mean-field Gaussians, see :meth:`GaussianPosterior.kl`.
-
-    Args:
-        mean, variance, other_mean, other_variance: shape (P,).
-    """
+    """Return the scalar KL divergence of flat mean-field Gaussians, shape (P,), see :meth:`GaussianPosterior.kl`."""
     random, other_random = variance > 0, other_variance > 0
     if bool((random != other_random).any()):
         return mean.new_full((), float("inf"))

@@ -33,12 +33,9 @@ from lightning_fedbayes.transport.server import Rounds, told_round
 
 @dataclass(frozen=True)
 class Monitor:
-    """Figure of the clients' validation that tells the best round.
+    """Figure of the clients' validation that tells the best round. Without a ``name`` there is none.
 
-    Args:
-        name: of the figure. None: there is no best round.
-        mode: "min" or "max".
-        patience: rounds without a better one after which the federation stops. None: never.
+    ``mode`` is "min" or "max". The federation stops after ``patience`` rounds without a better one. None: never.
     """
 
     name: str | None
@@ -193,8 +190,7 @@ class FusionStrategy(Rounds, Strategy):
             calibration: callbacks that :meth:`calibrate` fits after the last round. Before the first, each client tries
                 one batch, and says whether it can answer.
 
-        Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and the figures of every round of
-            this run.
+        Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and all figures of this run.
         """
         check_calibration(calibration)
         self.summary()
@@ -289,11 +285,7 @@ class FusionStrategy(Rounds, Strategy):
         return self.update_of(client, read_all([reply], {reply.metadata.src_node_id: client}, "update", server_round))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Fuse the usable replies of the round. See Flower's ``Strategy``.
-
-        Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if
-            too many rounds in a row failed.
-        """
+        """Fuse the usable replies of the round. Return new arrays, None if it failed, and figures. See Flower's."""
         replies, asked = list(replies), self._asked
         for reply in replies:
             if reply.metadata.src_node_id not in asked:
@@ -313,15 +305,10 @@ class FusionStrategy(Rounds, Strategy):
             result = strategy.start(grid, initial_arrays(module), num_rounds=20)
             strategy.calibrate(grid, result.arrays, [scaling, conformal])
 
-        The result is the same as with these callbacks in one process. Thresholds go by the clients' numbers. A client
-        that fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
-        Raise FederationError if it is called before :meth:`start`, an argument cannot be used, or no client answers.
-
-        Args:
-            grid: how the server reaches the clients.
-            arrays: the global arrays.
-            calibration: callbacks to fit. A FederatedTemperature first.
-            timeout: seconds that an exchange waits for its clients.
+        The result is the same as with these callbacks in one process, a FederatedTemperature first. Thresholds go by
+        the clients' numbers. A client that fails within ``timeout`` seconds is left out. One that lies counts for at
+        most a multiple of the median client (``max_influence``). Raise FederationError if it is called before
+        :meth:`start`, an argument cannot be used, or no client answers.
         """
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")
@@ -357,20 +344,15 @@ class FusionStrategy(Rounds, Strategy):
         and sends its weights with their curvature. For an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
         sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
         sends sums over features. A softmax head asks further, as often as it needs. The result is the same as of these
-        calls in one process. A client that fails is left out.
+        calls in one process. A client that fails within ``timeout`` seconds is left out. Raise FederationError if an
+        argument cannot be used, or no client answers, and FedBayesError if the answers give no result.
 
         Args:
-            grid: how the server reaches the clients.
-            arrays: the network before training.
+            grid, arrays: how the server reaches the clients, and the network before training.
             method: the same as the clients', ``client_app(one_shot=...)``.
-            timeout: seconds that the server waits.
 
         Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
             the :class:`~lightning_fedbayes.modules.HeadFit`.
-
-        Raises:
-            FederationError: an argument cannot be used, or no client answers.
-            FedBayesError: the answers give no result.
         """
         once.check_one_shot(method)
         errors.check_number("timeout", timeout, "(0, inf)")

@@ -115,15 +115,12 @@ class FedNova(Method):
     r"""Averaging of the clients' moves per step, times their mean number of steps.
 
     A client that has moved by :math:`\theta_k - \theta_g` in :math:`\tau_k` steps sends the posterior moved by
-    :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the rule's result is moved on to
+    :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the ``rule``'s result is moved on to
     :math:`\theta_g + \bar\tau (\theta - \theta_g)` with the weighted mean :math:`\bar\tau = \sum_k \omega_k \tau_k`.
     Plain averaging ends, for unlike numbers of steps, at another optimum. Only means move so.
 
     When to use it: clients' numbers of examples, and so of steps, differ much, and they train with SGD without
     momentum. It trusts the clients' numbers of steps.
-
-    Args:
-        rule: a fusion rule.
 
     Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
     """
@@ -161,14 +158,12 @@ class Scaffold(Method):
 
     A client's loss gains :math:`\langle c - c_k, \theta - \theta_g \rangle`: its steps follow :math:`g_k - c_k + c`.
     After T steps of rate η it has :math:`c_k^+ = c_k - c + (\theta_g - \theta_k) / (T \eta)`, the mean gradient of its
-    loss, and sends :math:`c_k^+ - c_k` with its posterior. The server adds the cohort's weighted mean of it to c, times
-    the cohort's share of all clients. Control variates, of means, are as large as the network, in every message.
+    loss, and sends :math:`c_k^+ - c_k` with its posterior, for the ``rule``. The server adds the cohort's weighted mean
+    of it to c, times the cohort's share of all clients. Control variates, of means, are as large as the network, in
+    every message.
 
     When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
     on c. If few clients take part in a round, c lags behind.
-
-    Args:
-        rule: a fusion rule.
 
     Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
     """

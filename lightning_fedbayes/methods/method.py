@@ -49,12 +49,10 @@ class Participant:
     """Client of a round, as far as a method knows it.
 
     Args:
-        number: the client's, from 0.
-        num_examples: its number of training examples.
+        number, num_examples: the client's, from 0, and its number of training examples.
         kept: what it has kept of its last round for this problem, name → tensor. Empty in its first.
         problem: which of its problems this is, from 0 (:attr:`Method.problems`).
-        steps: steps of the optimizer that it takes in this round.
-        rate: their learning rate, if the optimizer is plain SGD. None for others.
+        steps, rate: steps of the optimizer in this round, and their learning rate, if it is plain SGD. None for others.
         gaussian: names in the posterior of the parameters with a variance.
         frozen: names of those that do not train, though they are federated.
     """
@@ -101,11 +99,8 @@ class Quadratic:
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
         """Return the term, a scalar, for a training loop by hand. Engines compute it for stacks of clients.
 
-        Raise FederationError if their names or shapes are not those of each other, or of the slope.
-
-        Args:
-            values: name → parameter, with gradients.
-            start: name → its global value.
+        ``values`` are the parameters, with gradients, and ``start`` their global values, by name. Raise FederationError
+        if their names or shapes do not go together, or with the slope.
         """
         remedy = "give dict(network.named_parameters()) and the mean of the posterior that the round began with"
         with errors.raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
@@ -170,8 +165,8 @@ class Report:
     Args:
         posterior: what it sends.
         kept: what it keeps, name → tensor. It never leaves the client.
-        sent: what else it sends, name → tensor, by the names of :meth:`Method.init`. The server averages it, or adds
-            it up (:attr:`Method.adds`).
+        sent: what else it sends, by the names of :meth:`Method.init`. The server averages it, or adds it up
+            (:attr:`Method.adds`).
     """
 
     posterior: GaussianPosterior
@@ -270,9 +265,7 @@ class Method:
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """Return the first setting that the method does not go with, and why. None if there is none.
 
-        Args:
-            weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
-            private: True if clients add noise to what they send.
+        ``weighting`` is of the federation. ``private``: clients add noise to what they send.
         """
         if private and self.sends:
             return "privacy=", (
@@ -289,10 +282,7 @@ class Method:
         """Return the tensors that the server sends with the posterior, as before the first round.
 
         They are the method's state at the server, kept in its checkpoints. Where clients answer (:attr:`sends`), by
-        tensors of the same names and shapes.
-
-        Args:
-            posterior: the global one before training. Of its names and shapes the tensors may be.
+        tensors of the same names and shapes. ``posterior`` is the global one before training.
         """
         return {}
 
@@ -324,7 +314,7 @@ class Method:
     def fuse(
         self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """Return the new global posterior and the method's new tensors. At the server.
+        """Return the new global posterior and the method's new tensors, of the names of :meth:`init`. At the server.
 
         Args:
             shared: what the clients started from.
@@ -332,8 +322,6 @@ class Method:
             averages: of what else the clients have sent, by their weights, or its sums (:attr:`adds`). Empty if they
                 do not (:attr:`sends`).
             heard: share of all clients that have sent something.
-
-        Returns: the posterior, and tensors of the names of :meth:`init`.
         """
         return fused, shared.tensors
 
@@ -347,9 +335,7 @@ class Method:
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return figures of a round for the history, name → value. At the server.
 
-        Args:
-            shared: what the clients started from.
-            posterior, tensors: what :meth:`fuse` has returned.
+        The clients started from ``shared``. ``posterior`` and ``tensors`` are the result of :meth:`fuse`.
         """
         return {}
 
@@ -357,20 +343,13 @@ class Method:
     def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
         """Return the global posterior without a client's part, for :func:`~lightning_fedbayes.remove_client`.
 
-        Args:
-            posterior: the global one.
-            kept: what the client has kept (:meth:`report`), or what the server has counted of it.
-
-        Returns: None if that is no part of the posterior by this method.
+        ``kept`` is what the client has kept (:meth:`report`), or what the server has counted of it. None if that is no
+        part of the posterior by this method.
         """
         return None
 
     def check_late(self, posterior: GaussianPosterior) -> None:
-        """Raise FederationError if messages cannot be taken that come late. Before the first round.
-
-        Args:
-            posterior: the global one.
-        """
+        """Raise FederationError if messages cannot be taken that come late. Before the first round."""
         raise FederationError(
             f"schedule= with fusion='{self.name}': {type(self).__name__} fuses what clients send about one and the "
             "same global model, and a late message is about an older one. Take 'sites', or an averaging rule"
@@ -381,14 +360,13 @@ class Method:
     ) -> GaussianPosterior:
         """Return what a client would have sent if it had started from the present global model. At the server.
 
-        Raise FusionError if that is no posterior.
-
         Args:
             sent: by the client.
-            started: what it started from.
-            now: what clients start from that begin now.
+            started, now: what it started from, and what clients start from that begin now.
             staleness: versions of the global model between them. 0 for a message that is not late.
             how: the way to take it, for methods that average.
+
+        Raise FusionError if that is no posterior.
         """
         return how.taken(sent, started.posterior, now.posterior, staleness)
 
@@ -397,13 +375,7 @@ class Method:
         return None
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Return what a user should know after ``round`` rounds of this method, said once, or None.
-
-        Args:
-            posterior: the global one.
-            round: number of rounds, from 0.
-            clients: number of clients.
-        """
+        """Return what a user should know after ``round`` rounds, from 0, of this many clients, said once, or None."""
         return None
 
 

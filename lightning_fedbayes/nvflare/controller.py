@@ -60,15 +60,15 @@ class FusionController(ModelController):
     cannot be used.
 
     Args:
-        module: the network before training, the same as the clients'.
-        fusion, weighting: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        module, buffers, local_parameters, posterior: the network before training, and options, the same as the
+            clients'.
         checkpoint: file of the federation, an absolute path at the server. None keeps it in memory.
         num_rounds: number of rounds, rounds in the checkpoint included.
         timeout: seconds that a round waits for its clients.
-        buffers, local_parameters, posterior: the same as the clients'.
         calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
-        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
+        fusion, weighting, options: as of :class:`~lightning_fedbayes.flower.FusionStrategy`, with ``fraction``,
+            ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`.
     """
 
@@ -228,8 +228,7 @@ class FusionRecipe(Recipe):
     Raises FederationError if ``controller`` is no FusionController.
 
     Args:
-        name: of the job.
-        controller: for the server.
+        name, controller: of the job, and for the server.
         train_script: the client script, whose loop a :class:`FusionClient` fills.
         min_clients: clients without which FLARE does not start the job.
         runner: options of FLARE's ``ScriptRunner``, such as ``script_args="--data /data"`` or

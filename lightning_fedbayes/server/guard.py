@@ -86,12 +86,7 @@ def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest sizes of an update that are allowed.
-
-    Args:
-        sizes: of a client of mean weight, shape (4, tensors).
-        weight: the mean weight.
-    """
+    """The largest ``sizes`` of an update that are allowed to a client of mean ``weight``, shape (4, tensors)."""
 
     sizes: Tensor
     weight: float
@@ -113,13 +108,12 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
-        memory: :attr:`memory` after the round before. Empty before the first.
+        memory: after the round before. "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of
+            lengths,). Earlier rounds fade. Empty before the first.
         is_alone: the federation has a single client, so there are no others to protect.
         part: share of all clients in a fusion, in a federation without rounds. Otherwise 1.
 
     Attributes:
-        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,). Earlier rounds
-            fade.
         counted: client → what the server counts in place of what it sent, where clients have to keep the same.
         is_deterministic: True if the network has no variances, so that sizes follow from the means.
     """
@@ -251,16 +245,12 @@ class Guard:
         r"""Return the largest sizes that are allowed.
 
         They are ``max_influence`` times the weighted medians over the clients. Lengths of a tensor of n entries may be
-        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not
-        move may move as far per entry as the whole network does. There is no bound if the median client has not
-        moved. Of fewer than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times
-        ``max_influence`` times the second longest whole update of at least three, or what was usual in the rounds
-        before, if that is more.
-
-        Args:
-            sizes: of all clients, shape (clients, 4, tensors).
-            weights: of the clients, at least 0.
-            clients: their numbers. Needed where they are few.
+        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not move may
+        move as far per entry as the whole network does. There is no bound if the median client has not moved. Of fewer
+        than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times ``max_influence``
+        times the second longest whole update of at least three, or what was usual in the rounds before, if that is
+        more. ``sizes`` are of all clients, shape (clients, 4, tensors), and their numbers ``clients`` are needed where
+        they are few.
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:

@@ -34,8 +34,7 @@ class Fusion(NamedTuple):
     Args:
         clients: number of connected clients. Each has the share 1 / clients.
         began: clients that began from the global posterior before it.
-        arrived: (client, version) of the messages that were admitted, in their order. Version v is the global posterior
-            after v fusions.
+        arrived: (client, version) of the admitted messages, in order. Version v is the posterior after v fusions.
         refused: clients that failed, or sent a message that was too late or could not be used.
     """
 
@@ -127,11 +126,7 @@ class Delays:
     def from_file(cls, path: str | Path, **options: Any) -> Delays:
         """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
 
-        Raise FederationError if the file or a column is missing.
-
-        Args:
-            path: of the file.
-            options: other arguments.
+        ``options`` are other arguments. Raise FederationError if the file or a column is missing.
         """
         file, trace = check_path("path", path), dict[int, list[float]]()
         try:
@@ -185,7 +180,7 @@ class Asynchronous:
         replay: log of a federation over Flower. Clients start and messages arrive as it says, and the posterior is the
             same, bit for bit. Give its ``late``. The rest is in the log.
 
-    When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network; and
+    When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network, and
     in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
     ``concurrency=None`` means all connected clients.
 
@@ -296,10 +291,9 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 class Timeline:
     """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
 
-    Raises FederationError if the schedule does not suit that many clients.
+    Raises FederationError if the schedule does not suit that many clients. Sizes are the clients' numbers of examples.
 
     Args:
-        schedule, sizes, seed: of the federation. Sizes are the clients' numbers of examples.
         min_clients: least number of messages of a fusion that counts.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run. None: as the schedule says.

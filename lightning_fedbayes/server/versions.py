@@ -19,12 +19,9 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 
 
 class Versions:
-    """Record of what clients started from in each round, as long as messages about it may come.
+    """Record of what clients started from in each round, ``begun``, as long as messages about it may come.
 
     Raises FederationError if the method takes no late messages.
-
-    Attributes:
-        begun: round → what its clients started from.
     """
 
     def __init__(self, method: Method, late: Late, posterior: GaussianPosterior) -> None:
@@ -39,7 +36,7 @@ class Versions:
         """Return the update that a client would have sent if it had started from the present global model.
 
         Clients that begin at present start from ``now``, with the global ``buffers``. Raise FusionError if the client's
-        version is forgotten; or its message is of another network, not finite, or too late for the method.
+        version is forgotten, or its message is of another network, not finite, or too late for the method.
         """
         before, who, present = self.begun.get(started), f"client {update.client}", now.posterior
         if before is None:

@@ -23,11 +23,8 @@ SMALLEST_DISTANCE = 1e-8
 class ClientFacts:
     """Facts about one client, from which its weight follows.
 
-    Args:
-        client: the client's number.
-        num_examples: its number of training examples.
-        posterior, previous: the posterior that it sent, and the global one that it started from.
-        metrics: figures of its training, name → value.
+    Its number and number of training examples, the posterior that it sent, the ``previous`` global one that it started
+    from, and figures of its training by name.
     """
 
     client: int
@@ -126,7 +123,7 @@ class KnownOverlap:
 
     Φ is the covariance of the clients' means, up to a factor, so an example that several clients hold counts once.
     Without common examples the weights equal ``"train_size"``. Clients with the same data share the weight of one.
-    Raises FusionError if ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative
+    Raises FusionError if ``shared`` is not such a matrix, or, in a round, a client is not in it, or has a negative
     weight because other clients hold nearly all of its examples, too.
 
     When to use it: you know how many examples every two clients have in common, and the clients are honest. Otherwise
@@ -192,13 +189,9 @@ OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
 
 
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
-    """Return the weights of a round's clients, normalised to sum to 1.
+    """Return the weights of a round's clients, one of ``facts`` each, normalised to sum to 1.
 
     Raise FusionError if the name is unknown, or weights are of the wrong number, negative, not finite, or all 0.
-
-    Args:
-        weighting: a name of :data:`PER_CLIENT` or :data:`PER_COHORT`, or a function of all clients' facts.
-        facts: one per client.
     """
     check_weighting(weighting)
     check_kind("facts", facts, Sequence, "give the ClientFacts of every client", error=FusionError)
@@ -234,11 +227,7 @@ def check_weighting(weighting: str | CohortWeights) -> None:
 def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
     """Raise FusionError if ``weighting`` compares distributions, and all parameters are deterministic.
 
-    Args:
-        weighting: a name, or a function, which is not checked.
-        posterior: of the network. Parameters with variance 0 are deterministic.
-
-    Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
+    A function is not checked. Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
     """
     if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
         return

@@ -61,7 +61,6 @@ class Question:
     """Question of the server to a client.
 
     Args:
-        client: the client's number.
         config: :data:`CONFIG_KEYS`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
         told: further tensors for the client: what has been counted of its site, or the state of a head.
@@ -94,7 +93,7 @@ class RemoteClient:
 
     Args:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
-        datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
+        datamodule: its training loader holds the client's data, or a function that makes it, of what the transport
             knows about the client.
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.

@@ -129,14 +129,10 @@ def read_message(
 ) -> Message:
     """Return the message in a client's reply. Every part is checked.
 
-    Args:
-        header, numbers: see :func:`header_of` and :func:`numbers_of`. Other than finite numbers are left out.
-        tensors: returns its tensors. Called once its header is in order.
-        client, kind, server_round: what the server asked for. Client None: the header says who it is.
-        who: its sender, for error messages.
-
-    Raises:
-        FusionError: the client failed, or sent another client's number, kind or round, or no whole number of examples.
+    ``header`` and ``numbers`` are of :func:`header_of` and :func:`numbers_of`. Other than finite numbers are left out.
+    ``tensors`` is called once the header is in order. ``client`` None: the header says who it is. ``who`` is for
+    messages. Raise FusionError if the client failed, or sent another client's number, kind or round than the server
+    asked for, or no whole number of examples.
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):

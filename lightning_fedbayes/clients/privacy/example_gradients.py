@@ -55,12 +55,8 @@ def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
     """Gradient of every example with respect to the layer's parameters, in the form of an Opacus grad sampler.
 
-    Args:
-        layer: in training. :func:`remember_generator` is one of its forward pre-hooks.
-        activations: its input x, of shape (batch, *).
-        backprops: gradient of the examples' losses with respect to its output, of the output's shape.
-
-    Returns: parameter → tensor of shape (batch, *parameter).
+    Of a layer in training, with :func:`remember_generator` as a forward pre-hook, by its input x, shape (batch, *), and
+    the gradient of the examples' losses by its output. Return parameter → tensor of shape (batch, *parameter).
     """
     (x,) = activations
     weight, rho = (getattr(layer, f"{part}_{layer.weight_name}") for part in ("mu", "rho"))
@@ -146,8 +142,7 @@ def register_bayesian_layers() -> dict[Any, Any]:
 
 
 def check_network(module: nn.Module) -> None:
-    """Raise FederationError, naming all such layers, if examples of a batch have no separate gradients in
-    ``module``.
+    """Raise FederationError, naming all such layers, if examples of a batch have no separate gradients in ``module``.
 
     It does not find what mixes examples between the layers, such as subtracting the mean of a batch.
     """

@@ -141,15 +141,9 @@ class UpdatePrivacy:
     def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
         """Return the private update that a client sends in place of ``update``.
 
-        Args:
-            update: before any noise.
-            previous: the global posterior that the client started from.
-            seed: source of the noise, together with ``round`` and the client's number.
-            round: from 0. One seed, round and client give one noise: never send two updates with it.
-
-        Raises:
-            FusionError: names or shapes differ from the global posterior's.
-            FederationError: the update has buffers.
+        Raise FusionError if names or shapes differ from the ``previous`` global posterior, which the client started
+        from, and FederationError if the update has buffers. One ``seed``, ``round`` (from 0) and client give one noise:
+        never send two updates with it.
         """
         errors.check_kind("update", update, ClientUpdate, "give a ClientUpdate")
         check_posterior(previous, "the previous posterior", error=FusionError)
@@ -170,14 +164,10 @@ class UpdatePrivacy:
     def figures(self, rounds: int) -> dict[str, float]:
         """Return the ε spent so far, as it is logged.
 
-        Args:
-            rounds: number of messages that the client has sent, whether they counted or not. For a federation, take the
-                busiest client.
-
-        Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
-            everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort would
-                not
-            lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
+        ``rounds`` is the number of messages that the client has sent, whether they counted or not. For a federation,
+        take the busiest client. ``privacy/epsilon`` is for ``delta``, against the server, which sees every message, and
+        so against everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort
+        would not lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
         return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
@@ -209,17 +199,11 @@ class Door:
     """The one place that decides what leaves a client.
 
     Without ``privacy`` a client may send all that it can be asked for. With it, an update leaves with noise, counts of
-    scores with the noise of ``conformal_epsilon``, and other kinds only if ``exact`` names them. The same holds, but
-    for updates, where single examples are protected. A failure always tells its class and stage, and its text only if
-    errors are shared. Raises FederationError if an argument cannot be used.
-
-    Args:
-        privacy: protects updates.
-        conformal_epsilon: ε of the noise on counts of scores. None adds none.
-        exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
-            "statistics", "curvature" or "scale".
-        share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
-        examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
+    scores with noise of ε ``conformal_epsilon`` (None: without), and other kinds, such as "scores", "temperature",
+    "counts", "statistics", "curvature" and "scale", only if ``exact`` names them. The same holds, but for updates,
+    where single ``examples`` are protected by :class:`~lightning_fedbayes.ExamplePrivacy`. A failure always tells its
+    class and stage, and its text, which can hold anything (names of files, rows of tables), only with ``share_errors``.
+    Raises FederationError if an argument cannot be used.
     """
 
     privacy: UpdatePrivacy | None = None
@@ -239,12 +223,7 @@ class Door:
         errors.check_flag("examples", self.examples)
 
     def check(self, kind: Kind, epsilon: float | None = None) -> None:
-        """Raise NotSent if a message may not leave.
-
-        Args:
-            kind: of the message.
-            epsilon: ε of the noise that the server asks for. None for none.
-        """
+        """Raise NotSent if a message may not leave. ``epsilon`` is of the noise that the server asks for, if any."""
         if kind == "counts" and epsilon != self.conformal_epsilon:
             raise NotSent(
                 f"the server asks for counts with epsilon={epsilon}, and this client's is {self.conformal_epsilon}: "

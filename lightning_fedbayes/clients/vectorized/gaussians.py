@@ -54,13 +54,10 @@ class GaussianParameters:
 
 
 class JointDraws:
-    r"""Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
+    """Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
 
-    A parameter that is asked for again in the same step needs new noise, and is not drawn here.
-
-    Args:
-        parameters, views: name → tensor of shape (clients, \*); name → the same tensor as one client sees it.
-        local: priors of the clients, if they have such.
+    A parameter that is asked for again in the same step needs new noise, and is not drawn here. ``views`` are the
+    parameters as one client sees them, and ``local`` priors of the clients, if they have such.
     """
 
     def __init__(

@@ -55,10 +55,7 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """Stands in the place of a metric or a collection while a stack trains: notes calls, refuses everything else.
-
-    ``isinstance`` takes it for the metric.
-    """
+    """Stands in the place of a metric or a collection while a stack trains: notes calls, refuses everything else."""
 
     def __init__(self, metric: Metric | MetricCollection, path: str, calls: list[Call]) -> None:
         vars(self).update(_metric=metric, _path=path, _calls=calls, _is_checked=False)  # it is no submodule
@@ -280,10 +277,7 @@ class StackedTrainingLog(TrainingLog):
         return errors
 
     def add(self, slots: Slots, data: Any) -> dict[int, Exception]:
-        """Add the values of the last step to the sums of the clients in ``slots``, which got the batches ``data``.
-
-        Returns: the errors of clients for which a metric failed.
-        """
+        """Add the values of the last step to the sums of the clients in ``slots``. Return errors of metrics by slot."""
         errors = self._feed(slots)
         if len(errors) == len(slots):
             return errors

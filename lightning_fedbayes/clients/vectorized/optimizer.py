@@ -39,8 +39,8 @@ class StackedOptimizer:
         optimizer: the user's. Its ``param_groups`` hold the stacked parameters until :meth:`remove`.
         rows: the parameters of all clients, shape (clients, *), in the optimizer's order. Written in place.
         states: optimizer state with which each client starts. Empty for a new optimizer.
-        stacked_keys: names of the state that is stacked, see :func:`check_elementwise`.
-        counts: names of the state that can have one entry per row, see :func:`counts_by_row`.
+        stacked_keys, counts: names of the state that is stacked, see :func:`check_elementwise`, and of the state that
+            can have one entry per row, see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
@@ -269,11 +269,9 @@ STEPS = 8
 
 
 def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
-    """Check, on copies with random gradients, that a step of two stacked networks is the step of each.
+    """Try the optimizer on copies with random gradients. Return names of the state that has the parameter's shape.
 
-    Raise CannotVectorize if the steps differ, such as of an optimizer that takes norms of whole tensors.
-
-    Returns: names of the state that has the parameter's shape.
+    Raise CannotVectorize unless a step of two stacked networks is the step of each, as where norms are taken.
     """
     if isinstance(optimizer, IVON):
         return IVON.stacked_keys

@@ -55,8 +55,8 @@ class ProbeResult:
         stacked_keys: names of the optimizer's state that has the parameter's shape.
         layouts: name of the parameter → memory layout of its stacked gradient.
         reads_index: ``training_step`` uses the number of the batch.
-        flops: floating-point operations of one client's step, in matrix products and convolutions.
-        bytes_per_client: memory that one more client in the stack takes.
+        flops, bytes_per_client: floating-point operations of one client's step, in matrix products and convolutions,
+            and memory that one more client in the stack takes.
         fused_times: time steps of recurrent layers that are one operation for one client, and many for a stack.
         shared_buffers: names of buffers that do not change.
         switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
@@ -295,10 +295,7 @@ def _line(error: Exception) -> str:
 
 
 class ChangesForGood(CannotVectorize):
-    """A dry run has set something that cannot be put back, such as an entry of a network's configuration.
-
-    A second dry run may then find no change.
-    """
+    """A dry run has set something for good, as in a network's configuration. A second one may find no change."""
 
 
 @contextmanager

@@ -114,9 +114,8 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Compute the gradients of the clients in ``slots``, which :meth:`StackedOptimizer.select` has selected.
 
-        ``batch`` has tensors of shape (clients, batch, *). ``clip`` changes the gradients in place.
-
-        Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
+        ``batch`` has tensors of shape (clients, batch, *). ``clip`` changes the gradients in place. Return the losses,
+        shape (clients,), None if ``training_step`` skipped the batch, and its other results.
         """
         try:
             losses, rest, replaced = self._take_step(slots, batch, batch_idx, clip)
@@ -316,9 +315,9 @@ register_pytree_node(
 def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
-    """Call the module's ``on_client_start``, if it has one, for several clients. Returns the attributes that it set.
+    """Call the module's ``on_client_start``, if any, for several clients. Return the attributes that it set.
 
-    Raise CannotVectorize if it did something other than setting attributes of the module to tensors or plain values.
+    Raise CannotVectorize if it did something else than setting them to tensors or plain values.
     """
     hook = getattr(module, "on_client_start", None)
     if hook is None:
