@@ -71,10 +71,7 @@ class CrossScores:
 
     @classmethod
     def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
-        """Return the table of each client's model: its name → its scores on the data of all clients.
-
-        Raise FedBayesError if a model lacks the figure, or was not scored on the same clients as the others.
-        """
+        """Return the table of each client's model: its name → its scores. Raise FedBayesError unless all are alike."""
         first = next(iter(rows.values()))
         for name, row in rows.items():
             if row.names != tuple(rows) or row.values.keys() != first.values.keys():
@@ -265,7 +262,6 @@ def _shown(clients: int) -> list[int]:
 
 
 def _without_diagonal(values: Tensor) -> Tensor:
-    """Return a square matrix with zeros on its diagonal."""
     return values.masked_fill(torch.eye(len(values), dtype=torch.bool), 0)
 
 

@@ -115,10 +115,7 @@ class Engine(ABC):
         self.states.begin_round()
 
     def begin_method(self, shared: methods.Shared) -> None:
-        """Take what the server has sent for a round, and set the method's priors.
-
-        Clients of a new server forget what they have kept for the method.
-        """
+        """Take what the server has sent, and set the method's priors. Clients of a new server forget what they kept."""
         if shared.is_new:
             self.states.forget_methods()
         self.shared, self.local = shared, None
@@ -174,10 +171,7 @@ class Engine(ABC):
     def optimizer_states(
         self, client: Client, state: ClientState, problem: methods.LocalProblem
     ) -> list[OptimizerState]:
-        """Return the states with which a client's optimizers start, :func:`after_absence`. Empty if they are new.
-
-        An optimizer that learns a posterior starts from the global one.
-        """
+        """Return the states with which a client's optimizers start, a posterior with the global one. Empty if new."""
         states = state.optimizers
         if states:
             missed = self._under_way[client.job][0].steps * (client.round - state.rounds)
@@ -301,16 +295,10 @@ class Engine(ABC):
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of clients that end with this batch. The caller must take all.
-
-        The tensors of an update may be views that the next batch overwrites.
-        """
+        """Return updates or failures of clients that end with this batch. The next batch may overwrite their tensors."""
 
     def threads(self) -> AbstractContextManager[None]:
-        """Inside, torch uses the number of threads that suits the posteriors of the round.
-
-        By default the number does not change, since oneDNN then prepares every convolution again.
-        """
+        """Inside, torch uses threads that suit the posteriors. By default no others, since oneDNN would prepare again."""
         return nullcontext()
 
     def forget(self, client: int) -> None:

@@ -35,7 +35,6 @@ Prediction = likelihoods.ClassPrediction | likelihoods.RegressionPrediction | li
 OF_DRAWS = ("logits", "probs")
 """Figures of draws, with the examples in the last dimension but one."""
 Collate = Callable[[list[Any]], Any]
-"""List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage", "c_index")
 REMEDY = "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
@@ -103,7 +102,7 @@ class ClientScores:
         return float(functional.weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
-        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest figures."""
+        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest."""
         values = self._of(figure)
         sign = sign_of(figure)
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
@@ -151,7 +150,6 @@ class ClientScores:
         return html_table(*self._lines())
 
     def _lines(self) -> tuple[list[str], list[Row]]:
-        """Return the head and the lines of the table."""
         ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
         head, lines = self.table()
         return head, [*lines, *([name, "", *(of(figure) for figure in self.values)] for name, of in ends)]
@@ -228,7 +226,6 @@ def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = N
 def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
-    """Return the figures of ``module`` on a data set."""
     remedy = "give a LightningModule, or a PosteriorPredictive of it"
     errors.check_kind("module", module, L.LightningModule, remedy, error=FedBayesError)
     if not has_predict_step(module):
@@ -249,10 +246,7 @@ def predict_data(
     predict: Callable[[Any], Predicted],
     collate_fn: Collate | None = None,
 ) -> Predicted:
-    """Return the joined predictions of ``predict`` for the batches of a data set, with ``module`` in evaluation mode.
-
-    Batches come to its device. Draws are from ``seed``, and the global generators do not change.
-    """
+    """Return the joined predictions of ``predict`` for a data set, in evaluation mode, with draws from ``seed``."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
         batches = batches_of(dataset, batch_size, collate_fn)
@@ -451,10 +445,7 @@ def held_out_loss(
 
 
 def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
-    """Return the hook of our modules that takes a candidate's posterior. None for other modules.
-
-    A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
-    """
+    """Return the hook of our modules that takes a candidate's posterior. None for others, which see the chosen one."""
     return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 
 

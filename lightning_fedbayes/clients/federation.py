@@ -31,11 +31,7 @@ Stage = Literal["between", "training", "fused"]
 
 @dataclass(frozen=True)
 class ProcessNote:
-    """Note of one process to the others at the end of a round.
-
-    Its clients' figures and states, ``trained`` (None in a single process), and the posteriors that they have ``sent``,
-    where the module wants to see them. The caller may add something ``extra``.
-    """
+    """Note of one process to the others: results of its clients (None if it is the only one), posteriors, ``extra``."""
 
     trained: Results | None
     sent: Mapping[int, GaussianPosterior]

@@ -123,10 +123,7 @@ class LearnedPosterior(ABC):
         return {}, {}
 
     def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
-        """Observe the parameters after a step of an optimizer of one client, or of a stack. By default do nothing.
-
-        ``done`` is the share of its steps that each client has taken.
-        """
+        """Observe parameters after a step of one client or a stack. ``done`` is each client's share of its steps."""
 
     @abstractmethod
     def measured(self, client: TrainedClient) -> Tensors:
@@ -141,10 +138,7 @@ class PosteriorSource(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
-        """Return the posterior of ``module``, which these ``optimizers`` train. Called once in a fit.
-
-        Raise FederationError if the source does not suit the module or its optimizers.
-        """
+        """Return the posterior of ``module`` at the start of a fit. Raise FederationError if that does not suit."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -429,10 +423,7 @@ def variance_of(name: str) -> str:
 
 
 def natural_prior(prior: NormalPrior | LocalPrior | float, like: Tensor) -> dict[str, Tensor]:
-    """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
-
-    A number is the standard deviation of a prior with mean 0. Infinite means no prior.
-    """
+    """Return a prior, or one of mean 0 by its standard deviation, as IVON reads it in the state of ``like``."""
     if isinstance(prior, LocalPrior):
         fields = prior.curvature, prior.curvature * prior.mean - prior.slope
     else:

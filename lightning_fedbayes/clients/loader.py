@@ -101,10 +101,7 @@ class FederatedLoader:
         return plans.batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
-        """Fill the scalers of ``module`` that ask for the clients' scale. Each process adds up the sums of its clients.
-
-        Raise NotSent if the clients' data are private.
-        """
+        """Fill the scalers of ``module`` that ask for the clients' scale. Raise NotSent if the data are private."""
         if all(each.is_filled for each in asking(module)):
             return
         door.check("scale")
@@ -224,10 +221,7 @@ class _PlannedBatches:
 def batching_of(
     loader: Any, *, local_epochs: int, fraction: plans.Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
 ) -> plans.Batching:
-    """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
-
-    It must be a single ``DataLoader`` over a map-style data set with automatic batching, in plain or shuffled order.
-    """
+    """Return the batching of the user's loader, which must be a DataLoader in plain or shuffled order."""
     if not isinstance(loader, DataLoader):
         raise FederationError(
             f"the training loader is a {type(loader).__name__}; give one torch DataLoader, over a ClientDatasets "

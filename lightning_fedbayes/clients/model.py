@@ -183,10 +183,7 @@ class ResidentModel:
             self.learned.set_prior(posterior, exclude)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
-        """Make ``posterior`` and ``buffers``, which may hold the server's scale, the global model, and load it.
-
-        Local parameters and buffers keep their values in the global model.
-        """
+        """Make ``posterior`` and ``buffers`` the global model, and load it. What is local stays."""
         self.load_global()  # a variance that does not change stays, to the bit; the last client's must not stay
         self.view.load(posterior)
         with torch.no_grad():
@@ -206,10 +203,7 @@ class ResidentModel:
             self.load_global()
 
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the global model into the module, then the means in ``start``, then what the client has kept.
-
-        ``local`` are its kept tensors, see :meth:`read_local`. ``start`` is name in the posterior → mean.
-        """
+        """Load the global model, then the means in ``start``, then what the client has kept (:meth:`read_local`)."""
         self.load_global()
         if start:
             with torch.no_grad():
@@ -236,10 +230,7 @@ class ResidentModel:
         return {**self.global_parameters, **self.global_buffers, **kept}
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
-        """Return a client's ``posterior``, of the federated parameters, with its frozen and ``local`` ones.
-
-        What is missing in ``local``, see :meth:`read_local`, is taken from the global model.
-        """
+        """Return a client's ``posterior`` with frozen and ``local`` parameters, of the global model if missing."""
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
         posterior = self.whole(posterior)
@@ -298,7 +289,6 @@ class ResidentModel:
         return {variance_of(name): value for name, value in variances.items()}
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
-        """Return copies of the named buffers."""
         live = dict(self.module.named_buffers()) if names else {}
         return {name: live[name].detach().clone() for name in names}
 

@@ -133,10 +133,7 @@ class SequentialEngine(Engine):
         return (client,)
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Take the loop's own step, unless the client has failed.
-
-        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained.
-        """
+        """Take the loop's step as if no other client of the round had trained, unless the client has failed."""
         if self._failure is not None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))

@@ -34,10 +34,7 @@ MOST_DESCRIBED = 300
 
 
 class Sending(NamedTuple):
-    """A round as its adversaries see it: the clients that send, and the global posterior that they started from.
-
-    ``names`` and ``seed`` are of the whole federation.
-    """
+    """A round as adversaries see it: the clients that send, their global start, all names, and the seed."""
 
     plan: RoundPlan
     posterior: GaussianPosterior

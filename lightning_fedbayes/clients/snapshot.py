@@ -21,10 +21,8 @@ from torchmetrics import Metric
 from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
-"""Types with immutable objects."""
 
 ABSENT = object()
-"""Value of a missing attribute."""
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -106,7 +104,6 @@ class Snapshot:
         return isinstance(before, VALUES) and isinstance(now, VALUES) and not is_large
 
     def _restore_array(self, name: str) -> None:
-        """Restore the contents of a tensor or array."""
         value = self._values[name]
         if fingerprint(value) != self._prints[name]:
             with torch.no_grad():
@@ -132,10 +129,7 @@ class Modes:
 
 
 class ModuleState:
-    """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
-
-    ``snapshots`` has the attributes of each part by its path. Modules in lists and dicts, as metrics, are parts, too.
-    """
+    """Attributes and modes of a module and its parts, by path, even in lists, and the contents of ``tensors``."""
 
     def __init__(self, module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         parts = dict(module.named_modules())

@@ -392,10 +392,7 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
 
 
 def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> OptimizerState:
-    """Return a client's state of ``optimizer`` with its momentum faded by the ``steps`` that the client has missed.
-
-    Its momentum is of the model that it trained last, and the others have moved the model since.
-    """
+    """Return a client's state with momentum faded by the ``steps`` missed: others have moved the model since."""
     if steps <= 0 or not state:
         return state
     decays = [

@@ -81,7 +81,6 @@ def check_unpack(unpack: Any) -> None:
 
 
 def _by_form(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets by the form of a batch."""
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, list | tuple):
@@ -100,7 +99,6 @@ def _by_form(batch: Any) -> tuple[Any, Any]:
 
 
 def _form(batch: Any) -> str:
-    """Return the form of a batch, in words."""
     keys = f" with the keys {listed(map(repr, batch))}" if isinstance(batch, Mapping) else ""
     return f"a {type(batch).__name__}{keys}"
 
@@ -178,10 +176,7 @@ def _with_forward(network: nn.Module) -> Iterator[None]:
 
 
 def number_of_examples(inputs: Any) -> int | None:
-    """Return the number of examples of collections of tensors with one first dimension, or None for all other inputs.
-
-    Graphs, for example, cannot be divided into examples by taking rows of tensors.
-    """
+    """Return the number of examples of tensors with one first dimension. None for other inputs, such as graphs."""
     lengths = _lengths(inputs)
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -135,10 +135,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """Notice that a client has no update in this round, because of an ``error``. It took ``seconds``.
-
-    Raises FederationError if an argument has the wrong type.
-    """
+    """Notice that a client has no update, and why. Raises FederationError if an argument has the wrong type."""
 
     client: int
     error: Exception

@@ -57,7 +57,6 @@ class GaussianPosterior:
         self._check_not_negative()
 
     def _check_not_negative(self) -> None:
-        """Raise PosteriorError if a variance is negative."""
         for name, variance in self.variance.items():
             if not is_zero(variance) and (variance < 0).any():
                 raise PosteriorError(
@@ -168,10 +167,7 @@ class GaussianPosterior:
         return cuts
 
     def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
-        """This posterior in pieces, views in the order of :meth:`flatten`. They fit into the cache of the processor.
-
-        ``cuts`` are :meth:`cuts` of a posterior of the same names and shapes. None: of this one.
-        """
+        """This posterior in views that fit into a cache, by ``cuts`` (None: its :meth:`cuts`) of :meth:`flatten`."""
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
             return [self]
@@ -320,10 +316,7 @@ class GaussianPosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
-        """The posterior that :meth:`state_dict` stored.
-
-        Raise PosteriorError if the state is not valid. The message says which part is wrong.
-        """
+        """The posterior that :meth:`state_dict` stored. Raise PosteriorError, with the wrong part, for others."""
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
             raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")
         mean, stored = state["mean"], state["variance"]
@@ -422,10 +415,7 @@ def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBay
 
 
 def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
-    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that is still as it was made.
-
-    For posteriors that come in from outside. Values are not read (see ``check_finite`` of the fusion).
-    """
+    """Raise ``error`` unless ``posterior``, from outside, is a GaussianPosterior as it was made. Values are not read."""
     if not isinstance(posterior, GaussianPosterior):
         raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")
     check_moments(posterior.mean, posterior.variance, who, error=error)

@@ -38,7 +38,6 @@ SAVED_TENSOR_HOOKS = (
     "_saved_tensors_hooks_disable",
     "_saved_tensors_hooks_enable",
 )
-"""Names in ``torch._C._autograd``."""
 
 LAZY = {
     **dict.fromkeys(
@@ -105,10 +104,7 @@ class vmap_level:
 
 
 class outside_vmap:
-    """Inside, operations act on the stacks themselves, as outside of :class:`vmap_level`.
-
-    A class, because a step enters it for every parameter, and a generator takes three times as long.
-    """
+    """Inside, operations act on the stacks themselves. A class, because a generator takes three times as long."""
 
     __slots__ = ("_level",)
 
@@ -198,8 +194,5 @@ def has_step_hook(optimizer: Optimizer) -> bool:
 
 
 def flat_weights(weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``.
-
-    Without references the layer does not look for parameters that were replaced.
-    """
+    """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``."""
     return {"_flat_weights": list(weights), "_flat_weight_refs": [None] * len(weights)}

@@ -75,10 +75,7 @@ class Store:
             self._note(run=self.run, rounds=0, marks="")
 
     def resume(self, run: str, rounds: int) -> None:
-        """Go back to where a checkpoint of a ``run`` was written, when ``rounds`` were done.
-
-        Raise FederationError if the folder holds another run, or lacks the states after that round.
-        """
+        """Go back to a checkpoint of a ``run`` after ``rounds``. Raise FederationError if its states are not there."""
         with self._told():
             if self._fact("run", "") != run:
                 raise FederationError(
@@ -144,7 +141,6 @@ class Store:
         return self._read("rounds = ?", client, self.rounds + 1)
 
     def _flush(self) -> None:
-        """Write the waiting states."""
         if not self._waiting:
             return
         needed = self._marks[0] if self._marks else self.rounds

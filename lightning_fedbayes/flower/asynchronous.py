@@ -197,7 +197,6 @@ class Course:
         return free[: max(0, together - len(self._waited(round)))]
 
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
-        """Let a client begin."""
         node = self.clients.nodes[client]
         question = self.strategy._ask(node, client, started + 1, arrays, told)
         sent = list(filter(None, grid.push_messages([question])))
@@ -233,7 +232,6 @@ class Course:
         return bool(replies)
 
     def _waited(self, round: int) -> list[Job]:
-        """Return the jobs whose messages will count."""
         return [job for job in self._jobs.values() if not self.schedule.is_too_late(job.started, round)]
 
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:

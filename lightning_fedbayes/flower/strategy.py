@@ -33,10 +33,7 @@ from lightning_fedbayes.transport.server import Rounds, told_round
 
 @dataclass(frozen=True)
 class Monitor:
-    """Figure of the clients' validation that tells the best round. Without a ``name`` there is none.
-
-    ``mode`` is "min" or "max". The federation stops after ``patience`` rounds without a better one. None: never.
-    """
+    """Figure by which rounds are compared, the best "min" or "max", and rounds to wait for a better one."""
 
     name: str | None
     mode: Literal["min", "max"]
@@ -279,7 +276,6 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
 
     def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
-        """Return the update, or the failure, in a client's reply."""
         if has_lost_state(header_in(reply)) and client in self.running.sites:
             self.running.untold.add(client)
         return self.update_of(client, read_all([reply], {reply.metadata.src_node_id: client}, "update", server_round))
@@ -430,7 +426,6 @@ class FusionStrategy(Rounds, Strategy):
 
 
 def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
-    """Return the new global arrays, None if the round failed, and the round's figures."""
     arrays = to_arrays(result.posterior, result.buffers) if result.success else None
     return arrays, MetricRecord({**result.figures})
 

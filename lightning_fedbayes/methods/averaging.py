@@ -205,5 +205,4 @@ class Scaffold(Method):
 
     @staticmethod
     def _own(client: Participant, name: str, like: Tensor) -> Tensor:
-        """Return the client's control variate, 0 before its first round."""
         return client.kept[name].to(like) if name in client.kept else torch.zeros_like(like)

@@ -97,11 +97,7 @@ class Quadratic:
             errors.check_strings("names", self.names, "give names of the posterior, or None for all")
 
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-        """Return the term, a scalar, for a training loop by hand. Engines compute it for stacks of clients.
-
-        ``values`` are the parameters, with gradients, and ``start`` their global values, by name. Raise FederationError
-        if their names or shapes do not go together, or with the slope.
-        """
+        """Return the term, a scalar, in a loop by hand. Raise FederationError unless names and shapes go together."""
         remedy = "give dict(network.named_parameters()) and the mean of the posterior that the round began with"
         with errors.raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
             names = [name for name in values if self.names is None or name in self.names]
@@ -174,10 +170,7 @@ class Report:
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Return a client's message in a training loop by hand, for :meth:`~lightning_fedbayes.Server.admit`.
-
-        Raise FederationError if ``buffers``, or what else is sent, does not map names to tensors.
-        """
+        """Return a client's message, in a loop by hand. Raise FederationError unless it consists of tensors."""
         for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
             check_mapping(name, given, Tensor)
         return ClientUpdate(client, num_examples, self.posterior, joined(buffers or {}, self.sent))
@@ -291,10 +284,7 @@ class Method:
         return None
 
     def prior_of(self, name: str) -> tuple[float, float] | None:
-        """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor. None for none.
-
-        The network must have the same.
-        """
+        """Return mean and standard deviation of the prior, also the network's, that is counted of a Gaussian tensor."""
         return None
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
@@ -305,10 +295,7 @@ class Method:
         """Raise FederationError if what a client has kept does not go with the network. Before each round."""
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """Return what a client sends and keeps. At the client, after its training.
-
-        Raise FusionError if the client has nothing to send.
-        """
+        """Return what a client sends and keeps. After its training. Raise FusionError if it has nothing to send."""
         return Report(trained.posterior)
 
     def fuse(

@@ -40,10 +40,7 @@ class FusionClient(RemoteClient):
         return super().folder_of(path)
 
     def answer(self, model: FLModel) -> FLModel:
-        """Return the answer to what ``flare.receive()`` returned: an update, scores, sums, or a failure.
-
-        Raises FederationError if ``model`` is no FLModel.
-        """
+        """Return an update, scores, sums or a failure. Raise FederationError if ``model`` is no FLModel."""
         check_kind("model", model, FLModel, "give what flare.receive() returns")
         meta = model.meta
 

@@ -160,7 +160,6 @@ class FusionController(ModelController):
             rounds.calibrate_by(self._calibration, ask)
 
     def _model(self) -> dict[str, Tensor]:
-        """Return the global model for messages."""
         server = self._rounds.running
         return tensors_of(server.posterior, server.buffers)
 

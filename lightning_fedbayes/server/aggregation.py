@@ -258,7 +258,6 @@ class Aggregation:
             self._release(self._sizes()[[self._rows[update.client] for update in self._held]])
 
     def _sizes(self) -> Tensor:
-        """Return the sizes of all clients that are measured."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0]
@@ -360,10 +359,7 @@ class Aggregation:
         )
 
     def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
-        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
-
-        Returns: the clients of all processes that stand out. Their entries of ``weights`` are lowered.
-        """
+        """Add clients that had to wait, clipped and with less weight where needed. Return those that stand out."""
         bounds: dict[int, Tensor] = {}
         clients, held, measured = [], set[int](), []
         for each in everyone:

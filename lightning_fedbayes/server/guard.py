@@ -57,7 +57,6 @@ class Safeguards:
 
 
 USUAL = Safeguards()
-"""Default safeguards."""
 
 
 MOST_CHANGE = 1e12
@@ -92,10 +91,7 @@ class Limits:
     weight: float
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
-        """Return the limits of clients, client → weight, shape (clients, kinds, tensors).
-
-        What counts is size times weight, so a light client may be larger.
-        """
+        """Return limits, shape (clients, kinds, tensors). Size times weight counts: a light client may be larger."""
         factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in clients.values()]
         limits = self.sizes * torch.tensor(factors, dtype=torch.float64)[:, None, None]
         return limits.nan_to_num_(nan=math.inf, posinf=math.inf)

@@ -340,10 +340,7 @@ class Timeline:
         self._jobs = [0] * len(self._sizes)
 
     def turn(self, round: int) -> Turn:
-        """Return the turn number ``round``, from 0. For one before the last it starts from the beginning.
-
-        Raise FederationError if no message is under way, and no client can start.
-        """
+        """Return turn ``round``, from 0. Raise FederationError if no message is under way and no client can start."""
         if self._recorded is not None:
             return self._recorded[round] if round < len(self._recorded) else ENDED
         if round < self._round - 1:

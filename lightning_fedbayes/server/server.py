@@ -189,10 +189,7 @@ class Server:
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: RoundPlan) -> Shared:
-        """Begin the round of ``plan``. An unfinished one is forgotten.
-
-        Returns: what its clients have to know, for the hooks of :attr:`method`.
-        """
+        """Begin the round of ``plan``, and forget an unfinished one. Return what clients need for :attr:`method`."""
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
         own, tensors = split(self.buffers)
@@ -388,7 +385,6 @@ class Server:
     def _figures(
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
-        """Return counts, time and traffic of the round."""
         told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
         total, examples, megabytes, spent = 0.0, 0, 0.0, []
         for outcome in valid:

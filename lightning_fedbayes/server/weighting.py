@@ -327,11 +327,9 @@ class BufferAverage:
         return averaged
 
     def _adds(self, name: str) -> bool:
-        """Return True if a tensor is added up."""
         return self._added is not None and name.startswith(self._added)
 
 
 def _add_all(statistics: Statistics, other: Statistics) -> None:
-    """Add every sum of ``other`` to ``statistics``, in place."""
     for name, value in other.items():
         add(statistics, name, value)

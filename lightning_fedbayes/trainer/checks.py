@@ -66,7 +66,6 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
 
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
-    """Yield the reasons why processes cannot share the clients of a round in ``trainer``."""
     if type(trainer.strategy) is DDPStrategy:  # DeepSpeed's is one, too
         return
     if not isinstance(trainer.strategy, ClientParallelStrategy):

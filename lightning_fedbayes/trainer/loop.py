@@ -323,7 +323,6 @@ class _Batches:
 
 
 def _add(progress: Any, batches: int) -> None:
-    """Add to every count of a loop's ``progress``."""
     progress.ready += batches
     progress.started += batches
     progress.processed += batches

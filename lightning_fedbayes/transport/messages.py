@@ -36,7 +36,6 @@ KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
 """Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
 posterior, and the digest of the frozen parameters."""
 SENT = (torch.float32, torch.float64)
-"""Types of means and variances in a message."""
 
 
 def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,10 +88,7 @@ def initial_model(
     local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> dict[str, Tensor]:
-    """Return the model that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
-
-    For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
-    """
+    """Return the model that a federation starts from. See :func:`~lightning_fedbayes.flower.initial_arrays`."""
     errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
     FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
     learned = learned_posterior(optimizers_of(module), module, posterior)
@@ -103,7 +99,6 @@ def initial_model(
 
 
 def _sendable(value: Tensor) -> Tensor:
-    """Return ``value`` on the CPU, floating-point values in float32, unless they are in float64."""
     detached = value.detach().cpu()
     return detached.to(torch.float32) if detached.is_floating_point() and detached.dtype not in SENT else detached
 
@@ -156,7 +151,6 @@ def read_message(
 
 
 def _is_finite(value: Any) -> bool:
-    """Return True of a number that is finite as a float."""
     try:
         return isinstance(value, Real) and math.isfinite(value)
     except OverflowError:

@@ -161,7 +161,6 @@ class ClientTraining(L.Callback):
     def _validate(
         trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> dict[str, float]:
-        """Return the finite figures of a validation, with the same draws each time."""
         seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:

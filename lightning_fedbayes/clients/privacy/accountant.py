@@ -165,10 +165,7 @@ def check_opacus() -> None:
 
 
 def import_opacus(name: str) -> ModuleType:
-    """Import the module ``name`` of Opacus, such as "opacus.accountants".
-
-    Raise FederationError if it is not installed.
-    """
+    """Import a module of Opacus, such as "opacus.accountants". Raise FederationError if it is not installed."""
     check_opacus()
     root = logging.getLogger()
     handlers = list(root.handlers)

@@ -98,10 +98,7 @@ def std_gradients(
 
 
 def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-    """D(x, b): gradients of every example with respect to a deterministic weight and bias of the layer's ``op``.
-
-    Returns: shapes (batch, *weight) and (batch, outputs). The second whether the layer has a bias or not.
-    """
+    """D(x, b): gradients of every example by weight, (batch, *weight), and bias, (batch, outputs), of ``op``."""
     weight = getattr(layer, f"mu_{layer.weight_name}").detach()
     outputs = backprops.shape[-1] if layer.weight_name == "weight" else backprops.shape[1]
     bias = weight.new_zeros(outputs)
@@ -183,10 +180,7 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
 
 
 class GradSamples:
-    """Lets every backward pass leave the gradient of each example in ``parameter.grad_sample``, shape (batch, *).
-
-    The module is not wrapped and its names stay. The loss is the mean over the batch.
-    """
+    """Lets every backward pass of a mean loss leave ``parameter.grad_sample``, shape (batch, *). Names stay."""
 
     def __init__(self, module: nn.Module) -> None:
         register_bayesian_layers()

@@ -314,7 +314,6 @@ class VectorizedEngine(Engine):
         return self.model.learned.variances
 
     def _failed(self, slot: int, client: int, seconds: float) -> ClientFailure:
-        """Return the failure of the client in ``slot``."""
         return ClientFailure(client, self._failures[slot], self.sizes[client], seconds)
 
     def threads(self) -> AbstractContextManager[None]:
@@ -328,7 +327,6 @@ class VectorizedEngine(Engine):
         super().close()
 
     def _drop_stack(self) -> None:
-        """Remove the stack, if there is one."""
         if self._stack is not None:
             self._stack.optimizer.remove()
             self._stack = None

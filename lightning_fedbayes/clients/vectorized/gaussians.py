@@ -38,10 +38,7 @@ class GaussianParameters:
         self._found: dict[int, tuple[list[GaussianParameter], list[GaussianParameter] | None]] = {}
 
     def of(self, module: nn.Module) -> tuple[list[GaussianParameter], list[GaussianParameter] | None]:
-        """Return all Gaussian parameters of the module or of a part of it, and those that are not drawn jointly.
-
-        The second is None unless all that are drawn jointly belong to it.
-        """
+        """Return all Gaussian parameters of a module or part, and those not drawn jointly, None if some are elsewhere."""
         if id(module) in self._found:
             return self._found[id(module)]
         every = list(gaussian_parameters(module).values())
@@ -125,7 +122,6 @@ class JointDraws:
         return own if alike else None
 
     def _changed(self) -> bool:
-        """Return whether a parameter has been written into since the draw."""
         return [version_of(stack) for stack in self._stacks] != self._versions
 
 

@@ -26,10 +26,7 @@ MERGED = (dim_zero_sum, dim_zero_cat, dim_zero_min, dim_zero_max)
 
 @dataclass
 class Call:
-    """A call of a metric or collection that the module holds at ``path``, with its arguments and its values row by row.
-
-    ``method`` is "forward" or "update".
-    """
+    """A "forward" or "update" of a metric or collection at ``path``, with its arguments and its values row by row."""
 
     metric: Any
     path: str
@@ -181,9 +178,7 @@ REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": to
 
 
 class StackedTrainingLog(TrainingLog):
-    """Collects the values that a stacked step logs, client by client, and the calls of metrics, made after the
-    step.
-    """
+    """Collects what a stacked step logs, client by client, and the calls of metrics, made after the step."""
 
     def __init__(self, context: TrainingContext) -> None:
         super().__init__(context.module, context.in_training_step)
@@ -239,10 +234,7 @@ class StackedTrainingLog(TrainingLog):
             call.leaves = [next(stacks) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
 
     def check_metrics(self) -> None:
-        """Feed copies of the metrics with the last step of two clients.
-
-        Raise CannotVectorize if a metric changes more than its states, or what it returns cannot be logged.
-        """
+        """Feed copies with a step of two clients. Raise CannotVectorize if a metric changes more than its states."""
         copies = {id(call.metric): call.metric.clone() for call in self._calls}
         for call in self._calls:
             copy = copies[id(call.metric)]

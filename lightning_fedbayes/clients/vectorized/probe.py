@@ -300,10 +300,7 @@ class ChangesForGood(CannotVectorize):
 
 @contextmanager
 def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
-    """Inside, ``module`` runs without consequences for itself and for random number generators.
-
-    Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
-    """
+    """Inside, ``module`` runs without a trace. Gives a check for changes that all clients would share."""
     before = ModuleState(module, (*module.named_parameters(), *module.named_buffers()))
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     options = options_of(optimizer)

@@ -39,7 +39,6 @@ autograd would copy it into the parameter's layout, which takes several times as
 """
 
 PLAIN = (int, float, str, type(None))
-"""Types of attributes that clients can share."""
 
 
 class ClientStack:
@@ -315,10 +314,7 @@ register_pytree_node(
 def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
-    """Call the module's ``on_client_start``, if any, for several clients. Return the attributes that it set.
-
-    Raise CannotVectorize if it did something else than setting them to tensors or plain values.
-    """
+    """Return attributes that ``on_client_start`` sets, if it is there. Raise CannotVectorize if it does other things."""
     hook = getattr(module, "on_client_start", None)
     if hook is None:
         return Attributes()
