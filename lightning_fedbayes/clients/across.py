@@ -248,10 +248,8 @@ def evaluate_across(
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:
-        raise FedBayesError(
-            f"modules and clients have different names, such as '{wrong[0]}': give a module for each "
-            "client that has data, and for no other"
-        )
+        why = "give a module for each client that has data, and for no other"
+        raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': {why}")
     options = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
     return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
 

@@ -119,10 +119,8 @@ class TrainingContext:
                 "averaged before IVON sees them; use strategy='fedbayes', which shares out the clients"
             )
         if not self.takes_gradient_steps:
-            raise FederationError(
-                "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
-                "'bf16-mixed'"
-            )
+            why = "the gradient scaler takes gradients before IVON draws; use 'bf16-mixed'"
+            raise FederationError(f"precision='16-mixed' with fb.IVON: {why}")
         return learned
 
 

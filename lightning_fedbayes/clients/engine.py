@@ -295,10 +295,10 @@ class Engine(ABC):
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return updates or failures of clients that end with this batch. The next batch may overwrite their tensors."""
+        """Return updates or failures of clients that end with this batch. The next may overwrite their tensors."""
 
     def threads(self) -> AbstractContextManager[None]:
-        """Inside, torch uses threads that suit the posteriors. By default no others, since oneDNN would prepare again."""
+        """Inside, torch uses threads that suit the posteriors. By default no others: oneDNN would prepare again."""
         return nullcontext()
 
     def forget(self, client: int) -> None:

@@ -210,17 +210,12 @@ def _check_pass(batch_size: int, seed: int) -> None:
 
 def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = None) -> Iterator[Any]:
     """Yield batches. Raise FedBayesError for examples that make none."""
-    loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be a NumPy integer
-    while True:
-        try:
-            batch = next(loader, None)
-        except (TypeError, ValueError, RuntimeError) as error:  # torch cannot stack the examples
-            raise FedBayesError(
-                f"the examples make no batch ({error}): give pairs of input and target, or a collate_fn"
-            ) from error
-        if batch is None:
-            return
-        yield batch
+    loader = DataLoader(dataset, int(batch_size), collate_fn=collate_fn)  # the size may be a NumPy integer
+    try:
+        yield from loader
+    except (TypeError, ValueError, RuntimeError) as error:  # torch cannot stack the examples
+        why = "give pairs of input and target, or a collate_fn"
+        raise FedBayesError(f"the examples make no batch ({error}): {why}") from error
 
 
 def _score(
@@ -413,20 +408,16 @@ def choose_personal_weight(
     }
     finite = [weight for weight, nll in scores.items() if math.isfinite(nll)]
     if not finite:
-        raise FedBayesError(
-            "held_out has an NLL that is not finite by every weight: look for NaN in its inputs and targets, and in "
-            "the posteriors"
-        )
+        why = "look for NaN in its inputs and targets, and in the posteriors"
+        raise FedBayesError(f"held_out has an NLL that is not finite by every weight: {why}")
     return min(finite, key=lambda weight: scores[weight]), scores
 
 
 def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
     """Raise FederationError if ``auto`` does not know how to score ``module``."""
     if auto.score is None and not isinstance(module, BayesianModule):
-        raise FederationError(
-            f"fusion='auto' does not know how to score a {type(module).__name__}: pass "
-            "AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
-        )
+        why = "pass AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
+        raise FederationError(f"fusion='auto' does not know how to score a {type(module).__name__}: {why}")
 
 
 def held_out_loss(

@@ -306,9 +306,8 @@ class Federation:
         names = self.engine.names
         number = names.index(client) if client in names else client
         if not is_whole(number) or not 0 <= int(number) < len(names):
-            raise FederationError(
-                f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
-            )
+            remedy = nearest(str(client), names)
+            raise FederationError(f"client={shown(client)}: give a number below {len(names)} or a name; {remedy}")
         state = self._personal(int(number))
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 

@@ -269,10 +269,8 @@ class CurvaturePosterior(LearnedPosterior):
                 has, remedy = f"weight_decay={decay}", "set weight_decay=0"
                 if isinstance(optimizer, IVON):
                     has, remedy = "a posterior of its own", "take another optimizer, or leave posterior= out"
-                raise FederationError(
-                    f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
-                    f"loss: {remedy}"
-                )
+                why = f"{type(optimizer).__name__} has {has}, and Laplace adds its prior to the loss: {remedy}"
+                raise FederationError(f"posterior=Laplace(): {why}")
         source.check_likelihood(module)
         self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
         chosen = chosen_parameters(module, source.parameters)

@@ -223,29 +223,23 @@ def batching_of(
 ) -> plans.Batching:
     """Return the batching of the user's loader, which must be a DataLoader in plain or shuffled order."""
     if not isinstance(loader, DataLoader):
-        raise FederationError(
-            f"the training loader is a {type(loader).__name__}; give one torch DataLoader, over a ClientDatasets "
-            "if the clients' data are separate"
-        )
+        remedy = "give one torch DataLoader, over a ClientDatasets if the clients' data are separate"
+        raise FederationError(f"the training loader is a {type(loader).__name__}; {remedy}")
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise FederationError(
             f"the training data set {type(loader.dataset).__name__} is iterable and has no length: its examples "
             "cannot be dealt out to clients. Use a map-style data set, or one per client in a ClientDatasets"
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
-        raise FederationError(
-            "the training loader has a batch sampler of its own; clients' batches are planned by FederatedBayes: "
-            "give batch_size=, shuffle= and drop_last= instead"
-        )
+        remedy = "clients' batches are planned by FederatedBayes: give batch_size=, shuffle= and drop_last= instead"
+        raise FederationError(f"the training loader has a batch sampler of its own; {remedy}")
     sampler = loader.sampler
     shuffle = (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
     if not shuffle and type(sampler) is not SequentialSampler:
-        raise FederationError(
-            f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
-            "FederatedBayes: give shuffle=True or False instead"
-        )
+        remedy = "clients' orders are planned by FederatedBayes: give shuffle=True or False instead"
+        raise FederationError(f"the training loader has a {type(sampler).__name__}; {remedy}")
     return plans.Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
 
 

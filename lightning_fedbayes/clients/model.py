@@ -60,10 +60,8 @@ class ResidentModel:
         parameters = dict(module.named_parameters())
         wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
         if wrong:
-            raise FederationError(
-                f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
-                "(torch.view_as_real) as the parameters instead"
-            )
+            remedy = "keep real and imaginary parts (torch.view_as_real) as the parameters instead"
+            raise FederationError(f"complex parameters cannot be fused: {listed(wrong)}; {remedy}")
         buffer_names = federated_buffer_names(module)
         gaussians = gaussian_parameters(module)
         posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
@@ -202,18 +200,16 @@ class ResidentModel:
             self.global_parameters, self.global_buffers, self.global_variances = before
             self.load_global()
 
+    @torch.no_grad()
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
         """Load the global model, then the means in ``start``, then what the client has kept (:meth:`read_local`)."""
         self.load_global()
-        if start:
-            with torch.no_grad():
-                for name, value in self.parameter_names(start).items():
-                    self.parameters[name].copy_(value)
+        for name, value in self.parameter_names(start).items() if start else ():
+            self.parameters[name].copy_(value)
         if local:
-            with torch.no_grad():
-                for name, parameter in self._kept_parameters.items():
-                    if name in local:  # not if an earlier run with other settings has kept less
-                        parameter.copy_(local[name])
+            for name, parameter in self._kept_parameters.items():
+                if name in local:  # not if an earlier run with other settings has kept less
+                    parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffers})
 
     def parameter_names(self, means: Mapping[str, Tensor]) -> Tensors:
@@ -295,9 +291,8 @@ class ResidentModel:
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy ``values`` into the module's buffers, which keep their dtypes."""
         live = dict(self.module.named_buffers()) if values else {}
-        with torch.no_grad():
-            for name, value in values.items():
-                write(live[name], value)
+        for name, value in values.items():
+            write(live[name], value)
 
 
 def frozen_names(module: nn.Module) -> set[str]:
@@ -355,9 +350,7 @@ def _matches(
             if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
         ]
         if not names:
-            raise FederationError(
-                f"local_parameters pattern '{pattern}' matches no parameter or buffer: "
-                f"{nearest(pattern, [*parameters, *buffers])}"
-            )
+            why = nearest(pattern, [*parameters, *buffers])
+            raise FederationError(f"local_parameters pattern '{pattern}' matches no parameter or buffer: {why}")
         found += [name for name in names if name not in found]
     return found

@@ -204,11 +204,8 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, unusable, client.num_examples, seconds)
         states, options = [], []
         if self.keep_optimizer:
-            for optimizer in self._optimizers:
-                state, changes = optimizer.read()
-                states.append(state)
-                options.append(changes)
-            states = self.kept_states(states)
+            read = [optimizer.read() for optimizer in self._optimizers]
+            states, options = self.kept_states([state for state, _ in read]), [changes for _, changes in read]
         self.states.keep(client.job, ClientState(self.model.read_local(), states, options, **own))
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, seconds, own["kept"])
 

@@ -130,9 +130,8 @@ class FederationSettings:
             "schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds"
         )
         if self.schedule is not None and self.fraction != 1.0:
-            raise FederationError(
-                f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
-            )
+            why = "say how many clients train at once by concurrency="
+            raise FederationError(f"fraction={self.fraction} with schedule=: {why}")
         if self.fusion is None:
             return
         method = self.method
@@ -140,10 +139,8 @@ class FederationSettings:
         if conflict is not None:
             raise FederationError(f"{conflict[0]} with fusion='{method.name}': {conflict[1]}")
         if method.own_starts and isinstance(self.posterior, SWAG):
-            raise FederationError(
-                f"fusion='{method.name}' with posterior=SWAG(): a SWAG has no prior. Take Laplace(), IVON or Bayesian "
-                "layers"
-            )
+            why = "a SWAG has no prior. Take Laplace(), IVON or Bayesian layers"
+            raise FederationError(f"fusion='{method.name}' with posterior=SWAG(): {why}")
         self._set("weighting", method.weighting or self.weighting)
         if method.keeps_posteriors and not self.keeps_posteriors:
             self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))

@@ -152,10 +152,9 @@ class ModuleState:
         for snapshot in self.snapshots.values():
             snapshot.restore()
         self._modes.restore()
-        with torch.no_grad():
-            for name in self.written():
-                tensor, _, values = self.tensors[name]
-                write(tensor, values)
+        for name in self.written():
+            tensor, _, values = self.tensors[name]
+            write(tensor, values)
 
 
 class RoundState:
@@ -219,8 +218,7 @@ class RoundState:
         for name, (buffer, version, values) in self._buffers.items():
             if live.get(name) is not buffer or version_if_any(buffer) != version:
                 self.dropped.add(f"self.{name}")
-                with torch.no_grad():
-                    write(live[name], values)
+                write(live[name], values)
 
 
 def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
@@ -232,10 +230,7 @@ def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
 
 def write(tensor: Tensor, values: Tensor) -> None:
     """Copy ``values`` into a tensor. Only ``inference_mode`` writes into one that was made under it."""
-    if tensor.is_inference():
-        with torch.inference_mode():
-            tensor.copy_(values)
-    else:
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(values)
 
 
@@ -257,7 +252,7 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
         return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
     if isinstance(value, GENERATORS):
         state = _state_of(value)
-        return id(value), state if isinstance(value, torch.Generator) else pickle.dumps(state)
+        return id(value), state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
     if isinstance(value, itertools.count):
         return repr(value)
     if depth == 0:
@@ -295,19 +290,15 @@ def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state)

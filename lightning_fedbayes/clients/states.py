@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,9 +223,8 @@ class States:
                 self._new, self.memory = self.memory, {}
                 self.end_round(success=True)
         elif self.store is None:
-            raise FederationError(
-                f"the clients' states lie in {states['folder']}: resume with keep=fb.Kept(folder={states['folder']!r})"
-            )
+            why = f"resume with keep=fb.Kept(folder={states['folder']!r})"
+            raise FederationError(f"the clients' states lie in {states['folder']}: {why}")
         else:
             self.store.resume(states["run"], states["rounds"])
 
@@ -382,11 +381,15 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
     if not any(group.get("fused") or group.get("capturable") for group in groups):
         return state
     devices = [parameter.device for parameter in parameters_of(optimizer)]
+    return _with_entries(state, ("step",), lambda i, value: value.to(devices[i]))
+
+
+def _with_entries(
+    state: OptimizerState, names: Collection[str], change: Callable[[int, Tensor], Tensor]
+) -> OptimizerState:
+    """Return a state with ``change(number of the parameter, tensor)`` in place of the tensors with these names."""
     return {
-        i: {
-            name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
+        i: {n: change(i, v) if n in names and isinstance(v, Tensor) else v for n, v in entries.items()}
         for i, entries in state.items()
     }
 
@@ -400,13 +403,7 @@ def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> Op
         for group in optimizer.param_groups
         for _ in group["params"]
     ]
-    return {
-        i: {
-            name: value * decays[i] ** steps if name in MOMENTA and isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
-        for i, entries in state.items()
-    }
+    return _with_entries(state, MOMENTA, lambda i, value: value * decays[i] ** steps)
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
@@ -461,8 +458,6 @@ def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optim
     """Return the optimizer that ``configure`` makes in this ``place``. Raise FederationError if it is not ``like``."""
     made = configure()
     if len(made) <= place or type(made[place]) is not type(like):
-        raise FederationError(
-            f"configure_optimizers makes another optimizer than at the start of the fit: {type(like).__name__} holds "
-            "state from its construction, so every client needs a new one"
-        )
+        why = f"{type(like).__name__} holds state from its construction, so every client needs a new one"
+        raise FederationError(f"configure_optimizers makes another optimizer than at the start of the fit: {why}")
     return made[place]

@@ -58,19 +58,16 @@ def unpacked(
         with raised_as(FederationError, f"unpack cannot take a batch that is {_form(batch)}", "let it take such a one"):
             found: Any = own(batch)
         if not isinstance(found, list | tuple) or len(found) != 2:
-            raise FederationError(
-                f"unpack makes {shown(found)} of a batch: let it return two values, (inputs, targets)"
-            )
+            why = "let it return two values, (inputs, targets)"
+            raise FederationError(f"unpack makes {shown(found)} of a batch: {why}")
         inputs, targets = found
     else:
         inputs, targets = _by_form(batch)
         if module is not None and predicts_batches(module):
             inputs = batch
     if needs_targets and not isinstance(targets, Tensor):
-        raise FederationError(
-            f"a batch is {_form(batch)}, and not inputs with a tensor of targets: give (inputs, targets), a mapping or "
-            f"an object with one of {listed(map(repr, TARGETS))}; or {REMEDY}"
-        )
+        why = f"give (inputs, targets), a mapping or an object with one of {listed(map(repr, TARGETS))}; or {REMEDY}"
+        raise FederationError(f"a batch is {_form(batch)}, and not inputs with a tensor of targets: {why}")
     return inputs, targets
 
 
@@ -130,10 +127,8 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     found = named if isinstance(named, Tensor) else output[0] if isinstance(output, tuple) and output else output
     if not isinstance(found, Tensor):
-        raise FederationError(
-            f"{type(network).__name__} gives a {type(output).__name__}: wrap it into a module whose forward returns "
-            "logits or means"
-        )
+        why = "wrap it into a module whose forward returns logits or means"
+        raise FederationError(f"{type(network).__name__} gives a {type(output).__name__}: {why}")
     return found
 
 

@@ -415,7 +415,7 @@ def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBay
 
 
 def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
-    """Raise ``error`` unless ``posterior``, from outside, is a GaussianPosterior as it was made. Values are not read."""
+    """Raise ``error`` unless ``posterior``, from outside, is a GaussianPosterior as it was made. It is not read."""
     if not isinstance(posterior, GaussianPosterior):
         raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")
     check_moments(posterior.mean, posterior.variance, who, error=error)

@@ -78,10 +78,8 @@ class Store:
         """Go back to a checkpoint of a ``run`` after ``rounds``. Raise FederationError if its states are not there."""
         with self._told():
             if self._fact("run", "") != run:
-                raise FederationError(
-                    f"{self.folder} does not hold the clients of the checkpoint: bring back the folder that the run "
-                    "has written, or start a new run"
-                )
+                why = "bring back the folder that the run has written, or start a new run"
+                raise FederationError(f"{self.folder} does not hold the clients of the checkpoint: {why}")
             known = [int(each) for each in self._fact("marks", "").split()]
         if self.writes:
             oldest = known[0] if known else self.rounds
@@ -222,9 +220,8 @@ class Store:
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):
                 raise
-            raise FederationError(
-                f"{self.folder} is in use by another run: give each run a folder of its own"
-            ) from error
+            why = "give each run a folder of its own"
+            raise FederationError(f"{self.folder} is in use by another run: {why}") from error
 
     def _fact(self, name: str, default: Any) -> Any:
         found = self._open.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
@@ -253,10 +250,8 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise FederationError(
-                f"clients cannot keep their states in {self.folder}: {error}. The last finished round is whole; make "
-                "room there or give another folder, and resume"
-            ) from error
+            why = f"{error}. The last finished round is whole; make room there or give another folder, and resume"
+            raise FederationError(f"clients cannot keep their states in {self.folder}: {why}") from error
 
 
 class _Pickler(pickle.Pickler):

@@ -44,23 +44,20 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
     """
     client = RemoteClient(module, datamodule, **options)
 
-    def introduce(message: flwr.app.Message, context: Context) -> flwr.app.Message:
-        number = number_or_none(context)
-        sent = client.attempt("introduction", number, lambda: Message("introduction", client_number(context)))
-        return flwr.app.Message(records_of(sent), reply_to=message)
-
-    def answering(asked: Asked) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
+    def answering(asked: Asked | None) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
         def answer(message: flwr.app.Message, context: Context) -> flwr.app.Message:
             def reply() -> Message:
+                if asked is None:
+                    return Message("introduction", client_number(context))
                 return client.reply(asked, question_in(message, context), context)
 
-            sent = client.attempt(STAGES[asked], number_or_none(context), reply)
+            sent = client.attempt(STAGES[asked] if asked else "introduction", number_or_none(context), reply)
             return flwr.app.Message(records_of(sent), reply_to=message)
 
         return answer
 
     app = ClientApp()
-    app.query()(introduce)
+    app.query()(answering(None))
     app.train()(answering("train"))
     app.evaluate()(answering("evaluate"))
     app.query("calibrate")(answering("calibrate"))

@@ -114,10 +114,8 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
             without = method.without(posterior, kept)
             if without is not None:
                 return without
-        raise FederationError(
-            f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' "
-            "or 'sums', which keep its part"
-        )
+        why = "it has trained in no federation by fusion='sites' or 'sums', which keep its part"
+        raise FederationError(f"client {shown(client)} has no part of the posterior: {why}")
 
 
 def _state_of(federation: Any) -> Mapping[str, Any]:

@@ -109,10 +109,8 @@ class FusionController(ModelController):
     def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:
         """Add the controller to a job. FLARE calls it. Raises FederationError for a class that FLARE cannot build."""
         if type(self) is FusionController:
-            raise FederationError(
-                "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
-                "takes no arguments and calls super().__init__(network(), ...)"
-            )
+            why = "make a subclass whose __init__ takes no arguments and calls super().__init__(network(), ...)"
+            raise FederationError(f"FLARE writes a controller's class into the job, and not its network: {why}")
         job.set_app_packages([*job.job.app_packages, "lightning_fedbayes"])  # installed at every site
         super().add_to_fed_job(job, ctx, **kwargs)
 

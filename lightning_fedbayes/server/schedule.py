@@ -67,10 +67,8 @@ def read_arrivals(path: Path) -> list[Fusion]:
                 heard[client] = number
             fusions.append(Fusion(line["clients"], began, arrived, refused))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FederationError(
-            f"{path} is no log of arrivals: {type(error).__name__}: {error}; give the file beside the checkpoint of a "
-            "FusionStrategy(schedule=...)"
-        ) from error
+        remedy = "give the file beside the checkpoint of a FusionStrategy(schedule=...)"
+        raise FederationError(f"{path} is no log of arrivals: {type(error).__name__}: {error}; {remedy}") from error
     return fusions
 
 
@@ -134,9 +132,8 @@ class Delays:
                 for row in csv.DictReader(lines):
                     trace.setdefault(int(row["client"]), []).append(float(row["seconds"]))
         except (OSError, KeyError, ValueError) as error:
-            raise FederationError(
-                f"{file} is no trace: {error!r}; give a CSV file with the columns client and seconds"
-            ) from error
+            remedy = "give a CSV file with the columns client and seconds"
+            raise FederationError(f"{file} is no trace: {error!r}; {remedy}") from error
         return cls(trace=trace, **options)
 
     def duration(self, client: int, job: int, size: float, seed: int) -> float:
@@ -208,10 +205,8 @@ class Asynchronous:
         if self.concurrency is not None:
             check_at_least("concurrency", self.concurrency, 1)
             if self.buffer is not None and self.buffer > self.concurrency:
-                raise FederationError(
-                    f"buffer={self.buffer} with concurrency={self.concurrency}: no more messages can arrive than "
-                    "clients train at once; take a smaller buffer"
-                )
+                why = "no more messages can arrive than clients train at once; take a smaller buffer"
+                raise FederationError(f"buffer={self.buffer} with concurrency={self.concurrency}: {why}")
 
     def together(self, clients: int) -> tuple[int, int]:
         """Return concurrency and buffer in a federation of so many clients."""
@@ -314,14 +309,11 @@ class Timeline:
         named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
         if together > clients or buffer > clients:
             name = "concurrency" if together > clients else "buffer"
-            raise FederationError(
-                f"{name}={getattr(schedule, name)}, but there are {clients} clients: give at most so many"
-            )
+            why = "give at most so many"
+            raise FederationError(f"{name}={getattr(schedule, name)}, but there are {clients} clients: {why}")
         if buffer < min_clients and self._recorded is None:
-            raise FederationError(
-                f"min_clients={min_clients} with a buffer of {buffer}: every fusion of schedule= would have too few "
-                "messages; take a larger buffer"
-            )
+            why = "every fusion of schedule= would have too few messages; take a larger buffer"
+            raise FederationError(f"min_clients={min_clients} with a buffer of {buffer}: {why}")
         if wrong := [client for client in named if client >= clients]:
             raise FederationError(f"delays= names client {wrong[0]}, but there are {clients} clients, from 0")
         self.schedule = schedule

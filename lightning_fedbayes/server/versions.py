@@ -107,7 +107,5 @@ def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
     others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
     if others or before.keys().isdisjoint(now):
         then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
-        raise PosteriorError(
-            f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
-            "was, or start a new federation"
-        )
+        why = f"it has {then}, and this one {here}; build the network as it was, or start a new federation"
+        raise PosteriorError(f"the stored posterior is of another network: {why}")

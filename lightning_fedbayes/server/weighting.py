@@ -142,10 +142,8 @@ class KnownOverlap:
             raise FusionError(f"KnownOverlap: shared={shown(shared)}; give a square matrix of counts") from None
         sizes = counts.diagonal() if counts.dim() == 2 else counts
         if counts.dim() != 2 or counts.shape[0] != counts.shape[1] or not bool((sizes > 0).all()):
-            raise FusionError(
-                f"KnownOverlap: shared of shape {tuple(counts.shape)} is no square matrix with sizes above 0 on its "
-                "diagonal"
-            )
+            why = f"shared of shape {tuple(counts.shape)} is no square matrix with sizes above 0 on its diagonal"
+            raise FusionError(f"KnownOverlap: {why}")
         most = torch.minimum(sizes[:, None], sizes)
         if not bool((counts == counts.T).all()) or not bool(((counts >= 0) & (counts <= most)).all()):
             raise FusionError(
@@ -166,10 +164,8 @@ class KnownOverlap:
         weights = torch.where(weights.abs() < 1e-9 * weights.sum(), 0.0, weights)
         if bool((weights < 0).any()):
             client = clients[int(weights.argmin())]
-            raise FusionError(
-                f"KnownOverlap: client {client} has a negative weight: nearly all its examples are the others', too; "
-                "leave it out, or use weighting='train_size'"
-            )
+            why = "nearly all its examples are the others', too; leave it out, or use weighting='train_size'"
+            raise FusionError(f"KnownOverlap: client {client} has a negative weight: {why}")
         return weights
 
 

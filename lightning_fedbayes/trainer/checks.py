@@ -141,10 +141,8 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
         if stored.get(name) != settings.get(name)
     ]
     if changed:
-        raise FederationError(
-            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same settings, or start a "
-            "new federation from its weights, with load_from_checkpoint"
-        )
+        why = "Resume with the same settings, or start a new federation from its weights, with load_from_checkpoint"
+        raise FederationError(f"the checkpoint is of another federation: {', '.join(changed)}. {why}")
     told = [
         f"{name}={value} (was {stored[name]})"
         for name, value in settings.items()

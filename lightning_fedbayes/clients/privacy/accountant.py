@@ -127,10 +127,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
                 alphas=ORDERS,
             )
         except ValueError as error:
-            raise FederationError(
-                f"epsilon={epsilon} in {rounds} rounds with delta={delta}: no noise is enough; allow a larger epsilon, "
-                "a larger delta or fewer rounds"
-            ) from error
+            why = "no noise is enough; allow a larger epsilon, a larger delta or fewer rounds"
+            raise FederationError(f"epsilon={epsilon} in {rounds} rounds with delta={delta}: {why}") from error
     return float(noise)
 
 
@@ -159,9 +157,8 @@ def check_fraction(fraction: float) -> None:
 def check_opacus() -> None:
     """Raise FederationError unless Opacus is installed."""
     if importlib.util.find_spec("opacus") is None:
-        raise FederationError(
-            "differential privacy needs Opacus, which is not installed: pip install lightning-fedbayes[privacy]"
-        )
+        why = "pip install lightning-fedbayes[privacy]"
+        raise FederationError(f"differential privacy needs Opacus, which is not installed: {why}")
 
 
 def import_opacus(name: str) -> ModuleType:

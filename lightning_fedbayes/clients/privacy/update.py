@@ -234,10 +234,8 @@ class Door:
         protects = protects or (self.conformal_epsilon is not None and kind == "temperature")
         if kind in EXACT and protects and not is_noisy and kind not in self.exact:
             remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
-            raise NotSent(
-                f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: it sends none. "
-                f"{remedy} at the client would allow it"
-            )
+            why = f"it sends none. {remedy} at the client would allow it"
+            raise NotSent(f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: {why}")
 
     def protected(self, update: ClientUpdate, previous: GaussianPosterior, round: int) -> ClientUpdate:
         """Return what leaves in place of an update: itself, or its noisy version without its metrics."""

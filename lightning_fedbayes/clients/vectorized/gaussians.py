@@ -38,7 +38,7 @@ class GaussianParameters:
         self._found: dict[int, tuple[list[GaussianParameter], list[GaussianParameter] | None]] = {}
 
     def of(self, module: nn.Module) -> tuple[list[GaussianParameter], list[GaussianParameter] | None]:
-        """Return all Gaussian parameters of a module or part, and those not drawn jointly, None if some are elsewhere."""
+        """Return all Gaussian parameters of a module or part, and those not drawn jointly, None if some lie outside."""
         if id(module) in self._found:
             return self._found[id(module)]
         every = list(gaussian_parameters(module).values())

@@ -115,10 +115,8 @@ class BatchValue:
 
     def __getattr__(self, name: str) -> Any:
         """Raise CannotVectorize."""
-        raise CannotVectorize(
-            f"training_step computes with what {self.call.path} returns of a batch; metrics of a stack are fed after "
-            "the step. Log it by self.log, or use torchmetrics.functional"
-        )
+        remedy = "metrics of a stack are fed after the step. Log it by self.log, or use torchmetrics.functional"
+        raise CannotVectorize(f"training_step computes with what {self.call.path} returns of a batch; {remedy}")
 
 
 for _name in (

@@ -431,10 +431,8 @@ def _check_singles(
         if not torch.equal(random_state(context.device), state):
             break  # draws that cannot be held still: nothing can be said
         if not alike:
-            raise CannotVectorize(
-                "a step of two clients at once differs from the step of each: training_step may count or remember "
-                "something outside of the module"
-            )
+            why = "training_step may count or remember something outside of the module"
+            raise CannotVectorize(f"a step of two clients at once differs from the step of each: {why}")
     if before is not None:
         before.restore()  # what on_client_start has set
 

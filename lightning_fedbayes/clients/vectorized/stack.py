@@ -126,8 +126,7 @@ class ClientStack:
         for name, (value, version, before) in self.shared.items():  # give every client a copy from before the step
             self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
             if version_if_any(value) != version:
-                with torch.no_grad():
-                    write(value, before)
+                write(value, before)
         self.shared = {}
         losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
         self.step.shared_buffers = frozenset()
@@ -314,7 +313,7 @@ register_pytree_node(
 def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
-    """Return attributes that ``on_client_start`` sets, if it is there. Raise CannotVectorize if it does other things."""
+    """Return attributes that ``on_client_start`` sets, if it is there. Raise CannotVectorize if it does more."""
     hook = getattr(module, "on_client_start", None)
     if hook is None:
         return Attributes()
