@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.clients.evaluation import ClientScores, Collate, evaluate_clients, sign_of
+from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, sign_of
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
@@ -218,9 +218,7 @@ def evaluate_across(
     clients: ClientDatasets,
     *,
     figure: str | None = None,
-    batch_size: int = 256,
-    seed: int = 0,
-    collate_fn: Collate | None = None,
+    **options: Any,
 ) -> CrossScores:
     """Score each client's model on the data of every client (cross-site evaluation).
 
@@ -242,7 +240,7 @@ def evaluate_across(
     Args:
         modules: name of a client → the module of its model, for each of ``clients``, and for no others.
         figure: the only one to keep, such as "nll". None keeps all.
-        clients, batch_size, seed, collate_fn: see :func:`~lightning_fedbayes.evaluate_clients`.
+        clients, options: data and options of :func:`~lightning_fedbayes.evaluate_clients`.
     """
     errors.check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
@@ -250,7 +248,6 @@ def evaluate_across(
     if wrong:
         why = "give a module for each client that has data, and for no other"
         raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': {why}")
-    options = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
     return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
 
 

@@ -188,8 +188,8 @@ def evaluate_clients(
     """
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     _check_pass(batch_size, seed)
-    if collate_fn is not None and not callable(collate_fn):
-        raise FedBayesError(f"collate_fn={errors.shown(collate_fn)}: give a function, list of examples → batch")
+    remedy = "give a function, list of examples → batch"
+    errors.check_kind("collate_fn", collate_fn, Callable | None, remedy, error=FedBayesError)
     scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
     for name, dataset in zip(clients.names, clients.datasets, strict=True):
         own = module.get(name) if isinstance(module, Mapping) else module

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,8 @@ BatchOrder = Callable[[plans.RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
 
 
-class Arrangement(Protocol):
-    """Another order of a round's batches than client after client."""
-
-    def length(self, plan: plans.RoundPlan) -> int:
-        """Return how many batches the loop gets."""
-        ...
-
-    def batches(self, plan: plans.RoundPlan) -> Iterator[Any]:
-        """Yield those batches."""
-        ...
+KEPT = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
+"""Settings of the user's loader that are taken over."""
 
 
 class FederatedLoader:
@@ -57,7 +49,7 @@ class FederatedLoader:
 
     Attributes:
         timeline: of a federation without rounds. None with rounds.
-        arrangement: the order of batches. None: client after client.
+        arrangement: gives ``length`` and ``batches`` of a plan in another order. None: client after client.
         tensors: per client, the tensors in memory that hold its data, and its rows of them. Empty for other data.
         shapes: of single examples in memory.
         statistics: columns and rows of the table of the clients' data. None where no module asks for the scale.
@@ -76,7 +68,7 @@ class FederatedLoader:
         self.batch_size = batching.batch_size
         self.clients = clients
         self.batching = batching
-        self.arrangement: Arrangement | None = None
+        self.arrangement: Any = None
         self.timeline: Timeline | None = None
         self.collate_fn = loader.collate_fn
         self.statistics: Table | None = None
@@ -140,21 +132,12 @@ class FederatedLoader:
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
-        kept = (
-            "num_workers",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        )
         return DataLoader(
             ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
             batch_sampler=_PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part),
             collate_fn=loaded,
             generator=self._worker_seed,
-            **{name: getattr(loader, name) for name in kept},
+            **{name: getattr(loader, name) for name in KEPT.split()},
         )
 
     def load(self, round: int, client: int) -> Any:

@@ -63,7 +63,6 @@ class Kept:
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Check every argument."""
         object.__setattr__(
             self, "what", errors.check_strings("keep", self.what, "give 'optimizer', 'posterior' or both")
         )
@@ -99,7 +98,6 @@ class FederationSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every argument and bring it into one form."""
         if self.fusion is not None:
             self._set("fusion", get_method(self.fusion))
         check_weighting(self.weighting)
@@ -117,9 +115,8 @@ class FederationSettings:
         errors.check_at_least("seed", self.seed, -errors.LARGEST)
         remedy = "give patterns of names, such as ['head.*']"
         self._set("local_parameters", errors.check_strings("local_parameters", self.local_parameters, remedy))
-        if self.adversaries is not None and not callable(self.adversaries):
-            remedy = "give a function of a round that returns what changes its updates, or None"
-            raise FederationError(f"adversaries={errors.shown(self.adversaries)}: {remedy}")
+        remedy = "give a function of a round that returns what changes its updates, or None"
+        errors.check_kind("adversaries", self.adversaries, Callable | None, remedy)
         remedy = (
             "give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or None; ExamplePrivacy is a callback of the Trainer"
         )

@@ -19,17 +19,9 @@ _functorch: Any = getattr(torch._C, "_functorch", None)
 _autograd: Any = getattr(torch._C, "_autograd", None)
 
 PRIMITIVES = (
-    "_vmap_increment_nesting",
-    "_vmap_decrement_nesting",
-    "_add_batch_dim",
-    "_remove_batch_dim",
-    "push_dynamic_layer_stack",
-    "pop_dynamic_layer_stack",
-    "maybe_current_level",
-    "maybe_get_level",
-    "maybe_get_bdim",
-    "is_batchedtensor",
-    "get_unwrapped",
+    *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"),
+    *("push_dynamic_layer_stack", "pop_dynamic_layer_stack", "maybe_current_level", "maybe_get_level"),
+    *("maybe_get_bdim", "is_batchedtensor", "get_unwrapped"),
 )
 """Names in ``torch._C._functorch`` that ``torch.func.vmap`` is made of."""
 

@@ -184,7 +184,6 @@ class Aggregation:
         self._disagreement = Disagreement(self._by_pieces and guard is not None and collective.size == 1)
 
     def __len__(self) -> int:
-        """Number of clients that this process has admitted."""
         return len(self._weights) if self._streams else len(self._held)
 
     def add(self, update: ClientUpdate) -> None:

@@ -48,7 +48,6 @@ class Safeguards:
     max_influence: float | None = 2.0
 
     def __post_init__(self) -> None:
-        """Check every argument."""
         check_at_least("min_clients", self.min_clients, 1)
         check_at_least("max_failed_rounds", self.max_failed_rounds, 1)
         if self.max_influence is not None:

@@ -61,7 +61,6 @@ class StandIn(nn.Module):
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The class of the metric."""
         return type(self._metric)
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue | dict[str, BatchValue]:
@@ -92,7 +91,6 @@ class StandIn(nn.Module):
         return self._calls[-1]
 
     def __getattr__(self, name: str) -> Any:
-        """Raise CannotVectorize."""
         raise CannotVectorize(
             f"training_step uses {self._path}.{name}; metrics of a stack can be called, updated and logged there. "
             "Compute and reset them in on_train_epoch_end"
@@ -114,7 +112,6 @@ class BatchValue:
         self.call, self.key = call, key
 
     def __getattr__(self, name: str) -> Any:
-        """Raise CannotVectorize."""
         remedy = "metrics of a stack are fed after the step. Log it by self.log, or use torchmetrics.functional"
         raise CannotVectorize(f"training_step computes with what {self.call.path} returns of a batch; {remedy}")
 

@@ -190,15 +190,9 @@ def cross_entropy(
     """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,), or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
-    if (
-        not plain
-        or x is None
-        or y is None
-        or x.dim() != 3
-        or y.dim() != 2
-        or y.is_floating_point()
-        or x.dtype not in FULL
-    ):
+    if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
+        return None
+    if x.dtype not in FULL:
         return None
     with outside_vmap():
         loss = mean_cross_entropy(x, y, ignore_index)

@@ -43,7 +43,6 @@ class ParameterSwap:
                     self._recurrent.append((layer, [(names[id(weight)], weight) for weight in weights]))
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """The tensor that the module holds now under a dotted ``name``."""
         tensors, attribute = self._locations[name][0]
         return tensors[attribute]
 
