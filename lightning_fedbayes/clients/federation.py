@@ -161,9 +161,9 @@ class Federation:
                 self._leave(sent, outcomes)
             if self.is_complete:
                 if self._not_kept:
+                    which = f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
                     rank_zero_warn(
-                        "Clients whose own networks stay as they were, because their training failed: "
-                        f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
+                        f"Clients whose own networks stay as they were, because their training failed: {which}"
                     )
                 if self._falsify is not None:
                     self._leave(self._falsify(None), outcomes)

@@ -260,12 +260,9 @@ def factor_of(ratio: float, scatter: float, steps: float) -> float:
     .. math:: r^2 - (\hat r - v)\,r - v = 0
 
     It is the mode over :math:`\log r` under the likelihood :math:`N(\hat r; r, v)` and the prior :math:`e^{-r}` of mean
-    1, the factor of a true model. It is positive, near a ratio that is well known, and near 1 otherwise.
-
-    Args:
-        ratio: :math:`\hat r`, Price's trace over the trace of the squares, a sum over the steps.
-        scatter: the sum of the squares of its terms, from which the variance :math:`v` of the sum is estimated.
-        steps: their number m. :math:`v` is multiplied by (m + 1) / (m − 1), since it is estimated.
+    1, the factor of a true model. It is positive, near a ratio that is well known, and near 1 otherwise. The ``ratio``
+    :math:`\hat r` is Price's trace over the trace of the squares, a sum over m ``steps``, and ``scatter`` the sum of
+    the squares of its terms. The variance :math:`v` of the sum is estimated from it, times (m + 1) / (m − 1) for that.
 
     >>> factor_of(1.5, 1.5**2 / 100, 100), round(factor_of(-3.0, 1e6, 100), 2)
     (1.5, 1.0)

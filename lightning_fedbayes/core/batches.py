@@ -42,14 +42,9 @@ def unpacked(
     another object, as a graph   the object                          an attribute of these names
     ===========================  ==================================  ========================
 
-    Raise FederationError if the batch is empty, has several names of targets, or lacks the targets that are needed.
-
-    Args:
-        batch: as a DataLoader gives it.
-        module: takes the inputs. One that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole
-            batch as inputs.
-        unpack: the user's rule, in place of this one. None: a method ``unpack`` of ``module``, if it has one.
-        needs_targets: a batch without a tensor of targets is an error.
+    A ``module`` that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole batch as inputs. A
+    rule of the user, ``unpack``, or a method of this name of the module, takes the place of these. Raise
+    FederationError if the batch is empty, has several names of targets, or lacks targets where it ``needs_targets``.
     """
     if isinstance(batch, Whole):
         batch = batch.batch

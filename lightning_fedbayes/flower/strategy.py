@@ -86,16 +86,13 @@ class FusionStrategy(Rounds, Strategy):
     enough messages have arrived they are fused. Raises FusionError or FederationError if an argument cannot be used.
 
     Args:
-        fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
-            :class:`~lightning_fedbayes.Method` or a rule object.
-        weighting: how much each client counts. See :class:`~lightning_fedbayes.FederatedBayes`. Clients state their
-            sizes: give "equal" if they are not to be trusted.
+        fusion, weighting: see :class:`~lightning_fedbayes.FederatedBayes`. Clients state their sizes: give the
+            weighting "equal" if they are not to be trusted.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, which waits for no slow
             client, and a client that does not answer within the ``timeout`` is given up. A file with the name of the
             checkpoint and the suffix ".jsonl" holds the order of arrivals, by which the run can be repeated.
-        monitor: the figure of the clients' scores by which the checkpoint keeps the best round, too. The arrays that
-            :meth:`start` returns are of the best round.
-        mode: "min" or "max", whichever is better.
+        monitor, mode: the figure of the clients' scores, and "min" or "max", by which the checkpoint keeps the best
+            round, too. The arrays that :meth:`start` returns are of the best round.
         patience: stop after this many rounds in a row that are not better. None: never.
         options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores by the free
@@ -106,8 +103,7 @@ class FusionStrategy(Rounds, Strategy):
         client_scores: the :class:`.ClientScores` of the last evaluation: figures that each client's
             ``validation_step`` has logged, by the client's number.
         cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's personal posterior on
-            the data of each, by their numbers. None where fewer than two clients have trained in this run and score the
-            models of all.
+            the data of each, by their numbers. None where fewer than two clients have trained and score all models.
 
     >>> FusionStrategy("weighted_averge")
     Traceback (most recent call last):

@@ -233,8 +233,7 @@ class Turn(NamedTuple):
         starts: clients that begin from the present global posterior, ascending, without those that never answer.
         arrivals: messages that arrive until the next fusion, in their order, with those that are too late.
         refused: clients of the messages that are too late.
-        waiting: messages under way at the end, the next one first.
-        time: virtual time at the end.
+        waiting: messages under way at the end, the next one first. The virtual ``time`` is then.
         clients: number of clients in the federation then. 0: all.
     """
 

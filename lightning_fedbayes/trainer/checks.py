@@ -69,10 +69,8 @@ def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
     if type(trainer.strategy) is DDPStrategy:  # DeepSpeed's is one, too
         return
     if not isinstance(trainer.strategy, ClientParallelStrategy):
-        yield (
-            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network; use "
-            "strategy='fedbayes', which shares out the clients, or 'ddp', which splits their batches"
-        )
+        remedy = "use strategy='fedbayes', which shares out the clients, or 'ddp', which splits their batches"
+        yield f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network; {remedy}"
     for callback in trainer.callbacks:
         if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
             yield "a time limit (max_time) that is checked in every step; use Timer(..., interval='epoch')"

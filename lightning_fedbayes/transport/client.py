@@ -105,9 +105,7 @@ class RemoteClient:
         privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
             counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
             federations, and tells the server their ε.
-        one_shot: the way in which the client may be asked to send in place of rounds: a
-            :class:`~lightning_fedbayes.KroneckerLaplace`, a :class:`~lightning_fedbayes.HierarchicalLinearRegression`,
-            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`. See
+        one_shot: the way in which the client may be asked to send in place of rounds, see
             :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
         conformal_epsilon: ε of the noise on counts of scores, the same as the server's
             ``FederatedConformal(epsilon=...)``. Each answer costs it again. The client adds them up in its

@@ -166,17 +166,14 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
         elif not any(p.requires_grad for p in layer.parameters(recurse=False)) or kind in known or kind in recurrent:
             continue
         elif isinstance(layer, BaseVariationalLayer_):
-            yield (
-                f"{what} is a Bayesian layer whose examples have no gradients of their own here; use a linear or "
-                "convolutional layer of lightning_fedbayes.layers, such as LinearFlipout"
-            )
+            remedy = "use a linear or convolutional layer of lightning_fedbayes.layers, such as LinearFlipout"
+            yield f"{what} is a Bayesian layer whose examples have no gradients of their own here; {remedy}"
         elif kind in ALTERNATIVES:
             yield f"{what} has no gradients per example in Opacus; put {ALTERNATIVES[kind]} in its place"
         else:
-            yield (
-                f"{what} has parameters of its own, and Opacus no grad sampler for them; build it from layers that "
-                "have one, or add yours with opacus.grad_sample.register_grad_sampler"
-            )
+            remedy = "or add yours with opacus.grad_sample.register_grad_sampler"
+            remedy = f"build it from layers that have one, {remedy}"
+            yield f"{what} has parameters of its own, and Opacus no grad sampler for them; {remedy}"
 
 
 class GradSamples:

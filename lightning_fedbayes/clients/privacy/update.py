@@ -33,8 +33,9 @@ def privatised(
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
-    The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector. It is
-    clipped to the L2 norm C and gets independent Gaussian noise:
+    The update is the step from the ``previous`` global posterior (μ_o, σ_o²), which the client started from, in the
+    coordinates (μ, log σ), all parameters in one vector. It is clipped to the L2 norm C and gets independent Gaussian
+    noise, drawn by the ``generator`` on the CPU:
 
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
@@ -44,18 +45,9 @@ def privatised(
     of the message is C. (If the data of one client are *replaced* by others, it is 2C.) For an optimizer that moves
     means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have a mean only.
 
-    With ``widen`` the variance of the noise, which everybody knows, is added to the variances: the client's mean is
-    then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not covered.
-
-    Args:
-        posterior: the client's. Its parameters are those of ``previous``, in any order.
-        previous: the global posterior (μ_o, σ_o²) that it started from.
-        clip: C > 0.
-        noise_multiplier: z ≥ 0.
-        generator: the only source of randomness, on the CPU.
-        widen: add z²C² to the variances that are not 0.
-
-    Returns: names, shapes and dtypes of ``posterior`` in the order of ``previous``.
+    With ``widen`` the variance of the noise, which everybody knows, is added to the variances that are not 0: the
+    client's mean is then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not
+    covered. Parameters may come in any order, and are returned in that of ``previous``.
 
     Source: Gaussian mechanism, Dwork & Roth 2014, Appendix A; clipped client updates, McMahan et al. 2018.
     """
