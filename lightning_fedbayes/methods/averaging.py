@@ -90,13 +90,11 @@ class FedProx(Averaging):
     It holds means and ρ of Bayesian layers, not a client's local parameters. Under IVON it adds μ to the curvature.
     Raises FusionError if an argument cannot be used.
 
-    When to use it: clients with unlike data take many steps.
+    When to use it: clients with unlike data take many steps. Source: Li et al. 2020.
 
     Args:
         strength: :math:`\mu` > 0; 0.001 to 1 are usual.
         rule: a fusion rule. Of point masses the default is the weighted average.
-
-    Source: Li et al. 2020.
     """
 
     registered: ClassVar[str] = "fedprox"
@@ -163,9 +161,8 @@ class Scaffold(Method):
     every message.
 
     When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
-    on c. If few clients take part in a round, c lags behind.
-
-    Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
+    on c. If few clients take part in a round, c lags behind. Source: Karimireddy et al. 2020, Algorithm 1, option II,
+    with a global step of 1.
     """
 
     registered: ClassVar[str] = "scaffold"

@@ -20,13 +20,11 @@ class Ditto(Method):
     FusionError if an argument cannot be used.
 
     When to use it: clients differ, and each is scored by its network; λ between 0.01 and 2, chosen on validation data.
-    A round takes twice the steps.
+    A round takes twice the steps. Source: Li et al. 2021, Algorithm 1.
 
     Args:
         strength: :math:`\lambda` > 0.
         rule: a fusion rule for the global model.
-
-    Source: Li et al. 2021, Algorithm 1.
     """
 
     registered: ClassVar[str] = "ditto"

@@ -179,9 +179,7 @@ class Asynchronous:
 
     When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network, and
     in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
-    ``concurrency=None`` means all connected clients.
-
-    Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
+    ``concurrency=None`` means all connected clients. Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
     """
 
     concurrency: int | None = None

@@ -49,7 +49,7 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
     :class:`~lightning_fedbayes.FederatedBayes` draws them, are no Poisson samples, and the figure is no bound for them:
     with z = 1, δ = 1e-5 and one client of ten in a single round it is 2.1, and the true ε up to 3.7, because another
     client takes the place of an absent one. The figure for ``fraction=1`` and the rounds in which a client did take
-    part is a bound.
+    part is a bound. Source: Balle et al. 2020, Theorem 21, for the way from Rényi to (ε, δ).
 
     Args:
         noise_multiplier: z ≥ 0, the noise's standard deviation over the sensitivity.
@@ -57,8 +57,6 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
         rounds: T ≥ 0.
         fraction: q in (0, 1], the probability of taking part in a round, independently of all others and unknown to
             those that ε holds against.
-
-    Source: Balle et al. 2020, Theorem 21, for the way from Rényi to (ε, δ).
 
     >>> round(epsilon_of(noise_multiplier=1.0, delta=1e-5, rounds=1), 2)
     4.73
