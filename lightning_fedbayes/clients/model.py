@@ -73,11 +73,10 @@ class ResidentModel:
         self.frozen_names: set[str] = set()
         self._aliases = aliases
         self.parameters = parameters
-        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
         self._own = {
             name: p
             for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
+            if name in local or (own_starts and (id(p) in posterior_names or name in getattr(learned, "variances", ())))
         }
         self._look()
         if not self.view.read().names:
@@ -92,9 +91,6 @@ class ResidentModel:
         self.buffer_names = [name for name in buffer_names if name not in local]
         self._local_buffers = [name for name in buffer_names if name in local]
         self._kept_buffers = self._local_buffers + (self.buffer_names if buffers == "local" else [])
-        self.global_parameters: Tensors = {}
-        self.global_buffers: Tensors = {}
-        self.global_variances: Tensors = {}
         self.remember_global()
 
     def _look(self) -> None:
@@ -135,7 +131,7 @@ class ResidentModel:
 
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
-        self.global_parameters = {
+        self.global_parameters: Tensors = {
             name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
         }
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
