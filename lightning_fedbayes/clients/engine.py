@@ -124,8 +124,7 @@ class Engine(ABC):
             self.model.set_prior(prior)
             self._prior = prior
         model, federated = self.model, shared.posterior.mean.keys()
-        learned = () if model.learned is None else model.learned.variances
-        self._gaussian = frozenset({*gaussian_parameters(model.module), *learned} & federated)
+        self._gaussian = frozenset({*gaussian_parameters(model.module), *model.variances} & federated)
         self._frozen = frozenset({name for name, p in model.parameters.items() if not p.requires_grad} & federated)
 
     def restore_priors(self) -> None:

@@ -33,7 +33,7 @@ class ResidentModel:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
             the module's attribute ``local_parameters``.
-        learned: the posterior of parameters outside of Bayesian layers. None: they are point masses.
+        learned: the posterior of parameters outside of Bayesian layers, with ``variances``. None: point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
@@ -56,6 +56,7 @@ class ResidentModel:
     ) -> None:
         self.module = module
         self.learned = learned
+        self.variances = {} if learned is None else learned.variances
         self.policy = buffers
         parameters = dict(module.named_parameters())
         wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
@@ -76,7 +77,7 @@ class ResidentModel:
         self._own = {
             name: p
             for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in posterior_names or name in getattr(learned, "variances", ())))
+            if name in local or (own_starts and (id(p) in posterior_names or name in self.variances))
         }
         self._look()
         if not self.view.read().names:
@@ -95,8 +96,7 @@ class ResidentModel:
 
     def _look(self) -> None:
         """Sort the parameters: federated, kept by clients, frozen."""
-        variances = None if self.learned is None else self.learned.variances
-        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, variances)
+        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, self.variances)
         self.frozen = {name: p for name, p in self.parameters.items() if self._aliases[name] in self.frozen_names}
         self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
 
@@ -136,7 +136,7 @@ class ResidentModel:
         }
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
-        self.global_variances = {} if self.learned is None else dict(self.learned.variances)
+        self.global_variances = dict(self.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
@@ -159,15 +159,13 @@ class ResidentModel:
                 if name not in self.frozen:
                     parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
-        if self.learned is not None:
-            self.learned.variances.update(self.global_variances)
+        self.variances.update(self.global_variances)
 
     def load_variances(self, posterior: GaussianPosterior) -> None:
         """Take the variances of ``posterior`` as the module's and the global model's."""
-        if self.learned is not None:
-            own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
-            self.learned.variances.update(own)
-            self.global_variances.update(own)
+        own = {name: posterior.variance[name] for name in self.variances if name in posterior.variance}
+        self.variances.update(own)
+        self.global_variances.update(own)
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
         """Make ``posterior`` the prior of the federated parameters. None restores the network's priors."""
@@ -233,7 +231,7 @@ class ResidentModel:
             variance[name] = torch.zeros_like(mean[name])
             if entry is not None:
                 variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
-            elif self.learned is not None and name in self.learned.variances:
+            elif name in self.variances:
                 variance[name] = local.get(variance_of(name), self.global_variances[name])
         whole = GaussianPosterior(mean, variance, posterior.linearised)
         return whole.ordered(PosteriorView(self.module).read().names).clone()
@@ -270,9 +268,8 @@ class ResidentModel:
         if self._kept_buffers:
             live = dict(self.module.named_buffers())
             kept.update((name, live[name]) for name in self._kept_buffers)
-        if self.learned is not None:
-            variances = self.learned.variances
-            kept |= self.as_kept({name: variances[name] for name in self._kept_parameters if name in variances})
+        if self.variances:
+            kept |= self.as_kept({n: self.variances[n] for n in self._kept_parameters if n in self.variances})
         return kept
 
     @staticmethod

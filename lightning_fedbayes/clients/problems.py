@@ -148,7 +148,7 @@ class LocalPriors:
         self._source = learned
         own = () if like.prior is None or like.prior.names is None else like.prior.names
         self.layers = {name: found[name] for name in names if name in found and name in own}
-        self.learned = [name for name in names if learned is not None and name in learned.variances and name in own]
+        self.learned = [name for name in names if name in model.variances and name in own]
         self.others = {name: name for name in names if name not in found and name in model.parameters}
         self.num_entries = sum(each.mean.numel() for each in self.layers.values())
         anchor = model.anchor()
@@ -393,7 +393,7 @@ def default_fusion(
         name: each.layer.priors[each.path] if isinstance(each.layer, BayesianLayer) else None
         for name, each in layers.items()
     }
-    sourced = [] if learned is None else [name for name in learned.variances if name in federated]
+    sourced = [name for name in model.variances if name in federated]
     for name in sourced:
         if learned is not None and learned.prior_std(name) < float("inf"):
             priors[name] = NormalPrior(0.0, learned.prior_std(name))

@@ -235,8 +235,7 @@ class ClientStack:
             self._variances = self.model.as_kept(learned.variances)
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()
-        if self.model.learned is not None:
-            self.model.learned.variances.update(self.model.global_variances)
+        self.model.variances.update(self.model.global_variances)
         return stacked.unbind()
 
     def read_buffers(self, slot: int) -> Tensors:
