@@ -71,7 +71,7 @@ class CrossScores:
 
     @classmethod
     def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
-        """Return the table of each client's model: its name → its scores. Raise FedBayesError unless all are alike."""
+        """Return the table: name of each model's client → scores. Raise FedBayesError if figures or clients differ."""
         first = next(iter(rows.values()))
         for name, row in rows.items():
             if row.names != tuple(rows) or row.values.keys() != first.values.keys():

@@ -138,7 +138,7 @@ class PosteriorSource(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
-        """Return the posterior of ``module`` at the start of a fit. Raise FederationError if that does not suit."""
+        """Return the posterior of ``module`` at the start of a fit. Raise FederationError if it does not suit."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

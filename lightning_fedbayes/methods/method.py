@@ -170,7 +170,7 @@ class Report:
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Return a client's message, in a loop by hand. Raise FederationError unless it consists of tensors."""
+        """Return a client's message in a training loop by hand. Raise FederationError if it holds more than tensors."""
         for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
             check_mapping(name, given, Tensor)
         return ClientUpdate(client, num_examples, self.posterior, joined(buffers or {}, self.sent))
@@ -284,7 +284,7 @@ class Method:
         return None
 
     def prior_of(self, name: str) -> tuple[float, float] | None:
-        """Return mean and standard deviation of the prior, also the network's, that is counted of a Gaussian tensor."""
+        """Return mean and standard deviation of a tensor's prior, which the network must have, or None without one."""
         return None
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:

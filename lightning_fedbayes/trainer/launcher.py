@@ -18,7 +18,7 @@ class RememberingLauncher(_MultiProcessingLauncher):
     """Brings the callbacks' states back to the main process, as Lightning's launcher does weights and metrics."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return Lightning's results, and a file with callbacks' states: a pipe would wait for ever with so much."""
+        """Return Lightning's results and a file of the callbacks' states, on which a pipe would block."""
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # pyright: ignore
         with NamedTemporaryFile(suffix=".pt", delete=False) as file:
             torch.save(states, file)

@@ -218,7 +218,7 @@ class VectorizedEngine(Engine):
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
     def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
-        """Take one step of clients of one kind. If it fails, or they branch differently, find out by smaller groups."""
+        """Take one step of clients of one kind. If it fails, or they branch differently, step smaller groups."""
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
