@@ -33,7 +33,7 @@ class ClientRecords:
 
     ``rounds`` and ``failures`` count where each took part, and was left out. ``first_loss`` is the mean training loss
     of its first round, ``train_loss``, ``weight``, ``seconds`` and ``megabytes_up`` are of its last one. ``diverged``
-    is 1 if its loss has exceeded its first one, ℓ, by more than :math:`\max(|\ell|, 1)`. ``last_failure`` has the reason
+    is 1 if its loss has exceeded its first, ℓ, by more than :math:`\max(|\ell|, 1)`. ``last_failure`` has the reason
     why it was left out last.
     """
 

@@ -13,15 +13,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.clients.evaluation import ClientScores, Collate, evaluate_clients, sign_of
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_choice,
-    check_kind,
-    check_number,
-    check_path,
-    check_strings,
-)
+from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, sign_of
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table
 from lightning_fedbayes.data.clients import ClientDatasets
@@ -61,8 +55,10 @@ class CrossScores:
     values: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        check_kind("values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError)
+        errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        errors.check_kind(
+            "values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError
+        )
         if not self.values:
             raise FedBayesError("values is empty: give a dict, figure → matrix (models, data)")
         for figure, values in self.values.items():
@@ -75,11 +71,7 @@ class CrossScores:
 
     @classmethod
     def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
-        """Return the table of each client's model: its name → its scores on the data of all clients.
-
-        Raises:
-            FedBayesError: a model lacks the figure, or was not scored on the same clients as the others.
-        """
+        """Return the table: name of each model's client → scores. Raise FedBayesError if figures or clients differ."""
         first = next(iter(rows.values()))
         for name, row in rows.items():
             if row.names != tuple(rows) or row.values.keys() != first.values.keys():
@@ -89,7 +81,7 @@ class CrossScores:
                     "data of all clients"
                 )
         if figure is not None:
-            check_choice("figure", figure, tuple(first.values), error=FedBayesError)
+            errors.check_choice("figure", figure, tuple(first.values), error=FedBayesError)
         kept = first.values if figure is None else (figure,)
         return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
 
@@ -98,7 +90,7 @@ class CrossScores:
         if figure is None:
             names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
             figure = next(names, next(iter(self.values)))
-        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
+        errors.check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return figure, self.values[figure].detach().cpu().double()
 
     def others(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
@@ -107,13 +99,7 @@ class CrossScores:
         .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
             \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
 
-        NaN for a single client.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure.
+        NaN for a single client. ``figure`` and errors as in :meth:`table`.
         """
         off = _without_diagonal(self._of(figure)[1])
         return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
@@ -129,12 +115,7 @@ class CrossScores:
         .. math:: a_i = \frac{(K-1) R_i + C_i - G}{K (K-2)}, \qquad b_j = \frac{(K-1) C_j + R_j - G}{K (K-2)}
 
         with the sums R of the rows, C of the columns, and G of all. If all models are the same, :math:`a_i = 0`.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure, or there are fewer than three clients.
+        ``figure`` as in :meth:`table`. Raise FedBayesError if it is unknown, or there are fewer than three clients.
         """
         off, number = _without_diagonal(self._of(figure)[1]), len(self.names)
         if number < 3:
@@ -143,7 +124,7 @@ class CrossScores:
         return ((number - 1) * rows + columns - off.sum()) / scale, ((number - 1) * columns + rows - off.sum()) / scale
 
     def outlying(self, figure: str | None = None, *, rate: float = 0.05) -> dict[str, tuple[str, ...]]:
-        r"""Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
+        """Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
 
         A client stands out if its effect (:meth:`effects`) is further from the median than t times the median
         absolute deviation (MAD) of the clients' effects, on either side.
@@ -151,23 +132,16 @@ class CrossScores:
         The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
         about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
         from one exponential distribution, some client is named with probability ``rate`` at most (half of it for
-        models, half for data; simulated once). The exponential suits because the loss of a model exceeds the best one's
-        by about a quadratic form of the errors of its weights, which is exponential for two weights and closer to a
-        normal for more. So the probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10
-        clients), or the clients' numbers of examples differ much.
+        models, half for data, simulated once). The loss of a model exceeds the best one's by about a quadratic form of
+        the errors of its weights, which is exponential for two weights and closer to a normal for more. So the
+        probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10 clients), or the
+        clients' numbers of examples differ much.
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
-        the clients are equal, or there are fewer than three clients, no other client stands out. An accuracy of few
-        examples has such ties. The NLL has none.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
-            rate: chance of naming any client if none differs, in (0, 1).
-
-        Raises:
-            FedBayesError: unknown figure, or ``rate`` is not in (0, 1).
+        the clients are equal, such as accuracies of few examples, or there are fewer than three clients, no other does.
+        ``figure`` as in :meth:`table`. Raise FedBayesError if it is unknown, or ``rate`` is not in (0, 1).
         """
-        check_number("rate", rate, "(0, 1)", error=FedBayesError)
+        errors.check_number("rate", rate, "(0, 1)", error=FedBayesError)
         values, left = self._of(figure)[1], list(range(len(self.names)))
         found: dict[int, list[str]] = {}
         while True:  # the client with the most entries that are not finite goes first
@@ -200,13 +174,8 @@ class CrossScores:
     def table(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and rows of one figure: a row for each model, a column for each client's data.
 
-        Of more than 100 clients it shows 100, at equal distances.
-
-        Args:
-            figure: name. None: the NLL, or else the first figure.
-
-        Raises:
-            FedBayesError: unknown figure.
+        ``figure`` None: the NLL, or else the first one. Of more than 100 clients the table shows 100, at equal
+        distances. Raise FedBayesError if the figure is unknown.
         """
         figure, values = self._of(figure)
         shown = _shown(len(self.names))
@@ -231,16 +200,13 @@ class CrossScores:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all figures as a CSV file with a head: a line for each pair of model and data."""
-        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+        with Path(errors.check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, ["model", "data", *self.values])
             writer.writeheader()
             writer.writerows(self.rows())
 
     def plot(self, figure: str | None = None) -> Figure:
-        """Return a heat map of one figure, the darker the worse. Arguments as in :meth:`table`.
-
-        Of more than 100 clients it shows 100, at equal distances.
-        """
+        """Return a heat map of one figure, the darker the worse. Arguments and clients as in :meth:`table`."""
         from lightning_fedbayes.core.plots import cross_heatmap
 
         figure, values = self._of(figure)
@@ -252,9 +218,7 @@ def evaluate_across(
     clients: ClientDatasets,
     *,
     figure: str | None = None,
-    batch_size: int = 256,
-    seed: int = 0,
-    collate_fn: Collate | None = None,
+    **options: Any,
 ) -> CrossScores:
     """Score each client's model on the data of every client (cross-site evaluation).
 
@@ -270,30 +234,20 @@ def evaluate_across(
         scores.plot().savefig("across.png")
 
     The diagonal equals :func:`~lightning_fedbayes.evaluate_clients` of the same modules. Use data that the models have
-    not trained on, or the diagonal is too good.
+    not trained on, or the diagonal is too good. Raise FedBayesError if a client lacks examples or a module, a module
+    has no client, the predictions are not of this package, or the figure is unknown.
 
     Args:
-        modules: name of a client → the module of its model, as for :func:`~lightning_fedbayes.evaluate_clients`. For
-            each of ``clients``, and for no others.
-        clients: name → data set of inputs and targets.
+        modules: name of a client → the module of its model, for each of ``clients``, and for no others.
         figure: the only one to keep, such as "nll". None keeps all.
-        batch_size: of the passes.
-        seed: of the draws from the posteriors, the same for every pair.
-        collate_fn: list of examples → batch. None: torch's.
-
-    Raises:
-        FedBayesError: a client lacks examples or a module, a module has no client, the predictions are not of this
-            package, or the figure is unknown.
+        clients, options: data and options of :func:`~lightning_fedbayes.evaluate_clients`.
     """
-    check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
+    errors.check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
+    errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     wrong = sorted({*map(str, modules)} ^ {*clients.names})
     if wrong:
-        raise FedBayesError(
-            f"modules and clients have different names, such as '{wrong[0]}': give a module for each "
-            "client that has data, and for no other"
-        )
-    options = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
+        why = "give a module for each client that has data, and for no other"
+        raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': {why}")
     return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
 
 
@@ -303,7 +257,6 @@ def _shown(clients: int) -> list[int]:
 
 
 def _without_diagonal(values: Tensor) -> Tensor:
-    """Return a square matrix with zeros on its diagonal."""
     return values.masked_fill(torch.eye(len(values), dtype=torch.bool), 0)
 
 

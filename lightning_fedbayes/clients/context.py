@@ -31,10 +31,8 @@ class TrainingContext:
     """Module, optimizers and options of a training loop. An engine sees these and no Trainer.
 
     Args:
-        module: the user's module.
-        optimizers: its optimizers.
-        device: where it trains.
-        precision: converts inputs, and gives the context of a step, such as autocast.
+        module, optimizers, device, precision: of the training. Precision converts inputs, and gives the context of a
+            step, such as autocast.
         remake_optimizers: makes new optimizers as the module configures them.
         bring: returns a batch of the loader as ``training_step`` would get it.
         watchers: the user's objects that are called at every batch, such as callbacks.
@@ -45,8 +43,7 @@ class TrainingContext:
         obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
             optimizer's step. Empty if these are all.
         watched: inside, ``training_step`` raises CannotVectorize if it reads a position in the loop.
-        clip_value: limit of the gradients, None for none.
-        clips_norm: True if the norm of all gradients is limited, False if each entry is.
+        clip_value, clips_norm: limit of the gradients, None for none. True if it limits the norm, False if each entry.
         mean_over_processes: averages a number over processes that train each client together (DDP). None for others.
     """
 
@@ -122,10 +119,8 @@ class TrainingContext:
                 "averaged before IVON sees them; use strategy='fedbayes', which shares out the clients"
             )
         if not self.takes_gradient_steps:
-            raise FederationError(
-                "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
-                "'bf16-mixed'"
-            )
+            why = "the gradient scaler takes gradients before IVON draws; use 'bf16-mixed'"
+            raise FederationError(f"precision='16-mixed' with fb.IVON: {why}")
         return learned
 
 
@@ -156,14 +151,8 @@ class TrainingLog:
     """Collects ``self.log(..., on_step=False, on_epoch=True)`` of ``training_step`` and logs the means once a round.
 
     The mean over examples is the one that Lightning logs, but a client that is left out does not count, and a value
-    costs a few microseconds instead of Lightning's 200. Lightning logs everything else.
-
-    Args:
-        module: its ``log`` is replaced between :meth:`install` and :meth:`remove`.
-        in_training_step: returns True while ``training_step`` runs.
-
-    Attributes:
-        is_shared: True if other processes train some of the clients.
+    costs a few microseconds instead of Lightning's 200. Lightning logs everything else. The module's ``log`` is
+    replaced between :meth:`install` and :meth:`remove`. ``is_shared``: other processes train some of the clients.
     """
 
     def __init__(self, module: L.LightningModule, in_training_step: Callable[[], bool]) -> None:

@@ -23,16 +23,7 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior
-from lightning_fedbayes.methods.method import (
-    LocalProblem,
-    Method,
-    Participant,
-    Shared,
-    Trained,
-    joined,
-    problem_of,
-    report_of,
-)
+from lightning_fedbayes.methods import method as methods
 from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
 Results = tuple[Collected, NewStates]
@@ -52,15 +43,12 @@ class Engine(ABC):
     The loop calls :meth:`begin_batch`, :meth:`train_batch` and :meth:`end_batch` for each of its batches.
 
     Args:
-        context: the training loop's module, optimizers and options.
-        model: the resident network.
-        loader: brings the clients' batches. It knows the clients.
-        log: collects the figures that ``training_step`` logs.
+        context, model, loader, log: of the training loop, the resident network, the clients and their batches, and the
+            figures that ``training_step`` logs.
         method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         keep_posteriors: let every client keep the posterior that it has trained last.
-        folder: of the clients' states. None: in memory.
-        writes: this process writes them there, for all.
+        folder, writes: see :class:`~lightning_fedbayes.clients.states.States`.
         seed: of all random draws.
 
     Attributes:
@@ -68,8 +56,7 @@ class Engine(ABC):
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device. None: the loop does.
         shared: what the server has sent to all clients of the round.
-        local: puts the clients' priors into the network in this round. None where the method neither sets priors nor
-            measures.
+        local: puts the clients' priors into the network in this round. None where there is no need for it.
     """
 
     name: ClassVar[str]
@@ -83,7 +70,7 @@ class Engine(ABC):
         loader: FederatedLoader,
         log: TrainingLog,
         *,
-        method: Method,
+        method: methods.Method,
         keep_optimizer: bool = False,
         keep_posteriors: bool = False,
         folder: str | Path | None = None,
@@ -100,10 +87,10 @@ class Engine(ABC):
         self.states = States(folder, writes=writes, device=context.device)
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
-        self.shared: Shared | None = None
+        self.shared: methods.Shared | None = None
         self.local: LocalPriors | None = None
         self._prior: GaussianPosterior | None = None
-        self._under_way: dict[int, tuple[Participant, LocalProblem]] = {}
+        self._under_way: dict[int, tuple[methods.Participant, methods.LocalProblem]] = {}
         self._start = 0.0
         self.use(loader)
 
@@ -127,11 +114,8 @@ class Engine(ABC):
         self.plan = plan
         self.states.begin_round()
 
-    def begin_method(self, shared: Shared) -> None:
-        """Take what the server has sent for a round, and set the method's priors.
-
-        Clients of a new server forget what they have kept for the method.
-        """
+    def begin_method(self, shared: methods.Shared) -> None:
+        """Take what the server has sent, and set the method's priors. Clients of a new server forget what they kept."""
         if shared.is_new:
             self.states.forget_methods()
         self.shared, self.local = shared, None
@@ -140,8 +124,7 @@ class Engine(ABC):
             self.model.set_prior(prior)
             self._prior = prior
         model, federated = self.model, shared.posterior.mean.keys()
-        learned = () if model.learned is None else model.learned.variances
-        self._gaussian = frozenset({*gaussian_parameters(model.module), *learned} & federated)
+        self._gaussian = frozenset({*gaussian_parameters(model.module), *model.variances} & federated)
         self._frozen = frozenset({name for name, p in model.parameters.items() if not p.requires_grad} & federated)
 
     def restore_priors(self) -> None:
@@ -150,12 +133,12 @@ class Engine(ABC):
             self.model.set_prior(None)
         self._prior = None
 
-    def problem(self, client: int, state: ClientState) -> LocalProblem:
+    def problem(self, client: int, state: ClientState) -> methods.LocalProblem:
         """Ask the method what a client minimises, and remember it until the client's report."""
         assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
-        participant = Participant(
+        participant = methods.Participant(
             client % STRIDE,
             self.sizes[client],
             state.kept,
@@ -167,7 +150,7 @@ class Engine(ABC):
         )
         if state.kept:
             self.method.check(self.shared, participant)
-        problem = problem_of(self.method, self.shared, participant)
+        problem = methods.problem_of(self.method, self.shared, participant)
         if problem.measures and self.local is None:
             self.local = LocalPriors(problem, self.shared.posterior.names, self.model)
             self.local.check(self.method, self.context)
@@ -184,11 +167,10 @@ class Engine(ABC):
         variances = {name: each.variance.detach() for name, each in self.local.layers.items()}
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
-    def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
-        """Return the states with which a client's optimizers start, :func:`after_absence`. Empty if they are new.
-
-        An optimizer that learns a posterior starts from the global one.
-        """
+    def optimizer_states(
+        self, client: Client, state: ClientState, problem: methods.LocalProblem
+    ) -> list[OptimizerState]:
+        """Return the states with which a client's optimizers start, a posterior with the global one. Empty if new."""
         states = state.optimizers
         if states:
             missed = self._under_way[client.job][0].steps * (client.round - state.rounds)
@@ -200,7 +182,7 @@ class Engine(ABC):
         return [started, *states[1:]]
 
     def terms(
-        self, clients: Sequence[Client], problems: Sequence[LocalProblem], *, stacked: bool = False
+        self, clients: Sequence[Client], problems: Sequence[methods.LocalProblem], *, stacked: bool = False
     ) -> list[Pull]:
         """Return the terms in the loss of a client, or of each in a stack: its quadratic, and a learned prior."""
         learned = self.model.learned
@@ -217,7 +199,7 @@ class Engine(ABC):
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found
 
-    def _priors(self, problem: LocalProblem) -> dict[str, LocalPrior] | None:
+    def _priors(self, problem: methods.LocalProblem) -> dict[str, LocalPrior] | None:
         """Return a client's priors of parameters outside of Bayesian layers. None where it has the network's."""
         if problem.prior is None:
             return None
@@ -280,7 +262,7 @@ class Engine(ABC):
             own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
-        report = report_of(self.method, self.shared, participant, Trained(posterior, *(measured or ())))
+        report = methods.report_of(self.method, self.shared, participant, methods.Trained(posterior, *(measured or ())))
         own["kept"] = {}
         if report.kept:
             tensors = (*posterior.mean.values(), *posterior.variance.values())
@@ -288,7 +270,7 @@ class Engine(ABC):
             for name, value in report.kept.items():
                 is_view = value.untyped_storage().data_ptr() in views
                 own["kept"][name] = value.detach().clone() if is_view else value.detach()
-        return report.posterior, joined(buffers, report.sent), own
+        return report.posterior, methods.joined(buffers, report.sent), own
 
     def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
         """Return what a client keeps of the ``states`` of its optimizers."""
@@ -312,16 +294,10 @@ class Engine(ABC):
 
     @abstractmethod
     def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of clients that end with this batch. The caller must take all.
-
-        The tensors of an update may be views that the next batch overwrites.
-        """
+        """Return updates or failures of clients that end with this batch. The next may overwrite their tensors."""
 
     def threads(self) -> AbstractContextManager[None]:
-        """Inside, torch uses the number of threads that suits the posteriors of the round.
-
-        By default the number does not change, since oneDNN then prepares every convolution again.
-        """
+        """Inside, torch uses threads that suit the posteriors. By default no others: oneDNN would prepare again."""
         return nullcontext()
 
     def forget(self, client: int) -> None:

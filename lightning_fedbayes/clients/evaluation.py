@@ -18,19 +18,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.batches import output_of, unpacked
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FedBayesError,
-    FederationError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    check_number,
-    check_path,
-    check_strings,
-    shown,
-)
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
@@ -45,7 +35,6 @@ Prediction = likelihoods.ClassPrediction | likelihoods.RegressionPrediction | li
 OF_DRAWS = ("logits", "probs")
 """Figures of draws, with the examples in the last dimension but one."""
 Collate = Callable[[list[Any]], Any]
-"""List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage", "c_index")
 REMEDY = "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
@@ -74,11 +63,15 @@ class ClientScores:
     values: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        check_kind("num_examples", self.num_examples, Sequence, "give a number for each client", error=FedBayesError)
-        check_kind("values", self.values, Mapping, "give a dict, figure → values of the clients", error=FedBayesError)
+        errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        errors.check_kind(
+            "num_examples", self.num_examples, Sequence, "give a number for each client", error=FedBayesError
+        )
+        errors.check_kind(
+            "values", self.values, Mapping, "give a dict, figure → values of the clients", error=FedBayesError
+        )
         for count in self.num_examples:
-            check_at_least("num_examples", count, 1, error=FedBayesError)
+            errors.check_at_least("num_examples", count, 1, error=FedBayesError)
         for figure, values in self.values.items():
             check_tensor(f"values['{figure}']", values, error=FedBayesError)
             if values.shape != (len(self.names),) or len(self.num_examples) != len(self.names):
@@ -98,22 +91,18 @@ class ClientScores:
 
     def _of(self, figure: str) -> Tensor:
         """Return the values of a figure, shape (clients,), float64."""
-        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
+        errors.check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return self.values[figure].double()
 
     def mean(self, figure: str, weighting: str = "examples") -> float:
         """Return the mean over all examples ("examples"), or over clients with equal weights ("clients")."""
-        check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
+        errors.check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
         values = self._of(figure)
         counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
         return float(functional.weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
-        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
-
-        Raises:
-            FedBayesError: unknown figure, or ``fraction`` is not in (0, 1].
-        """
+        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest."""
         values = self._of(figure)
         sign = sign_of(figure)
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
@@ -148,7 +137,7 @@ class ClientScores:
     def to_csv(self, path: str | Path) -> None:
         """Write the table as a CSV file with a head."""
         rows = self.rows()
-        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+        with Path(errors.check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
@@ -161,7 +150,6 @@ class ClientScores:
         return html_table(*self._lines())
 
     def _lines(self) -> tuple[list[str], list[Row]]:
-        """Return the head and the lines of the table."""
         ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
         head, lines = self.table()
         return head, [*lines, *([name, "", *(of(figure) for figure in self.values)] for name, of in ends)]
@@ -189,21 +177,19 @@ def evaluate_clients(
         personal = {name: fb.PosteriorPredictive(model, callback.posterior_of(name)) for name in held_out.names}
         print(fb.evaluate_clients(personal, held_out).markdown())                # each client's own
 
+    Raise FedBayesError if a client lacks examples or a module, or the predictions are not of this package.
+
     Args:
         module: a module of this package, or a :class:`~lightning_fedbayes.PosteriorPredictive` of any other, with a
-            ``predict_step`` that returns a prediction of this package; or one for each client, by name.
-        clients: name → data set of inputs and targets, in batches that ``module`` takes.
-        batch_size: of the pass.
+            ``predict_step`` that returns a prediction of this package, or one for each client, by name.
+        clients: name → data set of inputs and targets, in batches of ``batch_size`` that ``module`` takes.
         seed: of the draws from the posterior, the same for every client.
         collate_fn: list of examples → batch, as for a DataLoader of graphs. None: torch's.
-
-    Raises:
-        FedBayesError: a client lacks examples or a module, or the predictions are not of this package.
     """
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
+    errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
     _check_pass(batch_size, seed)
-    if collate_fn is not None and not callable(collate_fn):
-        raise FedBayesError(f"collate_fn={shown(collate_fn)}: give a function, list of examples → batch")
+    remedy = "give a function, list of examples → batch"
+    errors.check_kind("collate_fn", collate_fn, Callable | None, remedy, error=FedBayesError)
     scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
     for name, dataset in zip(clients.names, clients.datasets, strict=True):
         own = module.get(name) if isinstance(module, Mapping) else module
@@ -218,31 +204,25 @@ def evaluate_clients(
 
 def _check_pass(batch_size: int, seed: int) -> None:
     """Raise FedBayesError unless these are the options of a pass over data."""
-    check_at_least("batch_size", batch_size, 1, error=FedBayesError)
-    check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+    errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
+    errors.check_at_least("seed", seed, -errors.LARGEST, error=FedBayesError)
 
 
 def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = None) -> Iterator[Any]:
     """Yield batches. Raise FedBayesError for examples that make none."""
-    loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be a NumPy integer
-    while True:
-        try:
-            batch = next(loader, None)
-        except (TypeError, ValueError, RuntimeError) as error:  # torch cannot stack the examples
-            raise FedBayesError(
-                f"the examples make no batch ({error}): give pairs of input and target, or a collate_fn"
-            ) from error
-        if batch is None:
-            return
-        yield batch
+    loader = DataLoader(dataset, int(batch_size), collate_fn=collate_fn)  # the size may be a NumPy integer
+    try:
+        yield from loader
+    except (TypeError, ValueError, RuntimeError) as error:  # torch cannot stack the examples
+        why = "give pairs of input and target, or a collate_fn"
+        raise FedBayesError(f"the examples make no batch ({error}): {why}") from error
 
 
 def _score(
     module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
 ) -> dict[str, float]:
-    """Return the figures of ``module`` on a data set."""
     remedy = "give a LightningModule, or a PosteriorPredictive of it"
-    check_kind("module", module, L.LightningModule, remedy, error=FedBayesError)
+    errors.check_kind("module", module, L.LightningModule, remedy, error=FedBayesError)
     if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
 
@@ -261,10 +241,7 @@ def predict_data(
     predict: Callable[[Any], Predicted],
     collate_fn: Collate | None = None,
 ) -> Predicted:
-    """Return the joined predictions of ``predict`` for the batches of a data set, with ``module`` in evaluation mode.
-
-    Batches come to its device. Draws are from ``seed``, and the global generators do not change.
-    """
+    """Return the joined predictions of ``predict`` for a data set, in evaluation mode, with draws from ``seed``."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
         batches = batches_of(dataset, batch_size, collate_fn)
@@ -295,7 +272,7 @@ def predicted(module: L.LightningModule, batch: Any) -> Predicted:
     target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
     if not isinstance(prediction, Prediction):
-        raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+        raise FedBayesError(f"{type(module).__name__}.predict_step returns {errors.shown(prediction)}: {REMEDY}")
     return (likelihoods.said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
 
 
@@ -323,10 +300,8 @@ def rows_by_outputs(predictive: nn.Module, batch: Any) -> Predicted:
     sample: Any = getattr(predictive, "sample", None)
     outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs).unsqueeze(0)
     if not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        raise FedBayesError(
-            f"{type(predictive).__name__} gives {shown(outputs)}; outputs of shape (batch, *), or draws of them, are "
-            "needed"
-        )
+        needed = "outputs of shape (batch, *), or draws of them, are needed"
+        raise FedBayesError(f"{type(predictive).__name__} gives {errors.shown(outputs)}; {needed}")
     if isinstance(predictive, PosteriorPredictive):
         return predictive.likelihood_for(outputs[0], targets).rows(outputs, targets)
     return likelihoods.likelihood_of(predictive, outputs[0], targets).rows(outputs, targets)
@@ -404,33 +379,28 @@ def choose_personal_weight(
         predictive = fb.PosteriorPredictive(model, callback.posterior_of("north", weight))
 
     The smallest weight wins a tie. Every weight is scored with the same random draws. Do not use training data, which
-    favour the client's own posterior, nor the data on which you report the result.
+    favour the client's own posterior, nor the data on which you report the result. Raise FedBayesError if examples or
+    weights are missing, or no weight has a finite NLL.
 
     Args:
         posterior_of: weight → the personal posterior. 0 is the global one.
-        module: the network.
-        held_out: data of the client, inputs and targets.
+        module, held_out: the network, and data of the client, inputs and targets.
         weights: to choose from, each in [0, 1].
         batch_size, seed: see :func:`evaluate_clients`.
         options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, likelihood="bernoulli"``.
 
-    Returns: the weight, and the NLL of each weight in nats per example.
-
-    Source: Jamoussi et al. 2025.
-
-    Raises:
-        FedBayesError: examples or weights are missing, or no weight has a finite NLL.
+    Returns: the weight, and the NLL of each weight in nats per example. Source: Jamoussi et al. 2025.
     """
     check_dataset("held_out", held_out)
     if not len(held_out):  # pyright: ignore[reportArgumentType]
         raise FedBayesError("held_out has no example to choose a weight by: hold some back, or take weight 0")
-    check_kind("weights", weights, Sequence, "give weights in [0, 1]", error=FedBayesError)
+    errors.check_kind("weights", weights, Sequence, "give weights in [0, 1]", error=FedBayesError)
     if not len(weights):
         raise FedBayesError("weights is empty: give weights in [0, 1]")
     for weight in weights:
-        check_number("weights", weight, "[0, 1]", error=FedBayesError)
+        errors.check_number("weights", weight, "[0, 1]", error=FedBayesError)
     if not callable(posterior_of):
-        raise FedBayesError(f"posterior_of={shown(posterior_of)}: give a function, weight → posterior")
+        raise FedBayesError(f"posterior_of={errors.shown(posterior_of)}: give a function, weight → posterior")
     _check_pass(batch_size, seed)
     scores = {
         weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
@@ -438,20 +408,16 @@ def choose_personal_weight(
     }
     finite = [weight for weight, nll in scores.items() if math.isfinite(nll)]
     if not finite:
-        raise FedBayesError(
-            "held_out has an NLL that is not finite by every weight: look for NaN in its inputs and targets, and in "
-            "the posteriors"
-        )
+        why = "look for NaN in its inputs and targets, and in the posteriors"
+        raise FedBayesError(f"held_out has an NLL that is not finite by every weight: {why}")
     return min(finite, key=lambda weight: scores[weight]), scores
 
 
 def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
     """Raise FederationError if ``auto`` does not know how to score ``module``."""
     if auto.score is None and not isinstance(module, BayesianModule):
-        raise FederationError(
-            f"fusion='auto' does not know how to score a {type(module).__name__}: pass "
-            "AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
-        )
+        why = "pass AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
+        raise FederationError(f"fusion='auto' does not know how to score a {type(module).__name__}: {why}")
 
 
 def held_out_loss(
@@ -470,10 +436,7 @@ def held_out_loss(
 
 
 def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
-    """Return the hook of our modules that takes a candidate's posterior. None for other modules.
-
-    A user's ``on_round_end`` is called only once, with the posterior of the chosen rule.
-    """
+    """Return the hook of our modules that takes a candidate's posterior. None for others, which see the chosen one."""
     return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 
 

@@ -31,13 +31,7 @@ Stage = Literal["between", "training", "fused"]
 
 @dataclass(frozen=True)
 class ProcessNote:
-    """Note of one process to the others at the end of a round.
-
-    Args:
-        trained: figures and states of its clients. None in a single process.
-        sent: client → its posterior, where the module wants to see it.
-        extra: added by the caller.
-    """
+    """Note of one process to the others: results of its clients (None if it is the only one), posteriors, ``extra``."""
 
     trained: Results | None
     sent: Mapping[int, GaussianPosterior]
@@ -51,16 +45,14 @@ class Federation:
     :meth:`receive`. When :attr:`is_complete`, :meth:`land` and :meth:`finish`.
 
     Args:
-        settings: of the federation.
-        engine: trains the clients. It holds the resident network.
+        settings, engine: of the federation. The engine trains the clients and holds the resident network.
         collective: the processes that share the clients of a round.
         held_out: returns the batches that an ``AutoFusion`` scores its candidates with.
 
     Attributes:
         server: holds the global posterior, the history and the rule's state.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
-        plan: of the last round that was begun. None before the first.
-        share: the part of the plan that this process trains.
+        plan: of the last round that was begun. None before the first. ``share`` is the part that this process trains.
         result: of the last round that :meth:`finish` has ended. None before, and after an error.
         in_flight: messages under way, where there is a schedule. Empty between rounds.
     """
@@ -102,11 +94,9 @@ class Federation:
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
 
-        It is the module's present one: changes that hooks made between rounds take effect.
-
-        Raises:
-            FederationError: the log of a replayed federation has ended, or parameters that were frozen train now, and
-                the rule remembers rounds without them.
+        It is the module's present one: changes that hooks made between rounds take effect. Raise FederationError if the
+        log of a replayed federation has ended, or parameters that were frozen train now, and the rule remembers rounds
+        without them.
         """
         if plan.turn is ENDED:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
@@ -145,10 +135,7 @@ class Federation:
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
-        """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way.
-
-        Returns: the outcomes that are known.
-        """
+        """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way."""
         outcomes: list[ClientOutcome] = []
         if results == ():  # most batches end no client
             return outcomes
@@ -174,9 +161,9 @@ class Federation:
                 self._leave(sent, outcomes)
             if self.is_complete:
                 if self._not_kept:
+                    which = f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
                     rank_zero_warn(
-                        "Clients whose own networks stay as they were, because their training failed: "
-                        f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
+                        f"Clients whose own networks stay as they were, because their training failed: {which}"
                     )
                 if self._falsify is not None:
                     self._leave(self._falsify(None), outcomes)
@@ -227,13 +214,9 @@ class Federation:
         return outcome
 
     def finish(self, note: Any = None) -> RoundResult:
-        """Let the server finish the round, and load the global model into the module.
+        """Let the server finish the round, load the global model, and tell other processes ``note``.
 
-        Args:
-            note: what this process tells the others, ``extra`` in the result's notes.
-
-        Raises:
-            FederationError: too many rounds in a row have failed. The module holds the last good global model.
+        Raise FederationError if too many rounds in a row have failed. The module holds the last good global model.
         """
         seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
         self.result = None
@@ -323,9 +306,8 @@ class Federation:
         names = self.engine.names
         number = names.index(client) if client in names else client
         if not is_whole(number) or not 0 <= int(number) < len(names):
-            raise FederationError(
-                f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
-            )
+            remedy = nearest(str(client), names)
+            raise FederationError(f"client={shown(client)}: give a number below {len(names)} or a name; {remedy}")
         state = self._personal(int(number))
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 
@@ -353,10 +335,8 @@ class Federation:
         .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
 
         The mean is over held-out examples in place of the n examples of the clients, which the server does not have.
-        The estimate is highest at the posterior of the pooled data, as far as the two samples agree.
-
-        Args:
-            of_process: sum of the first term over the examples that this process has scored, and their number.
+        The estimate is highest at the posterior of the pooled data, as far as the two samples agree. ``of_process`` is
+        the sum of the first term over the examples that this process has scored, and their number.
         """
         server, prior = self.server, self.server.method.counted(self.server.posterior)
         if prior is None:

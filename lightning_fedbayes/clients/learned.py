@@ -30,13 +30,9 @@ Tensors = dict[str, Tensor]
 class TrainedClient:
     """A client at the end of its local training.
 
-    Args:
-        num_examples: n_k.
-        values, buffers: its parameters and buffers, name → tensor.
-        state: of its optimizer, by the number of the parameter.
-        priors: of this client, such as by sites. None: as for all clients.
-        received: parameters and buffers with which it began, name → tensor.
-        batches: returns its training batches as ``training_step`` gets them.
+    It has ``num_examples``, and parameters and buffers by name: at the end (``values``, ``buffers``), and those with
+    which it began (``received``). ``state`` is of its optimizer, by the number of the parameter. ``priors`` are of this
+    client, such as by sites, or None. ``batches`` returns its training batches as ``training_step`` gets them.
     """
 
     num_examples: int
@@ -49,7 +45,7 @@ class TrainedClient:
 
 
 class LearnedPosterior(ABC):
-    r"""The posterior of parameters outside of Bayesian layers.
+    """The posterior of parameters outside of Bayesian layers.
 
     A client's training begins with :meth:`start`, and ends with :meth:`measured`, which returns its variances.
 
@@ -57,7 +53,6 @@ class LearnedPosterior(ABC):
         first: name → parameter and its variance before any training, from which nothing is drawn.
 
     Attributes:
-        linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
         variances: name in the posterior → present variance. The tensor is replaced when it changes.
     """
 
@@ -109,14 +104,10 @@ class LearnedPosterior(ABC):
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
-        """Return the state with which a client's optimizer starts. By default what it has kept.
+        """Return the state with which a client's optimizer starts. By default what it has ``kept`` of earlier rounds.
 
-        Args:
-            kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
-            num_examples: of the client.
-            priors: of the client, such as by sites. None: as for all clients.
-            local: tensors that the client keeps, with variances of parameters that never leave it
-                (:func:`variance_of`).
+        ``priors`` are of the client, such as by sites. None: as for all clients. ``local`` are tensors that it keeps,
+        with variances of parameters that never leave it (:func:`variance_of`).
         """
         return kept
 
@@ -132,12 +123,7 @@ class LearnedPosterior(ABC):
         return {}, {}
 
     def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
-        """Observe the parameters after a step of the optimizer. By default do nothing.
-
-        Args:
-            optimizer: of one client, or of a stack of clients.
-            done: share of its steps that each client has taken. A single number without a stack.
-        """
+        """Observe parameters after a step of one client or a stack. ``done`` is each client's share of its steps."""
 
     @abstractmethod
     def measured(self, client: TrainedClient) -> Tensors:
@@ -152,10 +138,7 @@ class PosteriorSource(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
-        """Return the posterior of ``module``, which these ``optimizers`` train. Called once in a fit.
-
-        Raise FederationError if the source does not suit the module or its optimizers.
-        """
+        """Return the posterior of ``module`` at the start of a fit. Raise FederationError if it does not suit."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -165,10 +148,8 @@ class PosteriorSource(ABC):
 class OptimizerPosterior(LearnedPosterior):
     r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns.
 
-    Its state holds the precisions :math:`\Lambda` and the prior.
-
-    Raises:
-        FederationError: it learns parameters of a Bayesian layer, which have a posterior already.
+    Its state holds the precisions :math:`\Lambda` and the prior. Raises FederationError if it learns parameters of a
+    Bayesian layer, which have a posterior already.
     """
 
     def __init__(self, optimizer: IVON, module: nn.Module) -> None:
@@ -274,11 +255,8 @@ class CurvaturePosterior(LearnedPosterior):
     :math:`\sum_i F_i + A`, with the information :math:`F_i` at the end of training. By sites :math:`F_i` is at the
     global model that the client has received, once that was trained: all sites are of one model, and a client that fits
     its examples perfectly ends where they have next to no information. Where posteriors are averaged, the information
-    weighs what each client has learnt, so it is at the client's model.
-
-    Raises:
-        FederationError: an optimizer has a prior or weight decay, the source's prior is to be chosen, or the
-            likelihood is not a product over examples.
+    weighs what each client has learnt, so it is at the client's model. Raises FederationError if an optimizer has a
+    prior or weight decay, the source's prior is to be chosen, or the likelihood is not a product over examples.
     """
 
     linearised = True
@@ -291,10 +269,8 @@ class CurvaturePosterior(LearnedPosterior):
                 has, remedy = f"weight_decay={decay}", "set weight_decay=0"
                 if isinstance(optimizer, IVON):
                     has, remedy = "a posterior of its own", "take another optimizer, or leave posterior= out"
-                raise FederationError(
-                    f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
-                    f"loss: {remedy}"
-                )
+                why = f"{type(optimizer).__name__} has {has}, and Laplace adds its prior to the loss: {remedy}"
+                raise FederationError(f"posterior=Laplace(): {why}")
         source.check_likelihood(module)
         self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
         chosen = chosen_parameters(module, source.parameters)
@@ -347,10 +323,8 @@ class CurvaturePosterior(LearnedPosterior):
 class PathPosterior(LearnedPosterior):
     """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
 
-    The optimizer's state holds them, from the first step on: :data:`MOMENTS`.
-
-    Raises:
-        FederationError: there are several optimizers, or one that learns a posterior.
+    The optimizer's state holds them, from the first step on: :data:`MOMENTS`. Raises FederationError if there are
+    several optimizers, or one that learns a posterior.
     """
 
     def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -447,10 +421,7 @@ def variance_of(name: str) -> str:
 
 
 def natural_prior(prior: NormalPrior | LocalPrior | float, like: Tensor) -> dict[str, Tensor]:
-    """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
-
-    A number is the standard deviation of a prior with mean 0. Infinite means no prior.
-    """
+    """Return a prior, or one of mean 0 by its standard deviation, as IVON reads it in the state of ``like``."""
     if isinstance(prior, LocalPrior):
         fields = prior.curvature, prior.curvature * prior.mean - prior.slope
     else:

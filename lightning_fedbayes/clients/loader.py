@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +21,17 @@ from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, T
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale
+from lightning_fedbayes.server import plan as plans
 from lightning_fedbayes.server.guard import FEWEST
-from lightning_fedbayes.server.plan import (
-    STRIDE,
-    Batching,
-    Fraction,
-    OfClients,
-    RoundPlan,
-    batches_per_epoch,
-    check_batches,
-    client_batches,
-    client_order,
-)
+from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.schedule import Timeline
 
-BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
+BatchOrder = Callable[[plans.RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
 
 
-class Arrangement(Protocol):
-    """Another order of a round's batches than client after client."""
-
-    def length(self, plan: RoundPlan) -> int:
-        """Return how many batches the loop gets."""
-        ...
-
-    def batches(self, plan: RoundPlan) -> Iterator[Any]:
-        """Yield those batches."""
-        ...
+KEPT = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
+"""Settings of the user's loader that are taken over."""
 
 
 class FederatedLoader:
@@ -60,17 +43,15 @@ class FederatedLoader:
 
     Args:
         loader: of the user. Its settings are taken over.
-        clients: the clients.
-        batching: how examples become batches.
+        clients, batching: the clients, and how their examples become batches.
         plan: returns, for this loader, the plan of the current round, of the clients that this process trains.
         part: number of this process, and number of the processes that split every batch. See :func:`part_of`.
 
     Attributes:
         timeline: of a federation without rounds. None with rounds.
-        arrangement: the order of batches. None: client after client.
+        arrangement: gives ``length`` and ``batches`` of a plan in another order. None: client after client.
         tensors: per client, the tensors in memory that hold its data, and its rows of them. Empty for other data.
         shapes: of single examples in memory.
-        collate_fn: of the user's loader.
         statistics: columns and rows of the table of the clients' data. None where no module asks for the scale.
     """
 
@@ -78,8 +59,8 @@ class FederatedLoader:
         self,
         loader: DataLoader,
         clients: Clients,
-        batching: Batching,
-        plan: Callable[[FederatedLoader], RoundPlan],
+        batching: plans.Batching,
+        plan: Callable[[FederatedLoader], plans.RoundPlan],
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.part = part
@@ -87,7 +68,7 @@ class FederatedLoader:
         self.batch_size = batching.batch_size
         self.clients = clients
         self.batching = batching
-        self.arrangement: Arrangement | None = None
+        self.arrangement: Any = None
         self.timeline: Timeline | None = None
         self.collate_fn = loader.collate_fn
         self.statistics: Table | None = None
@@ -95,9 +76,9 @@ class FederatedLoader:
         self._plan = plan
         self._worker_seed = torch.Generator()
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
-        self.tensors = OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
+        self.tensors = plans.OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
         self.shapes = tensors.shapes
-        self._sizes = OfClients(clients.sizes)
+        self._sizes = plans.OfClients(clients.sizes)
         self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
@@ -109,13 +90,10 @@ class FederatedLoader:
     @property
     def most_batches(self) -> int:
         """Batches of the largest client in a local epoch."""
-        return batches_per_epoch(max(self.clients.sizes), self.batching)
+        return plans.batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
-        """Fill the scalers of ``module`` that ask for the clients' scale. Each process adds up the sums of its clients.
-
-        Raise NotSent if the clients' data are private.
-        """
+        """Fill the scalers of ``module`` that ask for the clients' scale. Raise NotSent if the data are private."""
         if all(each.is_filled for each in asking(module)):
             return
         door.check("scale")
@@ -141,11 +119,11 @@ class FederatedLoader:
             for client in plan.cohort:
                 tensors, rows = self.tensors[client]
                 size = len(tensors[0]) if rows is None else len(rows)
-                for indices in client_batches(plan.round, client, size, self.batching):
+                for indices in plans.client_batches(plan.round, client, size, self.batching):
                     picked = part_of(indices if rows is None else rows[indices], *self.part)
                     yield [examples(tensor, picked) for tensor in tensors]
 
-    def iterate(self, loader: DataLoader, plan: RoundPlan) -> Iterator[Any]:
+    def iterate(self, loader: DataLoader, plan: plans.RoundPlan) -> Iterator[Any]:
         """Iterate over a round's batches of a loader that :meth:`dataloader` made."""
         # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
         self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
@@ -154,21 +132,12 @@ class FederatedLoader:
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
-        kept = (
-            "num_workers",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        )
         return DataLoader(
             ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
             batch_sampler=_PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part),
             collate_fn=loaded,
             generator=self._worker_seed,
-            **{name: getattr(loader, name) for name in kept},
+            **{name: getattr(loader, name) for name in KEPT.split()},
         )
 
     def load(self, round: int, client: int) -> Any:
@@ -178,7 +147,7 @@ class FederatedLoader:
     def batches(self, round: int, client: int) -> Iterator[Any]:
         """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
         dataset = ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
-        indices = client_order(round, client, self._sizes[client], self.batching)[0]
+        indices = plans.client_order(round, client, self._sizes[client], self.batching)[0]
         for step, chosen in enumerate(indices.split(self.batch_size)):
             yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step, client % STRIDE))
 
@@ -197,7 +166,7 @@ def examples(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
+def client_after_client(plan: plans.RoundPlan) -> Iterator[tuple[int, int]]:
     """Yield each client's batches in a row."""
     for position, client in enumerate(plan.cohort):
         yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
@@ -211,8 +180,8 @@ class _PlannedBatches:
     """
 
     sizes: Sequence[int]
-    batching: Batching
-    plan: Callable[[], RoundPlan]
+    batching: plans.Batching
+    plan: Callable[[], plans.RoundPlan]
     sequence: BatchOrder
     part: tuple[int, int]
 
@@ -224,7 +193,7 @@ class _PlannedBatches:
         under_way: dict[int, list[Tensor]] = {}
         for client, step in self.sequence(plan):
             if client not in under_way:
-                under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
+                under_way[client] = plans.client_batches(plan.round, client, self.sizes[client], self.batching)
             batches = under_way[client]
             indices = part_of(batches[step], *self.part).tolist()
             yield PlannedBatch(indices, plan.round, client, step, client % STRIDE)
@@ -233,56 +202,43 @@ class _PlannedBatches:
 
 
 def batching_of(
-    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
-) -> Batching:
-    """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
-
-    It must be a single ``DataLoader`` over a map-style data set with automatic batching, in plain or shuffled order.
-    """
+    loader: Any, *, local_epochs: int, fraction: plans.Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
+) -> plans.Batching:
+    """Return the batching of the user's loader, which must be a DataLoader in plain or shuffled order."""
     if not isinstance(loader, DataLoader):
-        raise FederationError(
-            f"the training loader is a {type(loader).__name__}; give one torch DataLoader, over a ClientDatasets "
-            "if the clients' data are separate"
-        )
+        remedy = "give one torch DataLoader, over a ClientDatasets if the clients' data are separate"
+        raise FederationError(f"the training loader is a {type(loader).__name__}; {remedy}")
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise FederationError(
             f"the training data set {type(loader.dataset).__name__} is iterable and has no length: its examples "
             "cannot be dealt out to clients. Use a map-style data set, or one per client in a ClientDatasets"
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
-        raise FederationError(
-            "the training loader has a batch sampler of its own; clients' batches are planned by FederatedBayes: "
-            "give batch_size=, shuffle= and drop_last= instead"
-        )
+        remedy = "clients' batches are planned by FederatedBayes: give batch_size=, shuffle= and drop_last= instead"
+        raise FederationError(f"the training loader has a batch sampler of its own; {remedy}")
     sampler = loader.sampler
     shuffle = (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
     if not shuffle and type(sampler) is not SequentialSampler:
-        raise FederationError(
-            f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
-            "FederatedBayes: give shuffle=True or False instead"
-        )
-    return Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
+        remedy = "clients' orders are planned by FederatedBayes: give shuffle=True or False instead"
+        raise FederationError(f"the training loader has a {type(sampler).__name__}; {remedy}")
+    return plans.Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
 
 
 def federated_loader(
     loader: Any,
     settings: FederationSettings,
-    plan: Callable[[FederatedLoader], RoundPlan],
+    plan: Callable[[FederatedLoader], plans.RoundPlan],
     part: tuple[int, int] = (0, 1),
     limit: int | float = 1.0,
     clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients.
 
-    Args:
-        loader, settings, plan, part, limit: see :func:`batching_of` and :class:`FederatedLoader`.
-        clients_in_a_round: most clients in a round, for a trial run.
-
-    Raises:
-        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used, or every
-            round would have too few clients.
+    Arguments as of :func:`batching_of` and :class:`FederatedLoader`. A trial run has at most ``clients_in_a_round``.
+    Raise FederationError or PartitionError if the loader, the partition or the sizes of the clients cannot be used, or
+    every round would have too few clients.
     """
     batching = batching_of(
         loader,
@@ -296,7 +252,7 @@ def federated_loader(
     if clients_in_a_round is not None and batching.fraction != "turns":
         most = max(clients_in_a_round, settings.safeguards.min_clients) / len(clients)
         batching = replace(batching, fraction=min(batching.fraction, most))
-    check_batches(clients.names, clients.sizes, batching)
+    plans.check_batches(clients.names, clients.sizes, batching)
     timeline, fewest = None, settings.safeguards.min_clients
     if settings.schedule is None:
         check_cohort(len(clients), settings.fraction, fewest)

@@ -27,11 +27,13 @@ Tensors = dict[str, Tensor]
 class ResidentModel:
     """One module that holds the global model between rounds and every client's in turn.
 
+    Raises FederationError if a pattern matches nothing, every parameter is local, or a parameter is complex.
+
     Args:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
             the module's attribute ``local_parameters``.
-        learned: the posterior of parameters outside of Bayesian layers. None: they are point masses.
+        learned: the posterior of parameters outside of Bayesian layers, with ``variances``. None: point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
@@ -39,12 +41,8 @@ class ResidentModel:
         frozen: posterior names of parameters that do not train: they are not read, sent, fused, noised, copied or kept.
 
     Attributes:
-        local_names: posterior names of the parameters that never leave a client.
-        frozen_names: posterior names of the frozen parameters.
+        local_names, frozen_names: posterior names of parameters that never leave a client, and of frozen ones.
         frozen: frozen parameters, by their names in the module.
-
-    Raises:
-        FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
     """
 
     def __init__(
@@ -58,14 +56,13 @@ class ResidentModel:
     ) -> None:
         self.module = module
         self.learned = learned
+        self.variances = {} if learned is None else learned.variances
         self.policy = buffers
         parameters = dict(module.named_parameters())
         wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
         if wrong:
-            raise FederationError(
-                f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
-                "(torch.view_as_real) as the parameters instead"
-            )
+            remedy = "keep real and imaginary parts (torch.view_as_real) as the parameters instead"
+            raise FederationError(f"complex parameters cannot be fused: {listed(wrong)}; {remedy}")
         buffer_names = federated_buffer_names(module)
         gaussians = gaussian_parameters(module)
         posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
@@ -77,11 +74,10 @@ class ResidentModel:
         self.frozen_names: set[str] = set()
         self._aliases = aliases
         self.parameters = parameters
-        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
         self._own = {
             name: p
             for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
+            if name in local or (own_starts and (id(p) in posterior_names or name in self.variances))
         }
         self._look()
         if not self.view.read().names:
@@ -96,23 +92,16 @@ class ResidentModel:
         self.buffer_names = [name for name in buffer_names if name not in local]
         self._local_buffers = [name for name in buffer_names if name in local]
         self._kept_buffers = self._local_buffers + (self.buffer_names if buffers == "local" else [])
-        self.global_parameters: Tensors = {}
-        self.global_buffers: Tensors = {}
-        self.global_variances: Tensors = {}
         self.remember_global()
 
     def _look(self) -> None:
         """Sort the parameters: federated, kept by clients, frozen."""
-        variances = None if self.learned is None else self.learned.variances
-        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, variances)
+        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, self.variances)
         self.frozen = {name: p for name, p in self.parameters.items() if self._aliases[name] in self.frozen_names}
         self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
 
     def join(self, names: Collection[str] = ()) -> bool:
-        """Take in, with present values, frozen parameters that train now or are among the posterior's ``names``.
-
-        Returns: True if any of them is federated.
-        """
+        """Take in frozen parameters that train now or are among ``names``. Return True if any of them is federated."""
         joined = {self._aliases[name] for name, p in self.frozen.items() if p.requires_grad}
         joined |= self.frozen_names.intersection(names)
         if joined:
@@ -142,12 +131,12 @@ class ResidentModel:
 
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
-        self.global_parameters = {
+        self.global_parameters: Tensors = {
             name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
         }
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
-        self.global_variances = {} if self.learned is None else dict(self.learned.variances)
+        self.global_variances = dict(self.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
@@ -170,15 +159,13 @@ class ResidentModel:
                 if name not in self.frozen:
                     parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
-        if self.learned is not None:
-            self.learned.variances.update(self.global_variances)
+        self.variances.update(self.global_variances)
 
     def load_variances(self, posterior: GaussianPosterior) -> None:
         """Take the variances of ``posterior`` as the module's and the global model's."""
-        if self.learned is not None:
-            own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
-            self.learned.variances.update(own)
-            self.global_variances.update(own)
+        own = {name: posterior.variance[name] for name in self.variances if name in posterior.variance}
+        self.variances.update(own)
+        self.global_variances.update(own)
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
         """Make ``posterior`` the prior of the federated parameters. None restores the network's priors."""
@@ -188,10 +175,7 @@ class ResidentModel:
             self.learned.set_prior(posterior, exclude)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
-        """Make ``posterior`` and ``buffers``, which may hold the server's scale, the global model, and load it.
-
-        Local parameters and buffers keep their values in the global model.
-        """
+        """Make ``posterior`` and ``buffers`` the global model, and load it. What is local stays."""
         self.load_global()  # a variance that does not change stays, to the bit; the last client's must not stay
         self.view.load(posterior)
         with torch.no_grad():
@@ -210,23 +194,16 @@ class ResidentModel:
             self.global_parameters, self.global_buffers, self.global_variances = before
             self.load_global()
 
+    @torch.no_grad()
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the global model into the module, then the means in ``start``, then what the client has kept.
-
-        Args:
-            local: of the client, see :meth:`read_local`.
-            start: name in the posterior → mean.
-        """
+        """Load the global model, then the means in ``start``, then what the client has kept (:meth:`read_local`)."""
         self.load_global()
-        if start:
-            with torch.no_grad():
-                for name, value in self.parameter_names(start).items():
-                    self.parameters[name].copy_(value)
+        for name, value in self.parameter_names(start).items() if start else ():
+            self.parameters[name].copy_(value)
         if local:
-            with torch.no_grad():
-                for name, parameter in self._kept_parameters.items():
-                    if name in local:  # not if an earlier run with other settings has kept less
-                        parameter.copy_(local[name])
+            for name, parameter in self._kept_parameters.items():
+                if name in local:  # not if an earlier run with other settings has kept less
+                    parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffers})
 
     def parameter_names(self, means: Mapping[str, Tensor]) -> Tensors:
@@ -243,12 +220,7 @@ class ResidentModel:
         return {**self.global_parameters, **self.global_buffers, **kept}
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
-        """Return a client's ``posterior`` with its frozen and local parameters.
-
-        Args:
-            posterior: of the federated parameters.
-            local: of the client, see :meth:`read_local`. What is missing is taken from the global model.
-        """
+        """Return a client's ``posterior`` with frozen and ``local`` parameters, of the global model if missing."""
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
         posterior = self.whole(posterior)
@@ -259,7 +231,7 @@ class ResidentModel:
             variance[name] = torch.zeros_like(mean[name])
             if entry is not None:
                 variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
-            elif self.learned is not None and name in self.learned.variances:
+            elif name in self.variances:
                 variance[name] = local.get(variance_of(name), self.global_variances[name])
         whole = GaussianPosterior(mean, variance, posterior.linearised)
         return whole.ordered(PosteriorView(self.module).read().names).clone()
@@ -296,9 +268,8 @@ class ResidentModel:
         if self._kept_buffers:
             live = dict(self.module.named_buffers())
             kept.update((name, live[name]) for name in self._kept_buffers)
-        if self.learned is not None:
-            variances = self.learned.variances
-            kept |= self.as_kept({name: variances[name] for name in self._kept_parameters if name in variances})
+        if self.variances:
+            kept |= self.as_kept({n: self.variances[n] for n in self._kept_parameters if n in self.variances})
         return kept
 
     @staticmethod
@@ -307,16 +278,14 @@ class ResidentModel:
         return {variance_of(name): value for name, value in variances.items()}
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
-        """Return copies of the named buffers."""
         live = dict(self.module.named_buffers()) if names else {}
         return {name: live[name].detach().clone() for name in names}
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy ``values`` into the module's buffers, which keep their dtypes."""
         live = dict(self.module.named_buffers()) if values else {}
-        with torch.no_grad():
-            for name, value in values.items():
-                write(live[name], value)
+        for name, value in values.items():
+            write(live[name], value)
 
 
 def frozen_names(module: nn.Module) -> set[str]:
@@ -374,9 +343,7 @@ def _matches(
             if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
         ]
         if not names:
-            raise FederationError(
-                f"local_parameters pattern '{pattern}' matches no parameter or buffer: "
-                f"{nearest(pattern, [*parameters, *buffers])}"
-            )
+            why = nearest(pattern, [*parameters, *buffers])
+            raise FederationError(f"local_parameters pattern '{pattern}' matches no parameter or buffer: {why}")
         found += [name for name in names if name not in found]
     return found

@@ -137,10 +137,9 @@ class LocalPriors:
         model: the resident network.
 
     Attributes:
-        layers: the Gaussian parameters of layers, by name.
+        layers: the Gaussian parameters of layers, by name, with ``num_entries`` entries.
         others: name in the posterior → name in the module, of all other parameters that train.
         learned: the names of Gaussian parameters outside of layers.
-        num_entries: of the Gaussian parameters of layers.
     """
 
     def __init__(self, like: LocalProblem, names: Collection[str], model: ResidentModel) -> None:
@@ -149,7 +148,7 @@ class LocalPriors:
         self._source = learned
         own = () if like.prior is None or like.prior.names is None else like.prior.names
         self.layers = {name: found[name] for name in names if name in found and name in own}
-        self.learned = [name for name in names if learned is not None and name in learned.variances and name in own]
+        self.learned = [name for name in names if name in model.variances and name in own]
         self.others = {name: name for name in names if name not in found and name in model.parameters}
         self.num_entries = sum(each.mean.numel() for each in self.layers.values())
         anchor = model.anchor()
@@ -207,7 +206,7 @@ class Measured:
     right for losses with any KL weight or warm-up.
 
     Args:
-        like: name → tensor of a parameter's shape; in a stack (clients, \*).
+        like: name → tensor of a parameter's shape, in a stack (clients, \*).
         layers: names of Gaussian parameters of layers.
         clients: in the stack. None: one.
         parts: micro-batches per step. Each loss is divided by it.
@@ -233,11 +232,8 @@ class Measured:
     ) -> tuple[Tensors, Tensors]:
         """Return gradients and curvatures of a client's data, except for parameters without a gradient.
 
-        Args:
-            num_examples, local_epochs: of the client's training.
-            variances: of the draws of layers.
-            scales: factors of the loss per example, of other parameters.
-            slot: of the client in the stack. None: there is no stack.
+        ``variances`` are of the draws of layers, ``scales`` the factors of the loss per example of other parameters. In
+        a stack the client has a ``slot``.
         """
         row = (lambda value: value) if slot is None else (lambda value: value[slot])
         gradients, precisions = {}, {}
@@ -264,12 +260,9 @@ def factor_of(ratio: float, scatter: float, steps: float) -> float:
     .. math:: r^2 - (\hat r - v)\,r - v = 0
 
     It is the mode over :math:`\log r` under the likelihood :math:`N(\hat r; r, v)` and the prior :math:`e^{-r}` of mean
-    1, the factor of a true model. It is positive, near a ratio that is well known, and near 1 otherwise.
-
-    Args:
-        ratio: :math:`\hat r`, Price's trace over the trace of the squares, a sum over the steps.
-        scatter: the sum of the squares of its terms, from which the variance :math:`v` of the sum is estimated.
-        steps: their number m. :math:`v` is multiplied by (m + 1) / (m − 1), since it is estimated.
+    1, the factor of a true model. It is positive, near a ratio that is well known, and near 1 otherwise. The ``ratio``
+    :math:`\hat r` is Price's trace over the trace of the squares, a sum over m ``steps``, and ``scatter`` the sum of
+    the squares of its terms. The variance :math:`v` of the sum is estimated from it, times (m + 1) / (m − 1) for that.
 
     >>> factor_of(1.5, 1.5**2 / 100, 100), round(factor_of(-3.0, 1e6, 100), 2)
     (1.5, 1.0)
@@ -400,7 +393,7 @@ def default_fusion(
         name: each.layer.priors[each.path] if isinstance(each.layer, BayesianLayer) else None
         for name, each in layers.items()
     }
-    sourced = [] if learned is None else [name for name in learned.variances if name in federated]
+    sourced = [name for name in model.variances if name in federated]
     for name in sourced:
         if learned is not None and learned.prior_std(name) < float("inf"):
             priors[name] = NormalPrior(0.0, learned.prior_std(name))

@@ -133,10 +133,7 @@ class SequentialEngine(Engine):
         return (client,)
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Take the loop's own step, unless the client has failed.
-
-        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained.
-        """
+        """Take the loop's step as if no other client of the round had trained, unless the client has failed."""
         if self._failure is not None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))
@@ -207,11 +204,8 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, unusable, client.num_examples, seconds)
         states, options = [], []
         if self.keep_optimizer:
-            for optimizer in self._optimizers:
-                state, changes = optimizer.read()
-                states.append(state)
-                options.append(changes)
-            states = self.kept_states(states)
+            read = [optimizer.read() for optimizer in self._optimizers]
+            states, options = self.kept_states([state for state, _ in read]), [changes for _, changes in read]
         self.states.keep(client.job, ClientState(self.model.read_local(), states, options, **own))
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, seconds, own["kept"])
 

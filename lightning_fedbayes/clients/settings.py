@@ -9,16 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_fedbayes.clients.learned import PosteriorSource
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
-from lightning_fedbayes.core.errors import (
-    LARGEST,
-    FederationError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    check_path,
-    check_strings,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data.partition import Partition
@@ -42,14 +34,7 @@ MOST_DESCRIBED = 300
 
 
 class Sending(NamedTuple):
-    """A round as its adversaries see it.
-
-    Attributes:
-        plan: its number and the clients that send.
-        posterior: the global posterior that they started from.
-        names: name of every client of the federation.
-        seed: of the federation.
-    """
+    """A round as adversaries see it: the clients that send, their global start, all names, and the seed."""
 
     plan: RoundPlan
     posterior: GaussianPosterior
@@ -65,26 +50,26 @@ Adversaries = Callable[[Sending], Callable[[ClientUpdate | None], Iterable[Clien
 class Kept:
     """Choice of what every client keeps from round to round, in addition to the method's tensors, and where.
 
+    Raises FederationError if an argument cannot be used.
+
     Args:
         what: "optimizer", "posterior" or both. See :class:`~lightning_fedbayes.FederatedBayes`.
         folder: for this run only, on a disk that all processes share. Clients' states lie there in an SQLite file, a
             round in one transaction. They are neither in memory nor in checkpoints, which refer to the folder: keep it
             to resume from one of the last two checkpoints. None: in memory, and in every checkpoint.
-
-    Raises:
-        FederationError: an argument cannot be used.
     """
 
     what: Sequence[Keep] = ()
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Check every argument."""
-        object.__setattr__(self, "what", check_strings("keep", self.what, "give 'optimizer', 'posterior' or both"))
+        object.__setattr__(
+            self, "what", errors.check_strings("keep", self.what, "give 'optimizer', 'posterior' or both")
+        )
         for each in self.what:
-            check_choice("keep", each, get_args(Keep))
+            errors.check_choice("keep", each, get_args(Keep))
         if self.folder is not None:
-            check_path("folder", self.folder)
+            errors.check_path("folder", self.folder)
 
 
 @dataclass(frozen=True)
@@ -92,10 +77,8 @@ class FederationSettings:
     """Every choice of a federation. :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
 
     Arguments are checked and brought into one form: ``fusion`` becomes a :class:`~lightning_fedbayes.Method`, one
-    pattern of local parameters a tuple of one.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used. The message names it, the rule and the remedy.
+    pattern of local parameters a tuple of one. Raises FusionError or FederationError if an argument cannot be used. The
+    message names it, the rule and the remedy.
     """
 
     partition: Partition | None = None
@@ -115,44 +98,37 @@ class FederationSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every argument and bring it into one form."""
         if self.fusion is not None:
             self._set("fusion", get_method(self.fusion))
         check_weighting(self.weighting)
-        if self.partition is not None and not isinstance(self.partition, Partition):
-            raise FederationError(
-                f"partition={shown(self.partition)} is no Partition: give one, such as IIDPartition(clients=10), or "
-                "None if the data set is a ClientDatasets"
-            )
-        check_at_least("local_epochs", self.local_epochs, 1)
-        check_kind("safeguards", self.safeguards, Safeguards, "give fb.Safeguards(...)")
+        remedy = "give a Partition, such as IIDPartition(clients=10), or None if the data set is a ClientDatasets"
+        errors.check_kind("partition", self.partition, Partition | None, remedy)
+        errors.check_at_least("local_epochs", self.local_epochs, 1)
+        errors.check_kind("safeguards", self.safeguards, Safeguards, "give fb.Safeguards(...)")
         check_fraction(self.fraction)
         if isinstance(self.engine, int):
-            check_at_least("engine", self.engine, 1)
+            errors.check_at_least("engine", self.engine, 1)
         else:
-            check_choice("engine", self.engine, get_args(EngineName))
+            errors.check_choice("engine", self.engine, get_args(EngineName))
         self._set("keep", self.keep if isinstance(self.keep, Kept) else Kept(self.keep))
-        check_choice("buffers", self.buffers, get_args(BufferPolicy))
-        check_at_least("seed", self.seed, -LARGEST)
+        errors.check_choice("buffers", self.buffers, get_args(BufferPolicy))
+        errors.check_at_least("seed", self.seed, -errors.LARGEST)
         remedy = "give patterns of names, such as ['head.*']"
-        self._set("local_parameters", check_strings("local_parameters", self.local_parameters, remedy))
-        if self.adversaries is not None and not callable(self.adversaries):
-            raise FederationError(
-                f"adversaries={shown(self.adversaries)}: give a function of a round that returns what changes its "
-                "updates, or None"
-            )
-        if self.privacy is not None and not isinstance(self.privacy, UpdatePrivacy):
-            raise FederationError(
-                f"privacy={shown(self.privacy)} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, "
-                "noise_multiplier=1.0), or None; an ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
-            )
+        self._set("local_parameters", errors.check_strings("local_parameters", self.local_parameters, remedy))
+        remedy = "give a function of a round that returns what changes its updates, or None"
+        errors.check_kind("adversaries", self.adversaries, Callable | None, remedy)
+        remedy = (
+            "give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or None; ExamplePrivacy is a callback of the Trainer"
+        )
+        errors.check_kind("privacy", self.privacy, UpdatePrivacy | None, remedy)
         remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
-        check_kind("posterior", self.posterior, Source | None, remedy)
-        check_kind("schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds")
+        errors.check_kind("posterior", self.posterior, Source | None, remedy)
+        errors.check_kind(
+            "schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds"
+        )
         if self.schedule is not None and self.fraction != 1.0:
-            raise FederationError(
-                f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
-            )
+            why = "say how many clients train at once by concurrency="
+            raise FederationError(f"fraction={self.fraction} with schedule=: {why}")
         if self.fusion is None:
             return
         method = self.method
@@ -160,10 +136,8 @@ class FederationSettings:
         if conflict is not None:
             raise FederationError(f"{conflict[0]} with fusion='{method.name}': {conflict[1]}")
         if method.own_starts and isinstance(self.posterior, SWAG):
-            raise FederationError(
-                f"fusion='{method.name}' with posterior=SWAG(): a SWAG has no prior. Take Laplace(), IVON or Bayesian "
-                "layers"
-            )
+            why = "a SWAG has no prior. Take Laplace(), IVON or Bayesian layers"
+            raise FederationError(f"fusion='{method.name}' with posterior=SWAG(): {why}")
         self._set("weighting", method.weighting or self.weighting)
         if method.keeps_posteriors and not self.keeps_posteriors:
             self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))
@@ -205,12 +179,12 @@ class FederationSettings:
         rules = rule.rules if isinstance(rule, AutoFusion) else () if rule is None else (rule,)
         weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")
         forms = {
-            "partition": shown(self.partition, MOST_DESCRIBED),
+            "partition": errors.shown(self.partition, MOST_DESCRIBED),
             "fusion": None if self.fusion is None else self.method.described,
             "weighting": weighting if not rules or any(rule.uses_weights for rule in rules) else "none",
             "keep": list(self.kept.what),
             "local_parameters": list(self.local_parameters),
-            "adversaries": None if self.adversaries is None else shown(self.adversaries, MOST_DESCRIBED),
+            "adversaries": None if self.adversaries is None else errors.shown(self.adversaries, MOST_DESCRIBED),
             "privacy": repr(self.privacy),
             "posterior": repr(self.posterior),
             "schedule": None if self.schedule is None else repr(self.schedule),

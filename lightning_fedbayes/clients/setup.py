@@ -58,13 +58,8 @@ def make_federation(
 ) -> Federation:
     """Make the federation of ``settings`` for a training loop: resident model, engine and server.
 
-    Args:
-        settings, collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
-        context: the training loop's module, optimizers and options.
-        loader: brings the clients' batches.
-
-    Raises:
-        FederationError, FusionError: the module cannot be federated with these settings.
+    Arguments as of :class:`~lightning_fedbayes.clients.federation.Federation` and of an engine. Raise FederationError
+    or FusionError if the module cannot be federated with these settings.
     """
     learned = context.learned_posterior(settings.posterior)
     own_starts = settings.fusion is not None and settings.method.own_starts
@@ -88,10 +83,8 @@ def make_federation(
     if settings.fusion is None and needed is not None:
         settings = replace(settings, fusion=needed)
     elif needed is not None and settings.method.name != needed:
-        raise FederationError(
-            f"fusion='{settings.method.name}': {type(context.module).__name__} federates by fusion='{needed}' alone; "
-            "leave fusion= out"
-        )
+        why = f"{type(context.module).__name__} federates by fusion='{needed}' alone; leave fusion= out"
+        raise FederationError(f"fusion='{settings.method.name}': {why}")
     if settings.fusion is None:
         method, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
         rank_zero_info(f"Fusion: {why}.")
@@ -165,9 +158,8 @@ def make_engine(
             )
     except CannotVectorize as reason:
         if name == "vectorized":
-            raise CannotVectorize(
-                f"engine='vectorized' cannot be used: {reason}. Use engine='auto' or 'sequential'"
-            ) from reason
+            why = f"{reason}. Use engine='auto' or 'sequential'"
+            raise CannotVectorize(f"engine='vectorized' cannot be used: {why}") from reason
         rank_zero_info(f"Engine: sequential, because {reason}.")
         return one_by_one()
     rank_zero_info(f"Engine: vectorized, {together} clients at once.")

@@ -21,10 +21,8 @@ from torchmetrics import Metric
 from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
-"""Types with immutable objects."""
 
 ABSENT = object()
-"""Value of a missing attribute."""
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -106,7 +104,6 @@ class Snapshot:
         return isinstance(before, VALUES) and isinstance(now, VALUES) and not is_large
 
     def _restore_array(self, name: str) -> None:
-        """Restore the contents of a tensor or array."""
         value = self._values[name]
         if fingerprint(value) != self._prints[name]:
             with torch.no_grad():
@@ -132,12 +129,7 @@ class Modes:
 
 
 class ModuleState:
-    """The attributes and modes of a module and its parts, and the contents of ``tensors``, at one time.
-
-    Attributes:
-        snapshots: path of each part → its attributes. Modules in lists and dicts, such as metrics, are parts, too.
-        tensors: name → tensor, its version and its contents.
-    """
+    """Attributes and modes of a module and its parts, by path, even in lists, and the contents of ``tensors``."""
 
     def __init__(self, module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         parts = dict(module.named_modules())
@@ -160,26 +152,24 @@ class ModuleState:
         for snapshot in self.snapshots.values():
             snapshot.restore()
         self._modes.restore()
-        with torch.no_grad():
-            for name in self.written():
-                tensor, _, values = self.tensors[name]
-                write(tensor, values)
+        for name in self.written():
+            tensor, _, values = self.tensors[name]
+            write(tensor, values)
 
 
 class RoundState:
     """State of a module at the start of a round, besides parameters and federated buffers, as every client finds it.
 
     For each client it restores attributes of the user's modules that are numbers, text, tensors, arrays or random
-    generators, buffers that are not federated, every module's mode and every parameter's ``requires_grad``. Clients
+    generators, buffers that are not ``federated``, every module's mode and every parameter's ``requires_grad``. Clients
     share other attributes, such as lists, and torchmetrics, which collect over all clients of a round.
 
     Args:
-        module: the network, before its first client.
-        federated: names of the buffers that clients send, which the resident model loads.
+        module, federated: the network before its first client, and the names of buffers that clients send.
         watchers: objects, such as callbacks, of which changed attributes are noted and not restored.
 
     Attributes:
-        dropped: names of attributes and buffers whose changes by clients were undone.
+        dropped: names of attributes and buffers with changes by clients that were undone.
         shared: names of attributes that clients have changed and that cannot be restored.
     """
 
@@ -228,8 +218,7 @@ class RoundState:
         for name, (buffer, version, values) in self._buffers.items():
             if live.get(name) is not buffer or version_if_any(buffer) != version:
                 self.dropped.add(f"self.{name}")
-                with torch.no_grad():
-                    write(live[name], values)
+                write(live[name], values)
 
 
 def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
@@ -241,10 +230,7 @@ def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
 
 def write(tensor: Tensor, values: Tensor) -> None:
     """Copy ``values`` into a tensor. Only ``inference_mode`` writes into one that was made under it."""
-    if tensor.is_inference():
-        with torch.inference_mode():
-            tensor.copy_(values)
-    else:
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(values)
 
 
@@ -266,7 +252,7 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
         return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
     if isinstance(value, GENERATORS):
         state = _state_of(value)
-        return id(value), state if isinstance(value, torch.Generator) else pickle.dumps(state)
+        return id(value), state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
     if isinstance(value, itertools.count):
         return repr(value)
     if depth == 0:
@@ -304,19 +290,15 @@ def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,9 @@ class Client:
     """A client that begins to train.
 
     Args:
-        number: the client's number, from 0.
-        name: its name.
-        num_examples: its number of training examples n_k.
-        round: the round, from 0.
-        position: its position among the clients of the round that this process trains, from 0.
-        cohort: number of these clients.
+        number, name, num_examples: of the client, numbered from 0.
+        round: from 0.
+        position, cohort: its position among the clients of the round that this process trains, and their number.
         problem: the index of the client's problem, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
     """
 
@@ -71,10 +68,7 @@ class ClientState:
     rounds: int = 0
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
-        """Return the barycenter of the global ``posterior`` and the client's, of ``weight`` in [0, 1].
-
-        It is the global one if the client keeps none.
-        """
+        """Return the barycenter of the global ``posterior`` and the client's, if any, by ``weight`` in [0, 1]."""
         check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
         if not self.own or not weight:
             return posterior
@@ -103,17 +97,15 @@ ON_THE_CPU = frozenset({"step", "examples", "received"})
 class States:
     """States of all clients, by the numbers that an engine uses. A round's new ones count when it ends.
 
+    Raises FederationError if the folder cannot be used.
+
     Args:
-        folder: of the states. None: in memory.
+        folder: of the states. None: in ``memory``.
         writes: this process writes what all have trained.
         device: where clients train.
 
     Attributes:
         is_shared: True if several processes share the clients of a round.
-        memory: the states in memory.
-
-    Raises:
-        FederationError: the folder cannot be used.
     """
 
     def __init__(
@@ -231,9 +223,8 @@ class States:
                 self._new, self.memory = self.memory, {}
                 self.end_round(success=True)
         elif self.store is None:
-            raise FederationError(
-                f"the clients' states lie in {states['folder']}: resume with keep=fb.Kept(folder={states['folder']!r})"
-            )
+            why = f"resume with keep=fb.Kept(folder={states['folder']!r})"
+            raise FederationError(f"the clients' states lie in {states['folder']}: {why}")
         else:
             self.store.resume(states["run"], states["rounds"])
 
@@ -324,15 +315,8 @@ class ClientOptimizer:
 
     At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
     between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
-    from its construction, such as another optimizer or a copy of the weights, the module makes a new one.
-
-    Args:
-        optimizer: of the Trainer.
-        remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
-        keep: clients keep what :meth:`read` returns from round to round.
-
-    Raises:
-        FederationError: the state cannot be kept.
+    from its construction, such as another optimizer or a copy of the weights, ``remake`` gives a new one. With ``keep``
+    clients keep what :meth:`read` returns. Raises FederationError if that cannot be kept.
     """
 
     def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:
@@ -397,20 +381,21 @@ def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
     if not any(group.get("fused") or group.get("capturable") for group in groups):
         return state
     devices = [parameter.device for parameter in parameters_of(optimizer)]
+    return _with_entries(state, ("step",), lambda i, value: value.to(devices[i]))
+
+
+def _with_entries(
+    state: OptimizerState, names: Collection[str], change: Callable[[int, Tensor], Tensor]
+) -> OptimizerState:
+    """Return a state with ``change(number of the parameter, tensor)`` in place of the tensors with these names."""
     return {
-        i: {
-            name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
+        i: {n: change(i, v) if n in names and isinstance(v, Tensor) else v for n, v in entries.items()}
         for i, entries in state.items()
     }
 
 
 def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> OptimizerState:
-    """Return a client's state of ``optimizer`` with its momentum faded by the ``steps`` that the client has missed.
-
-    Its momentum is of the model that it trained last, and the others have moved the model since.
-    """
+    """Return a client's state with momentum faded by the ``steps`` missed: others have moved the model since."""
     if steps <= 0 or not state:
         return state
     decays = [
@@ -418,13 +403,7 @@ def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> Op
         for group in optimizer.param_groups
         for _ in group["params"]
     ]
-    return {
-        i: {
-            name: value * decays[i] ** steps if name in MOMENTA and isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
-        for i, entries in state.items()
-    }
+    return _with_entries(state, MOMENTA, lambda i, value: value * decays[i] ** steps)
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
@@ -479,8 +458,6 @@ def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optim
     """Return the optimizer that ``configure`` makes in this ``place``. Raise FederationError if it is not ``like``."""
     made = configure()
     if len(made) <= place or type(made[place]) is not type(like):
-        raise FederationError(
-            f"configure_optimizers makes another optimizer than at the start of the fit: {type(like).__name__} holds "
-            "state from its construction, so every client needs a new one"
-        )
+        why = f"{type(like).__name__} holds state from its construction, so every client needs a new one"
+        raise FederationError(f"configure_optimizers makes another optimizer than at the start of the fit: {why}")
     return made[place]

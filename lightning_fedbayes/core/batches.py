@@ -42,15 +42,9 @@ def unpacked(
     another object, as a graph   the object                          an attribute of these names
     ===========================  ==================================  ========================
 
-    Args:
-        batch: as a DataLoader gives it.
-        module: takes the inputs. One that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole
-            batch as inputs.
-        unpack: the user's rule, in place of this one. None: a method ``unpack`` of ``module``, if it has one.
-        needs_targets: a batch without a tensor of targets is an error.
-
-    Raises:
-        FederationError: the batch is empty, has several names of targets, or lacks the targets that are needed.
+    A ``module`` that predicts by ``predict_step`` only (:func:`predicts_batches`) takes the whole batch as inputs. A
+    rule of the user, ``unpack``, or a method of this name of the module, takes the place of these. Raise
+    FederationError if the batch is empty, has several names of targets, or lacks targets where it ``needs_targets``.
     """
     if isinstance(batch, Whole):
         batch = batch.batch
@@ -59,19 +53,16 @@ def unpacked(
         with raised_as(FederationError, f"unpack cannot take a batch that is {_form(batch)}", "let it take such a one"):
             found: Any = own(batch)
         if not isinstance(found, list | tuple) or len(found) != 2:
-            raise FederationError(
-                f"unpack makes {shown(found)} of a batch: let it return two values, (inputs, targets)"
-            )
+            why = "let it return two values, (inputs, targets)"
+            raise FederationError(f"unpack makes {shown(found)} of a batch: {why}")
         inputs, targets = found
     else:
         inputs, targets = _by_form(batch)
         if module is not None and predicts_batches(module):
             inputs = batch
     if needs_targets and not isinstance(targets, Tensor):
-        raise FederationError(
-            f"a batch is {_form(batch)}, and not inputs with a tensor of targets: give (inputs, targets), a mapping or "
-            f"an object with one of {listed(map(repr, TARGETS))}; or {REMEDY}"
-        )
+        why = f"give (inputs, targets), a mapping or an object with one of {listed(map(repr, TARGETS))}; or {REMEDY}"
+        raise FederationError(f"a batch is {_form(batch)}, and not inputs with a tensor of targets: {why}")
     return inputs, targets
 
 
@@ -82,7 +73,6 @@ def check_unpack(unpack: Any) -> None:
 
 
 def _by_form(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets by the form of a batch."""
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, list | tuple):
@@ -101,7 +91,6 @@ def _by_form(batch: Any) -> tuple[Any, Any]:
 
 
 def _form(batch: Any) -> str:
-    """Return the form of a batch, in words."""
     keys = f" with the keys {listed(map(repr, batch))}" if isinstance(batch, Mapping) else ""
     return f"a {type(batch).__name__}{keys}"
 
@@ -117,19 +106,12 @@ def predicts_batches(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the network's output, a tensor: its result, the first of a tuple, or ``logits`` of a mapping or
-    object.
+    """Return the network's output, a tensor: its result, the first of a tuple, or ``logits`` of a mapping or object.
 
     A mapping goes to ``forward`` as keywords if that has a parameter for every key (or ``**``) and a key for every
-    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name.
-
-    Args:
-        network: any module. One of :func:`predicts_batches` runs its ``predict_step``.
-        inputs: one argument of it, or its keywords.
-        values: name → tensor, in place of its parameters and buffers.
-
-    Raises:
-        FederationError: ``forward`` takes other keywords, or returns no tensor.
+    parameter without a default. It goes as one argument if ``forward`` takes one and no key is a parameter's name. A
+    network of :func:`predicts_batches` runs its ``predict_step``. ``values``, name → tensor, take the place of its
+    parameters and buffers. Raise FederationError if ``forward`` takes other keywords, or returns no tensor.
     """
     arguments, keywords = _arguments(network, inputs)
     with _with_forward(network):
@@ -140,10 +122,8 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     found = named if isinstance(named, Tensor) else output[0] if isinstance(output, tuple) and output else output
     if not isinstance(found, Tensor):
-        raise FederationError(
-            f"{type(network).__name__} gives a {type(output).__name__}: wrap it into a module whose forward returns "
-            "logits or means"
-        )
+        why = "wrap it into a module whose forward returns logits or means"
+        raise FederationError(f"{type(network).__name__} gives a {type(output).__name__}: {why}")
     return found
 
 
@@ -186,10 +166,7 @@ def _with_forward(network: nn.Module) -> Iterator[None]:
 
 
 def number_of_examples(inputs: Any) -> int | None:
-    """Return the number of examples of collections of tensors with one first dimension, or None for all other inputs.
-
-    Graphs, for example, cannot be divided into examples by taking rows of tensors.
-    """
+    """Return the number of examples of tensors with one first dimension. None for other inputs, such as graphs."""
     lengths = _lengths(inputs)
     return lengths.pop() if len(lengths) == 1 else None
 

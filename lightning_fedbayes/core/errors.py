@@ -73,8 +73,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def listed(items: Iterable[Any], most: int = MOST_LISTED) -> str:
-    """Return a list as messages show it: all items if there are at most ``most``, else a few and the number of
-    others.
+    """Return a list as messages show it: all items if there are at most ``most``, else a few and the number of others.
 
     >>> listed(["b", "a"]), listed(range(4315))
     ('b, a', '0, 1, 2 and 4,312 others')

@@ -22,11 +22,7 @@ T = TypeVar("T")
 class Collective(ABC):
     """The processes of a run, and their collective operations.
 
-    Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-        calls: number of collective calls so far.
-        bytes_sent: bytes that this process has sent to others so far.
+    This one has the number ``rank`` of ``size``, from 0, and counts ``calls`` and ``bytes_sent`` to others so far.
     """
 
     rank: int
@@ -36,15 +32,10 @@ class Collective(ABC):
 
     @abstractmethod
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """Send a value to every process and receive one from each.
+        """Send value r, picklable, to process r, for every process. Return the values received, in order of rank.
 
-        Args:
-            values: picklable, value r for process r. NumPy arrays in them are sent as they lie in memory.
-
-        Returns: the value that each process has sent to this one, in order of rank. This process's value is not copied.
-
-        Raises:
-            FederationError: a process has ended.
+        NumPy arrays are sent as they lie in memory. This process's value is not copied. Raise FederationError if a
+        process has ended.
         """
 
     def all_gather(self, value: T) -> list[T]:
@@ -116,7 +107,6 @@ class Reduction:
 
     Args:
         own: the sums, name → vector of ``length`` entries or scalar. Empty if this process has no client.
-        length: number of entries of every vector.
         merge: adds the second argument to the first, in place. Vectors are shards of equal length.
         totals_only: return only the sum of the entries of every merged vector.
     """

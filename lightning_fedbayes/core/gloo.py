@@ -29,10 +29,7 @@ BEGINNING = HEAD.size + WITH_HEAD
 
 
 class GlooCollective(Collective):
-    """Collective operations in a separate process group, which finds itself through a torch ``store``.
-
-    torch's default group stays unused.
-    """
+    """Collective operations in a separate group of processes, which find each other through a torch ``store``."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank

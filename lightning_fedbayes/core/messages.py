@@ -31,11 +31,9 @@ class Message:
             "temperature" and "counts": sums and histograms for a calibration. "statistics" and "curvature": what it
             sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": it could
             not do what it was asked for.
-        client: its number.
+        client, num_examples: its number, and the number of its examples behind the message.
         round: the round that it is based on, from 1. 0 before the first.
-        num_examples: number of the client's examples behind it.
-        tensors: name → tensor.
-        figures: name → number.
+        tensors, figures: by name.
         texts: name → text, for a failure only: "error", the class of the exception, "stage", and, where clients share
             it, "text", the message of the exception.
     """
@@ -52,11 +50,8 @@ class Message:
     def of(cls, kind: Kind, client: int, round: int, value: Any, figures: Mapping[str, float] | None = None) -> Message:
         """Return the message of a dataclass: its tensors and numbers by the names of their fields.
 
-        Args:
-            kind, client, round: see :class:`Message`.
-            value: its fields are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the server
-                knows. A field "num_examples" becomes the message's.
-            figures: further ones.
+        Fields are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the server knows. A field
+        "num_examples" becomes the message's. ``figures`` are further ones.
         """
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = dict(figures or {})
@@ -71,15 +66,9 @@ class Message:
         return cls(kind, client, round, int(value.num_examples), tensors, numbers)
 
     def read(self, kind: type[T], **known: Any) -> T:
-        """Return the dataclass that :meth:`of` has sent. The message is not trusted.
+        """Return the dataclass that :meth:`of` has sent. The message is not trusted. ``known`` fields are not sent.
 
-        Args:
-            kind: the dataclass, which checks its values.
-            known: fields that are not sent.
-
-        Raises:
-            FusionError: a tensor or number is missing, or does not belong to it.
-            FedBayesError: the dataclass refuses the values.
+        Raise FusionError if a tensor or number is missing, or does not belong to it. The dataclass checks its values.
         """
         values, left = dict(known), set(self.tensors)
         for each in fields(kind):  # pyright: ignore[reportArgumentType]
@@ -106,19 +95,16 @@ class Message:
 class ClientUpdate:
     """Update that a client sends after its local epochs.
 
+    Raises FederationError if an argument has the wrong type. The server checks what the tensors hold.
+
     Args:
-        client: the client's number.
-        num_examples: its number of training examples.
-        posterior: its posterior.
+        client, num_examples, posterior: the client's number, its number of training examples and its posterior.
         buffers: its buffers, name → tensor, which the server averages. What a method sends besides the posterior is
             among them, under names that begin with "method/".
         metrics: figures of its training, name → value. "train_loss" is averaged over the round.
         seconds: time that it took.
         kept: what the client keeps of it, in the process of the server. It never travels. None: the server works out
             what such a client keeps, where it has to know.
-
-    Raises:
-        FederationError: an argument has the wrong type. The server checks what the tensors hold.
     """
 
     client: int
@@ -149,17 +135,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """Notice that a client has no update in this round.
-
-    Args:
-        client: the client's number.
-        error: the reason.
-        num_examples: its number of training examples.
-        seconds: time that it took.
-
-    Raises:
-        FederationError: an argument has the wrong type.
-    """
+    """Notice that a client has no update, and why. Raises FederationError if an argument has the wrong type."""
 
     client: int
     error: Exception
@@ -176,10 +152,9 @@ class ClientOutcome:
     """Outcome of a client in a round, without its tensors.
 
     Args:
-        client: its number.
+        client, num_examples: its number, and its number of training examples.
         error: the reason why it is left out, or None if its update counts.
         seconds: time that it took. An equal share where several clients train at once.
-        num_examples: its number of training examples.
         num_bytes: size of its update, 0 if it has failed.
         metrics: figures of its training, name → value.
     """

@@ -32,17 +32,15 @@ Cuts = list[list[tuple[str, int, int]]]
 class GaussianPosterior:
     r"""Independent Gaussians over named parameters, :math:`q(\theta) = \prod_i N(\theta_i; \mu_i, \sigma_i^2)`.
 
-    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros take the memory of one
-    (:meth:`point_mass` expands it).
+    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros take the memory of one (:meth:`point_mass`
+    expands it). Raises PosteriorError if names or shapes differ, a value is not a dense floating-point tensor, or a
+    variance is negative.
 
     Args:
         mean: parameter name → tensor of means :math:`\mu`, any shape.
         variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
         linearised: the variances hold for the network linearised at the mean, as in a Laplace approximation:
             predictions linearise it, too, and do not draw parameters.
-
-    Raises:
-        PosteriorError: names or shapes differ, a value is not a dense floating-point tensor, or a variance is negative.
 
     >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
     >>> q.num_parameters, q.names
@@ -59,7 +57,6 @@ class GaussianPosterior:
         self._check_not_negative()
 
     def _check_not_negative(self) -> None:
-        """Raise PosteriorError if a variance is negative."""
         for name, variance in self.variance.items():
             if not is_zero(variance) and (variance < 0).any():
                 raise PosteriorError(
@@ -170,13 +167,7 @@ class GaussianPosterior:
         return cuts
 
     def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
-        """This posterior in pieces, views in the order of :meth:`flatten`.
-
-        Work piece by piece happens in the cache of the processor, in a fraction of the time.
-
-        Args:
-            cuts: :meth:`cuts` of a posterior of the same names and shapes. None: of this one.
-        """
+        """This posterior in views that fit into a cache, by ``cuts`` (None: its :meth:`cuts`) of :meth:`flatten`."""
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
             return [self]
@@ -246,9 +237,7 @@ class GaussianPosterior:
     def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`. Not to be written into.
 
-        Args:
-            dtype: of the vectors.
-            room: vector of ``dtype`` and at least P entries, into which the mean may be written. None: a new one.
+        The mean may be written into ``room``, a vector of ``dtype`` and at least P entries. None: a new one.
         """
         if self._flat is not None and dtype == torch.float64:
             return self._flat
@@ -268,14 +257,10 @@ class GaussianPosterior:
         return self._of_checked(mean, variance, linearised=self.linearised)
 
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
-        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
+        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes. Vectors are of shape (P,).
 
-        Args:
-            mean: shape (P,).
-            variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
-
-        Raises:
-            PosteriorError: another shape, or a negative variance.
+        A tensor with variances that are all 0 takes no memory. None: a point mass. Raise PosteriorError if a vector has
+        another shape, or a variance is negative.
         """
         vectors = {"mean": mean} if variance is None else {"mean": mean, "variance": variance}
         for kind, vector in vectors.items():
@@ -304,11 +289,8 @@ class GaussianPosterior:
 
         .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
 
-        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is left
-        out.
-        One that is deterministic in only one of them makes the divergence infinite.
-
-        Returns: a float64 scalar.
+        summed over the probabilistic parameters, a float64 scalar. A parameter that is deterministic in both has no
+        density and is left out. One that is deterministic in only one of them makes the divergence infinite.
         """
         check_posterior(other, "the other")
         check_same_structure(self.mean, other.mean, "this posterior", "the other")
@@ -334,11 +316,7 @@ class GaussianPosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
-        """The posterior that :meth:`state_dict` stored.
-
-        Raises:
-            PosteriorError: the state is not valid. The message says which part is wrong.
-        """
+        """The posterior that :meth:`state_dict` stored. Raise PosteriorError, with the wrong part, for others."""
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
             raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")
         mean, stored = state["mean"], state["variance"]
@@ -349,11 +327,7 @@ class GaussianPosterior:
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
-    """Return the scalar KL divergence between two flat mean-field Gaussians, see :meth:`GaussianPosterior.kl`.
-
-    Args:
-        mean, variance, other_mean, other_variance: shape (P,).
-    """
+    """Return the scalar KL divergence of flat mean-field Gaussians, shape (P,), see :meth:`GaussianPosterior.kl`."""
     random, other_random = variance > 0, other_variance > 0
     if bool((random != other_random).any()):
         return mean.new_full((), float("inf"))
@@ -441,10 +415,7 @@ def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBay
 
 
 def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
-    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that is still as it was made.
-
-    For posteriors that come in from outside. Values are not read (see ``check_finite`` of the fusion).
-    """
+    """Raise ``error`` unless ``posterior``, from outside, is a GaussianPosterior as it was made. It is not read."""
     if not isinstance(posterior, GaussianPosterior):
         raise error(f"{who}: {shown(posterior)} is not a GaussianPosterior: make one of mean and variance")
     check_moments(posterior.mean, posterior.variance, who, error=error)

@@ -1,4 +1,4 @@
-"""Private names of torch. No other file of the package uses one; tests/test_private_names.py checks that.
+"""Private names of torch. No other file of the package uses one, and tests/test_private_names.py checks that.
 
 Importing this module never fails. Without a primitive of vmap the vectorized engine falls back on the public
 ``torch.func.vmap``. Without another name that it needs it cannot be used, and says so. Last checked with torch 2.15.
@@ -19,17 +19,9 @@ _functorch: Any = getattr(torch._C, "_functorch", None)
 _autograd: Any = getattr(torch._C, "_autograd", None)
 
 PRIMITIVES = (
-    "_vmap_increment_nesting",
-    "_vmap_decrement_nesting",
-    "_add_batch_dim",
-    "_remove_batch_dim",
-    "push_dynamic_layer_stack",
-    "pop_dynamic_layer_stack",
-    "maybe_current_level",
-    "maybe_get_level",
-    "maybe_get_bdim",
-    "is_batchedtensor",
-    "get_unwrapped",
+    *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"),
+    *("push_dynamic_layer_stack", "pop_dynamic_layer_stack", "maybe_current_level", "maybe_get_level"),
+    *("maybe_get_bdim", "is_batchedtensor", "get_unwrapped"),
 )
 """Names in ``torch._C._functorch`` that ``torch.func.vmap`` is made of."""
 
@@ -38,7 +30,6 @@ SAVED_TENSOR_HOOKS = (
     "_saved_tensors_hooks_disable",
     "_saved_tensors_hooks_enable",
 )
-"""Names in ``torch._C._autograd``."""
 
 LAZY = {
     **dict.fromkeys(
@@ -105,10 +96,7 @@ class vmap_level:
 
 
 class outside_vmap:
-    """Inside, operations act on the stacks themselves, as outside of :class:`vmap_level`.
-
-    A class, because a step enters it for every parameter, and a generator takes three times as long.
-    """
+    """Inside, operations act on the stacks themselves. A class, because a generator takes three times as long."""
 
     __slots__ = ("_level",)
 
@@ -198,8 +186,5 @@ def has_step_hook(optimizer: Optimizer) -> bool:
 
 
 def flat_weights(weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``.
-
-    Without references the layer does not look for parameters that were replaced.
-    """
+    """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``."""
     return {"_flat_weights": list(weights), "_flat_weight_refs": [None] * len(weights)}

@@ -18,7 +18,6 @@ BY_DRAWS = "draws/"
 """Prefix, behind "val/" or "test/", of figures of predictions that this package has drawn for a module."""
 
 Table = Mapping[str, Any]
-"""A table: its "columns" and its "rows"."""
 
 
 @dataclass
@@ -62,11 +61,7 @@ def append(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def file_of(run: Path) -> Path:
-    """Return the file of a run: in the folder of a CSVLogger or TensorBoardLogger, or of W&B.
-
-    Raises:
-        FedBayesError: the folder holds no such file.
-    """
+    """Return the file of a run, in the folder of a logger or of W&B. Raise FedBayesError if there is none."""
     found = next((each for each in (run / FILE, run / WANDB_FILES / FILE) if each.is_file()), None)
     if found is None:
         below = [home_of(file) for file in sorted(run.glob(f"**/{FILE}"))]
@@ -81,11 +76,7 @@ def home_of(file: Path) -> Path:
 
 
 def read(file: Path) -> RunRecord:
-    """Return the content of the file of a run, without a last line that was cut short.
-
-    Raises:
-        FedBayesError: it holds no finished round, or another of its lines is damaged.
-    """
+    """Return the content of a file of whole lines. Raise FedBayesError if it holds no round, or one is damaged."""
     record = RunRecord()
     *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")  # every whole line ends
     for number, line in enumerate(lines, start=1):

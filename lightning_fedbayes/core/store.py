@@ -33,14 +33,12 @@ class Store:
 
     The states of a round become the run's in one transaction, when the round ends: whenever a process is killed, the
     folder holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a
-    run goes on from either, even if the last one was not written to its end.
+    run goes on from either, even if the last one was not written to its end. Raises FederationError if the folder
+    cannot be used, or another process writes into it.
 
     Args:
         folder: of this run only. Made if it is missing. Several processes share it.
         writes: this process writes what all have trained.
-
-    Raises:
-        FederationError: the folder cannot be used, or another process writes into it.
     """
 
     def __init__(self, folder: str | Path, *, writes: bool = True) -> None:
@@ -77,17 +75,11 @@ class Store:
             self._note(run=self.run, rounds=0, marks="")
 
     def resume(self, run: str, rounds: int) -> None:
-        """Go back to where a checkpoint of a ``run`` was written, when ``rounds`` were done.
-
-        Raises:
-            FederationError: the folder holds another run, or lacks the states after that round.
-        """
+        """Go back to a checkpoint of a ``run`` after ``rounds``. Raise FederationError if its states are not there."""
         with self._told():
             if self._fact("run", "") != run:
-                raise FederationError(
-                    f"{self.folder} does not hold the clients of the checkpoint: bring back the folder that the run "
-                    "has written, or start a new run"
-                )
+                why = "bring back the folder that the run has written, or start a new run"
+                raise FederationError(f"{self.folder} does not hold the clients of the checkpoint: {why}")
             known = [int(each) for each in self._fact("marks", "").split()]
         if self.writes:
             oldest = known[0] if known else self.rounds
@@ -147,7 +139,6 @@ class Store:
         return self._read("rounds = ?", client, self.rounds + 1)
 
     def _flush(self) -> None:
-        """Write the waiting states."""
         if not self._waiting:
             return
         needed = self._marks[0] if self._marks else self.rounds
@@ -229,9 +220,8 @@ class Store:
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):
                 raise
-            raise FederationError(
-                f"{self.folder} is in use by another run: give each run a folder of its own"
-            ) from error
+            why = "give each run a folder of its own"
+            raise FederationError(f"{self.folder} is in use by another run: {why}") from error
 
     def _fact(self, name: str, default: Any) -> Any:
         found = self._open.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
@@ -260,10 +250,8 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise FederationError(
-                f"clients cannot keep their states in {self.folder}: {error}. The last finished round is whole; make "
-                "room there or give another folder, and resume"
-            ) from error
+            why = f"{error}. The last finished round is whole; make room there or give another folder, and resume"
+            raise FederationError(f"clients cannot keep their states in {self.folder}: {why}") from error
 
 
 class _Pickler(pickle.Pickler):

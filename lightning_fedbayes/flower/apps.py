@@ -33,37 +33,31 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
         app = client_app(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), OwnData("/data"), local_epochs=2)
 
     Every random draw comes from the server's seed, the round and the client's number, which is the node's
-    ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises
-    is left out of the round. The server says why.
+    ``partition-id``, so a federation over Flower ends where one inside a single process ends. A client that raises is
+    left out of the round. The server says why. Raise FederationError if an argument cannot be used.
 
     Args:
         module: the network, the same at every client and at the server. A message starts from it as it was built.
-        datamodule: its training loader holds the client's data; or a function of the node's Context
+        datamodule: its training loader holds the client's data, or a function of the node's Context
             (``context.node_config["data"]``) that makes it.
         options: arguments of :class:`~lightning_fedbayes.transport.client.RemoteClient`.
-
-    Raises:
-        FederationError: see there.
     """
     client = RemoteClient(module, datamodule, **options)
 
-    def introduce(message: flwr.app.Message, context: Context) -> flwr.app.Message:
-        number = number_or_none(context)
-        sent = client.attempt("introduction", number, lambda: Message("introduction", client_number(context)))
-        return flwr.app.Message(records_of(sent), reply_to=message)
-
-    def answering(asked: Asked) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
+    def answering(asked: Asked | None) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
         def answer(message: flwr.app.Message, context: Context) -> flwr.app.Message:
             def reply() -> Message:
+                if asked is None:
+                    return Message("introduction", client_number(context))
                 return client.reply(asked, question_in(message, context), context)
 
-            sent = client.attempt(STAGES[asked], number_or_none(context), reply)
+            sent = client.attempt(STAGES[asked] if asked else "introduction", number_or_none(context), reply)
             return flwr.app.Message(records_of(sent), reply_to=message)
 
         return answer
 
     app = ClientApp()
-    app.query()(introduce)
+    app.query()(answering(None))
     app.train()(answering("train"))
     app.evaluate()(answering("evaluate"))
     app.query("calibrate")(answering("calibrate"))
@@ -101,12 +95,8 @@ def initial_arrays(module: L.LightningModule, **options: Any) -> ArrayRecord:
     """Return the arrays that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
 
     Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
-    Trainer: the server calls it once, to find the parameters with a posterior.
-
-    Args:
-        module: the network.
-        options: ``buffers``, ``local_parameters`` and ``posterior`` of the clients. See
-            :class:`~lightning_fedbayes.FederatedBayes`.
+    Trainer: the server calls it once, to find the parameters with a posterior. ``options`` are ``buffers``,
+    ``local_parameters`` and ``posterior`` of the clients, see :class:`~lightning_fedbayes.FederatedBayes`.
     """
     return record_of(initial_model(module, **options))
 
@@ -127,18 +117,14 @@ def server_app(
         app = server_app(module, FusionStrategy("conflation", checkpoint="/var/lib/federation.pt"), rounds=50)
 
     With a checkpoint, a run that was killed goes on when it is submitted again, and
-    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards.
+    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards. Raise FederationError if an
+    argument cannot be used.
 
     Args:
         module: the network before training, the same as the clients'.
         strategy: runs the rounds.
-        rounds: number of rounds, rounds in the checkpoint included.
-        timeout: seconds that a round waits for its clients.
-        calibration: see :meth:`FusionStrategy.start`.
+        rounds, timeout, calibration: see :meth:`FusionStrategy.start`, ``num_rounds`` and the others.
         options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`~lightning_fedbayes.flower.client_app`.
-
-    Raises:
-        FederationError: an argument cannot be used.
     """
     check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
     check_at_least("rounds", rounds, 1)

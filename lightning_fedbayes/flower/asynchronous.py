@@ -47,20 +47,13 @@ class Course:
     """Messages under way, and messages that have arrived since the last fusion.
 
     Messages that are too late do not count. A client that does not answer in time is given up. A client whose message
-    has arrived, or that was given up, begins again after the next fusion.
-
-    Args:
-        strategy: its settings, server and messages.
-        resumed: :meth:`state_dict` of a run that has ended too early.
-
-    Raises:
-        FederationError: a ``replay`` is of no federation, or is the file to write.
+    has arrived, or that was given up, begins again after the next fusion. ``resumed`` is the :meth:`state_dict` of a
+    run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or is the file to write.
     """
 
     def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:
         assert strategy.schedule is not None
-        assert strategy.server is not None
-        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.server
+        self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.running
         self.clients, self.timeout = strategy._roster, strategy._timeout
         self._log = log = None if strategy.checkpoint is None else strategy.checkpoint.with_suffix(".jsonl")
         self._turns: list[Turn] | None = None
@@ -204,11 +197,9 @@ class Course:
         return free[: max(0, together - len(self._waited(round)))]
 
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
-        """Let a client begin."""
         node = self.clients.nodes[client]
-        sent = [
-            each for each in grid.push_messages([self.strategy._ask(node, client, started + 1, arrays, told)]) if each
-        ]
+        question = self.strategy._ask(node, client, started + 1, arrays, told)
+        sent = list(filter(None, grid.push_messages([question])))
         if sent:
             self._jobs[sent[0]] = Job(client, started, node, time.monotonic())
         else:
@@ -241,7 +232,6 @@ class Course:
         return bool(replies)
 
     def _waited(self, round: int) -> list[Job]:
-        """Return the jobs whose messages will count."""
         return [job for job in self._jobs.values() if not self.schedule.is_too_late(job.started, round)]
 
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:

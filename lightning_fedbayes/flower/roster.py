@@ -87,7 +87,6 @@ class Roster:
         return self.nodes
 
     def _enter(self, reply: Message) -> None:
-        """Note the number that a node claims."""
         node = reply.metadata.src_node_id
         try:
             number = message_in(reply, None, "introduction", 0).client

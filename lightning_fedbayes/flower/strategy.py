@@ -27,19 +27,13 @@ from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
-from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
+from lightning_fedbayes.transport.messages import COUNTED, attempted, has_lost_state
 from lightning_fedbayes.transport.server import Rounds, told_round
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """Figure of the clients' validation that tells the best round.
-
-    Args:
-        name: of the figure. None: there is no best round.
-        mode: "min" or "max".
-        patience: rounds without a better one after which the federation stops. None: never.
-    """
+    """Figure by which rounds are compared, the best "min" or "max", and rounds to wait for a better one."""
 
     name: str | None
     mode: Literal["min", "max"]
@@ -89,19 +83,16 @@ class FusionStrategy(Rounds, Strategy):
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
     ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
-    enough messages have arrived they are fused.
+    enough messages have arrived they are fused. Raises FusionError or FederationError if an argument cannot be used.
 
     Args:
-        fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
-            :class:`~lightning_fedbayes.Method` or a rule object.
-        weighting: how much each client counts. See :class:`~lightning_fedbayes.FederatedBayes`. Clients state their
-            sizes: give "equal" if they are not to be trusted.
+        fusion, weighting: see :class:`~lightning_fedbayes.FederatedBayes`. Clients state their sizes: give the
+            weighting "equal" if they are not to be trusted.
         schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, which waits for no slow
             client, and a client that does not answer within the ``timeout`` is given up. A file with the name of the
             checkpoint and the suffix ".jsonl" holds the order of arrivals, by which the run can be repeated.
-        monitor: the figure of the clients' scores by which the checkpoint keeps the best round, too. The arrays that
-            :meth:`start` returns are of the best round.
-        mode: "min" or "max", whichever is better.
+        monitor, mode: the figure of the clients' scores, and "min" or "max", by which the checkpoint keeps the best
+            round, too. The arrays that :meth:`start` returns are of the best round.
         patience: stop after this many rounds in a row that are not better. None: never.
         options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores by the free
@@ -112,11 +103,7 @@ class FusionStrategy(Rounds, Strategy):
         client_scores: the :class:`.ClientScores` of the last evaluation: figures that each client's
             ``validation_step`` has logged, by the client's number.
         cross_scores: with ``across`` the :class:`.CrossScores` of the last run: of each client's personal posterior on
-            the data of each, by their numbers. None where fewer than two clients have trained in this run and score the
-            models of all.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
+            the data of each, by their numbers. None where fewer than two clients have trained and score all models.
 
     >>> FusionStrategy("weighted_averge")
     Traceback (most recent call last):
@@ -183,6 +170,9 @@ class FusionStrategy(Rounds, Strategy):
     ) -> Result:
         """Run the rounds that are still to do of ``num_rounds``, and calibrate.
 
+        Raise FederationError if the checkpoint is of another federation, too many rounds in a row failed, or no client
+        can answer a calibration.
+
         Args:
             grid: how the server reaches the clients.
             initial_arrays: the network before training, by :func:`~lightning_fedbayes.flower.initial_arrays`.
@@ -193,12 +183,7 @@ class FusionStrategy(Rounds, Strategy):
             calibration: callbacks that :meth:`calibrate` fits after the last round. Before the first, each client tries
                 one batch, and says whether it can answer.
 
-        Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and the figures of every round of
-            this run.
-
-        Raises:
-            FederationError: the checkpoint is of another federation, too many rounds in a row failed, or no client can
-                answer a calibration.
+        Returns: Flower's Result: the global arrays, the best ones with a ``monitor``, and all figures of this run.
         """
         check_calibration(calibration)
         self.summary()
@@ -248,8 +233,7 @@ class FusionStrategy(Rounds, Strategy):
         if scores is not None:
             result.evaluate_metrics_clientapp[server_round] = scores
         if self.monitor.name is not None:
-            assert self.server is not None
-            self.best = self.monitor.noted(self.best, scores or {}, self.server)
+            self.best = self.monitor.noted(self.best, scores or {}, self.running)
             self.save({})
 
     def configure_train(
@@ -288,22 +272,12 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
 
     def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
-        """Return the update, or the failure, in a client's reply."""
-        assert self.server is not None
-        if has_lost_state(header_in(reply)) and client in self.server.sites:
-            self.server.untold.add(client)
-        try:
-            answer: ClientMessage | FedBayesError = message_in(reply, client, "update", server_round)
-        except FedBayesError as refusal:
-            answer = refusal
-        return self.update_of(client, {client: answer})
+        if has_lost_state(header_in(reply)) and client in self.running.sites:
+            self.running.untold.add(client)
+        return self.update_of(client, read_all([reply], {reply.metadata.src_node_id: client}, "update", server_round))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Fuse the usable replies of the round. See Flower's ``Strategy``.
-
-        Returns: the new global arrays, None if the round failed, and the round's figures. Raises FederationError if
-            too many rounds in a row failed.
-        """
+        """Fuse the usable replies of the round. Return new arrays, None if it failed, and figures. See Flower's."""
         replies, asked = list(replies), self._asked
         for reply in replies:
             if reply.metadata.src_node_id not in asked:
@@ -323,17 +297,10 @@ class FusionStrategy(Rounds, Strategy):
             result = strategy.start(grid, initial_arrays(module), num_rounds=20)
             strategy.calibrate(grid, result.arrays, [scaling, conformal])
 
-        The result is the same as with these callbacks in one process. Thresholds go by the clients' numbers. A client
-        that fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
-
-        Args:
-            grid: how the server reaches the clients.
-            arrays: the global arrays.
-            calibration: callbacks to fit. A FederatedTemperature first.
-            timeout: seconds that an exchange waits for its clients.
-
-        Raises:
-            FederationError: before :meth:`start`, an argument cannot be used, or no client answers.
+        The result is the same as with these callbacks in one process, a FederatedTemperature first. Thresholds go by
+        the clients' numbers. A client that fails within ``timeout`` seconds is left out. One that lies counts for at
+        most a multiple of the median client (``max_influence``). Raise FederationError if it is called before
+        :meth:`start`, an argument cannot be used, or no client answers.
         """
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")
@@ -344,8 +311,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _asking(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> Ask:
         """Return the function that asks clients about a calibration of ``arrays``."""
-        assert self.server is not None
-        rounds = max(1, self.server.rounds)
+        rounds = max(1, self.running.rounds)
 
         def ask(
             request: dict[str, Any], clients: set[int] | None, kind: Kind
@@ -370,20 +336,15 @@ class FusionStrategy(Rounds, Strategy):
         and sends its weights with their curvature. For an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
         sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
         sends sums over features. A softmax head asks further, as often as it needs. The result is the same as of these
-        calls in one process. A client that fails is left out.
+        calls in one process. A client that fails within ``timeout`` seconds is left out. Raise FederationError if an
+        argument cannot be used, or no client answers, and FedBayesError if the answers give no result.
 
         Args:
-            grid: how the server reaches the clients.
-            arrays: the network before training.
+            grid, arrays: how the server reaches the clients, and the network before training.
             method: the same as the clients', ``client_app(one_shot=...)``.
-            timeout: seconds that the server waits.
 
         Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
             the :class:`~lightning_fedbayes.modules.HeadFit`.
-
-        Raises:
-            FederationError: an argument cannot be used, or no client answers.
-            FedBayesError: the answers give no result.
         """
         once.check_one_shot(method)
         errors.check_number("timeout", timeout, "(0, inf)")
@@ -437,8 +398,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
         """Let each client score the last posterior of each, for :attr:`cross_scores`, one posterior after another."""
-        assert self.server is not None
-        found, server_round = {}, self.server.rounds
+        found, server_round = {}, self.running.rounds
         for client, model in self.own_models().items():
             nodes = self._at_leisure(grid)
             more = {"across": True}
@@ -462,7 +422,6 @@ class FusionStrategy(Rounds, Strategy):
 
 
 def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
-    """Return the new global arrays, None if the round failed, and the round's figures."""
     arrays = to_arrays(result.posterior, result.buffers) if result.success else None
     return arrays, MetricRecord({**result.figures})
 
@@ -475,8 +434,5 @@ def read_all(
     for reply in replies:
         client = nodes.get(reply.metadata.src_node_id)
         if client is not None:
-            try:
-                found[client] = message_in(reply, client, kind, server_round)
-            except FedBayesError as refusal:
-                found[client] = refusal
+            found[client] = attempted(partial(message_in, reply, client, kind, server_round))
     return dict(sorted(found.items()))

@@ -34,14 +34,12 @@ class Averaging(Method):
     """Every client trains from the global posterior, and a fusion rule makes a new one of what they send.
 
     ``fusion="rklb"``, a rule object and ``fusion="auto"`` mean this method. With ``weighted_average`` and a network of
-    point masses it is federated averaging. With ``fedadam`` and its like the server takes an optimizer's step.
+    point masses it is federated averaging. With ``fedadam`` and its like the server takes an optimizer's step. Raises
+    FusionError if there is no such rule or prior.
 
     Args:
         rule: a fusion rule, or an :class:`~lightning_fedbayes.fusion.AutoFusion`.
         prior: "fixed": the network's in every round. "global": the round's global posterior, as ``dwc`` wants it.
-
-    Raises:
-        FusionError: there is no such rule or prior.
 
     Source: McMahan et al. 2017; for the rules see there.
     """
@@ -90,17 +88,13 @@ class FedProx(Averaging):
     .. math:: \tfrac\mu2 \|\theta - \theta_g\|^2
 
     It holds means and ρ of Bayesian layers, not a client's local parameters. Under IVON it adds μ to the curvature.
+    Raises FusionError if an argument cannot be used.
 
-    When to use it: clients with unlike data take many steps.
+    When to use it: clients with unlike data take many steps. Source: Li et al. 2020.
 
     Args:
         strength: :math:`\mu` > 0; 0.001 to 1 are usual.
         rule: a fusion rule. Of point masses the default is the weighted average.
-
-    Raises:
-        FusionError: an argument cannot be used.
-
-    Source: Li et al. 2020.
     """
 
     registered: ClassVar[str] = "fedprox"
@@ -119,15 +113,12 @@ class FedNova(Method):
     r"""Averaging of the clients' moves per step, times their mean number of steps.
 
     A client that has moved by :math:`\theta_k - \theta_g` in :math:`\tau_k` steps sends the posterior moved by
-    :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the rule's result is moved on to
+    :math:`(\theta_k - \theta_g) / \tau_k`, and :math:`\tau_k`; the ``rule``'s result is moved on to
     :math:`\theta_g + \bar\tau (\theta - \theta_g)` with the weighted mean :math:`\bar\tau = \sum_k \omega_k \tau_k`.
     Plain averaging ends, for unlike numbers of steps, at another optimum. Only means move so.
 
     When to use it: clients' numbers of examples, and so of steps, differ much, and they train with SGD without
     momentum. It trusts the clients' numbers of steps.
-
-    Args:
-        rule: a fusion rule.
 
     Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
     """
@@ -165,16 +156,13 @@ class Scaffold(Method):
 
     A client's loss gains :math:`\langle c - c_k, \theta - \theta_g \rangle`: its steps follow :math:`g_k - c_k + c`.
     After T steps of rate η it has :math:`c_k^+ = c_k - c + (\theta_g - \theta_k) / (T \eta)`, the mean gradient of its
-    loss, and sends :math:`c_k^+ - c_k` with its posterior. The server adds the cohort's weighted mean of it to c, times
-    the cohort's share of all clients. Control variates, of means, are as large as the network, in every message.
+    loss, and sends :math:`c_k^+ - c_k` with its posterior, for the ``rule``. The server adds the cohort's weighted mean
+    of it to c, times the cohort's share of all clients. Control variates, of means, are as large as the network, in
+    every message.
 
     When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
-    on c. If few clients take part in a round, c lags behind.
-
-    Args:
-        rule: a fusion rule.
-
-    Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
+    on c. If few clients take part in a round, c lags behind. Source: Karimireddy et al. 2020, Algorithm 1, option II,
+    with a global step of 1.
     """
 
     registered: ClassVar[str] = "scaffold"
@@ -214,5 +202,4 @@ class Scaffold(Method):
 
     @staticmethod
     def _own(client: Participant, name: str, like: Tensor) -> Tensor:
-        """Return the client's control variate, 0 before its first round."""
         return client.kept[name].to(like) if name in client.kept else torch.zeros_like(like)

@@ -16,11 +16,10 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 class Late(ABC):
     r"""Way to take a message whose client began :math:`\tau` versions of the global model ago; τ is its staleness.
 
+    Raises FederationError if an argument is out of range.
+
     Args:
         exponent: a ≥ 0 of the staleness weight :math:`s(\tau) = (1 + \tau)^{-a}`.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     exponent: float = 0.5
@@ -56,10 +55,7 @@ class FedBuff(Late):
     The rule fuses a buffer of such messages. The weighted average makes it the published algorithm with a global rate
     of 1, which divides clients' changes by the size of the buffer and not by the sum of their staleness weights.
 
-    When to use it: as the default of rules that average.
-
-    Args:
-        exponent: see :class:`Late`.
+    When to use it: as the default of rules that average. ``exponent`` as of :class:`Late`.
 
     Source: Nguyen et al. 2022, Algorithm 1, with the staleness weight of its section 5.
     """
@@ -85,7 +81,7 @@ class FedAsync(Late):
 
     .. math:: (1 - \alpha s(\tau))\,\mu + \alpha s(\tau)\,\mu_k, \qquad \text{variances likewise}
 
-    When to use it: with ``buffer=1``; clients' models then enter one by one.
+    When to use it: with ``buffer=1``. Clients' models then enter one by one.
 
     Args:
         exponent: see :class:`Late`.

@@ -9,15 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    check_at_least,
-    check_kind,
-    check_number,
-    check_strings,
-    listed,
-    raised_as,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
@@ -56,12 +49,10 @@ class Participant:
     """Client of a round, as far as a method knows it.
 
     Args:
-        number: the client's, from 0.
-        num_examples: its number of training examples.
+        number, num_examples: the client's, from 0, and its number of training examples.
         kept: what it has kept of its last round for this problem, name → tensor. Empty in its first.
         problem: which of its problems this is, from 0 (:attr:`Method.problems`).
-        steps: steps of the optimizer that it takes in this round.
-        rate: their learning rate, if the optimizer is plain SGD. None for others.
+        steps, rate: steps of the optimizer in this round, and their learning rate, if it is plain SGD. None for others.
         gaussian: names in the posterior of the parameters with a variance.
         frozen: names of those that do not train, though they are federated.
     """
@@ -76,12 +67,12 @@ class Participant:
     frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        check_at_least("number", self.number, 0)
-        check_at_least("num_examples", self.num_examples, 1)
-        check_at_least("problem", self.problem, 0)
-        check_at_least("steps", self.steps, 0)
+        errors.check_at_least("number", self.number, 0)
+        errors.check_at_least("num_examples", self.num_examples, 1)
+        errors.check_at_least("problem", self.problem, 0)
+        errors.check_at_least("steps", self.steps, 0)
         if self.rate is not None:
-            check_number("rate", self.rate, "[0, inf)")
+            errors.check_number("rate", self.rate, "[0, inf)")
         if not isinstance(self.kept, dict) or self.kept:
             check_mapping("kept", self.kept, Tensor)
 
@@ -109,24 +100,16 @@ class Quadratic:
         if isinstance(self.strength, Mapping):
             check_mapping("strength", self.strength, Tensor)
         else:
-            check_number("strength", self.strength)
+            errors.check_number("strength", self.strength)
         if not isinstance(self.slope, dict) or self.slope:
             check_mapping("slope", self.slope, Tensor)
         if self.names is not None:
-            check_strings("names", self.names, "give names of the posterior, or None for all")
+            errors.check_strings("names", self.names, "give names of the posterior, or None for all")
 
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-        """Return the term, a scalar, for a training loop by hand. Engines compute it for stacks of clients.
-
-        Args:
-            values: name → parameter, with gradients.
-            start: name → its global value.
-
-        Raises:
-            FederationError: their names or shapes are not those of each other, or of the slope.
-        """
+        """Return the term, a scalar, in a loop by hand. Raise FederationError unless names and shapes go together."""
         remedy = "give dict(network.named_parameters()) and the mean of the posterior that the round began with"
-        with raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
+        with errors.raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
             names = [name for name in values if self.names is None or name in self.names]
             moves = {name: values[name] - start[name] for name in names}
             strength = self.strength
@@ -157,9 +140,9 @@ class LocalProblem:
 
     def __post_init__(self) -> None:
         if self.quadratic is not None:
-            check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
+            errors.check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
         if self.prior is not None:
-            check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
+            errors.check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
         if not isinstance(self.start, dict) or self.start:
             check_mapping("start", self.start, Tensor)
 
@@ -181,7 +164,7 @@ class Trained:
     precisions: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
+        errors.check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
         check_mapping("gradients", self.gradients, Tensor)
         check_mapping("precisions", self.precisions, Tensor)
 
@@ -193,8 +176,8 @@ class Report:
     Args:
         posterior: what it sends.
         kept: what it keeps, name → tensor. It never leaves the client.
-        sent: what else it sends, name → tensor, by the names of :meth:`Method.init`. The server averages it, or adds
-            it up (:attr:`Method.adds`).
+        sent: what else it sends, by the names of :meth:`Method.init`. The server averages it, or adds it up
+            (:attr:`Method.adds`).
     """
 
     posterior: GaussianPosterior
@@ -202,11 +185,7 @@ class Report:
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Return a client's message in a training loop by hand, for :meth:`~lightning_fedbayes.Server.admit`.
-
-        Raises:
-            FederationError: ``buffers``, or what else is sent, does not map names to tensors.
-        """
+        """Return a client's message in a training loop by hand. Raise FederationError if it holds more than tensors."""
         for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
             check_mapping(name, given, Tensor)
         return ClientUpdate(client, num_examples, self.posterior, joined(buffers or {}, self.sent))
@@ -219,13 +198,11 @@ class Method:
     trains, and :meth:`report` says what it sends and keeps. The ``rule`` fuses the posteriors by the clients' weights,
     which average what else was sent. :meth:`fuse` makes the new global model of both.
 
-    Hooks see one client and no engine: a method runs client by client, in a stack, in processes and over Flower.
+    Hooks see one client and no engine: a method runs client by client, in a stack, in processes and over Flower. Raises
+    FusionError if there is no such rule.
 
     Args:
         rule: fuses the posteriors: a name, or a rule object.
-
-    Raises:
-        FusionError: there is no such rule.
     """
 
     registered: ClassVar[str] = ""
@@ -296,9 +273,7 @@ class Method:
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """Return the first setting that the method does not go with, and why. None if there is none.
 
-        Args:
-            weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
-            private: True if clients add noise to what they send.
+        ``weighting`` is of the federation. ``private``: clients add noise to what they send.
         """
         if private and self.sends:
             return "privacy=", (
@@ -315,10 +290,7 @@ class Method:
         """Return the tensors that the server sends with the posterior, as before the first round.
 
         They are the method's state at the server, kept in its checkpoints. Where clients answer (:attr:`sends`), by
-        tensors of the same names and shapes.
-
-        Args:
-            posterior: the global one before training. Of its names and shapes the tensors may be.
+        tensors of the same names and shapes. ``posterior`` is the global one before training.
         """
         return {}
 
@@ -327,10 +299,7 @@ class Method:
         return None
 
     def prior_of(self, name: str) -> tuple[float, float] | None:
-        """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor. None for none.
-
-        The network must have the same.
-        """
+        """Return mean and standard deviation of a tensor's prior, which the network must have, or None without one."""
         return None
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
@@ -341,17 +310,13 @@ class Method:
         """Raise FederationError if what a client has kept does not go with the network. Before each round."""
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """Return what a client sends and keeps. At the client, after its training.
-
-        Raises:
-            FusionError: the client has nothing to send.
-        """
+        """Return what a client sends and keeps. After its training. Raise FusionError if it has nothing to send."""
         return Report(trained.posterior)
 
     def fuse(
         self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """Return the new global posterior and the method's new tensors. At the server.
+        """Return the new global posterior and the method's new tensors, of the names of :meth:`init`. At the server.
 
         Args:
             shared: what the clients started from.
@@ -359,8 +324,6 @@ class Method:
             averages: of what else the clients have sent, by their weights, or its sums (:attr:`adds`). Empty if they
                 do not (:attr:`sends`).
             heard: share of all clients that have sent something.
-
-        Returns: the posterior, and tensors of the names of :meth:`init`.
         """
         return fused, shared.tensors
 
@@ -374,9 +337,7 @@ class Method:
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return figures of a round for the history, name → value. At the server.
 
-        Args:
-            shared: what the clients started from.
-            posterior, tensors: what :meth:`fuse` has returned.
+        The clients started from ``shared``. ``posterior`` and ``tensors`` are the result of :meth:`fuse`.
         """
         return {}
 
@@ -384,20 +345,13 @@ class Method:
     def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
         """Return the global posterior without a client's part, for :func:`~lightning_fedbayes.remove_client`.
 
-        Args:
-            posterior: the global one.
-            kept: what the client has kept (:meth:`report`), or what the server has counted of it.
-
-        Returns: None if that is no part of the posterior by this method.
+        ``kept`` is what the client has kept (:meth:`report`), or what the server has counted of it. None if that is no
+        part of the posterior by this method.
         """
         return None
 
     def check_late(self, posterior: GaussianPosterior) -> None:
-        """Raise FederationError if messages cannot be taken that come late. Before the first round.
-
-        Args:
-            posterior: the global one.
-        """
+        """Raise FederationError if messages cannot be taken that come late. Before the first round."""
         raise FederationError(
             f"schedule= with fusion='{self.name}': {type(self).__name__} fuses what clients send about one and the "
             "same global model, and a late message is about an older one. Take 'sites', or an averaging rule"
@@ -410,13 +364,11 @@ class Method:
 
         Args:
             sent: by the client.
-            started: what it started from.
-            now: what clients start from that begin now.
+            started, now: what it started from, and what clients start from that begin now.
             staleness: versions of the global model between them. 0 for a message that is not late.
             how: the way to take it, for methods that average.
 
-        Raises:
-            FusionError: that is no posterior.
+        Raise FusionError if that is no posterior.
         """
         return how.taken(sent, started.posterior, now.posterior, staleness)
 
@@ -425,13 +377,7 @@ class Method:
         return None
 
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
-        """Return what a user should know after ``round`` rounds of this method, said once, or None.
-
-        Args:
-            posterior: the global one.
-            round: number of rounds, from 0.
-            clients: number of clients.
-        """
+        """Return what a user should know after ``round`` rounds, from 0, of this many clients, said once, or None."""
         return None
 
 
@@ -439,16 +385,15 @@ def problem_of(method: Method, shared: Shared, client: Participant) -> LocalProb
     """Return what ``method`` asks of a client. Raise FederationError unless it is a LocalProblem."""
     problem = method.problem(shared, client)
     if not isinstance(problem, LocalProblem):  # the name is looked up for an error alone: this runs for every client
-        check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
+        errors.check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.methods.LocalProblem")
     return problem
 
 
 def report_of(method: Method, shared: Shared, client: Participant, trained: Trained) -> Report:
     """Return what ``method`` makes of a client's training.
 
-    Raises:
-        FederationError: it is no Report of tensors, sends what the method does not say, or has written into what the
-            client has trained.
+    Raise FederationError if it is no Report of tensors, sends what the method does not say, or has written into what
+    the client has trained.
     """
     if type(method).report is Method.report and not method.sends:
         return Report(trained.posterior)
@@ -456,14 +401,14 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     versions = [version_if_any(each) for each in tensors]
     report = method.report(shared, client, trained)
     if not isinstance(report, Report):
-        check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
+        errors.check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
         if not isinstance(given, dict) or given:
             check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = set(method.sent or shared.tensors) if method.sends else set()
     if report.sent.keys() != expected:
-        wanted = f"send the names of init, {listed(expected)}" if expected else "say sends = True in its class"
-        found = listed(report.sent) or "nothing"
+        wanted = f"send the names of init, {errors.listed(expected)}" if expected else "say sends = True in its class"
+        found = errors.listed(report.sent) or "nothing"
         raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
     if versions != [version_if_any(each) for each in tensors]:
         raise FederationError(

@@ -13,22 +13,18 @@ from lightning_fedbayes.methods.method import LocalProblem, Method, Participant,
 class Ditto(Method):
     r"""Averaging, and for every client a personal network, which is kept and never sent.
 
-    A client of the round solves two problems: its loss from the global model :math:`\theta_g`, for the average; and
+    A client of the round solves two problems: its loss from the global model :math:`\theta_g`, for the average, and
     from its personal network :math:`v_k`, at first the first :math:`\theta_g` that it has received, its loss with
     :math:`\tfrac\lambda2 \|v - \theta_g\|^2`. The global model is the same as by averaging, to the bit.
-    ``posterior_of(client)`` is the personal one: its means go on, its widths start at the global ones.
+    ``posterior_of(client)`` is the personal one: its means go on, its widths start at the global ones. Raises
+    FusionError if an argument cannot be used.
 
     When to use it: clients differ, and each is scored by its network; λ between 0.01 and 2, chosen on validation data.
-    A round takes twice the steps.
+    A round takes twice the steps. Source: Li et al. 2021, Algorithm 1.
 
     Args:
         strength: :math:`\lambda` > 0.
         rule: a fusion rule for the global model.
-
-    Raises:
-        FusionError: an argument cannot be used.
-
-    Source: Li et al. 2021, Algorithm 1.
     """
 
     registered: ClassVar[str] = "ditto"

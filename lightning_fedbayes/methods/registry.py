@@ -96,15 +96,14 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     conjugate models. For others train the remaining clients from it (``fb.load_posterior(module, posterior)``).
     Parameters without variance stay. The sums of a :class:`~lightning_fedbayes.HeadModule` become the others' sums.
 
+    Raise FederationError if there is no such federation, it is damaged, or it has no site of that client, and
+    FusionError if the other clients' sites give no posterior.
+
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
             (``torch.load(path, weights_only=False)``). A :class:`~lightning_fedbayes.Server`, or the checkpoint of
             Flower's (:func:`~lightning_fedbayes.flower.load_checkpoint`).
         client: its number.
-
-    Raises:
-        FederationError: there is no such federation, it is damaged, or it has no site of that client.
-        FusionError: the other clients' sites give no posterior.
     """
     check_at_least("client", client, 0)
     with raised_as(FederationError, "the state of the federation cannot be read", "give that of another checkpoint"):
@@ -115,10 +114,8 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
             without = method.without(posterior, kept)
             if without is not None:
                 return without
-        raise FederationError(
-            f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' "
-            "or 'sums', which keep its part"
-        )
+        why = "it has trained in no federation by fusion='sites' or 'sums', which keep its part"
+        raise FederationError(f"client {shown(client)} has no part of the posterior: {why}")
 
 
 def _state_of(federation: Any) -> Mapping[str, Any]:

@@ -25,22 +25,13 @@ class FusionClient(RemoteClient):
         while flare.is_running():
             flare.send(client.answer(flare.receive()))
 
-    Every random draw comes from the server's seed, the round and the client's number, which the server gives; so a
+    Every random draw comes from the server's seed, the round and the client's number, which the server gives, so a
     federation over FLARE ends where one inside a single process ends. A client that raises is left out of the round,
     and is asked again in the next. The server says why.
 
-    Args:
-        module: the network, the same at every client and at the server. A task starts from it as it was built.
-        datamodule: its training loader holds the client's data; or a function of the name of the site that makes it.
-        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, conformal_epsilon,
-            exact, share_errors, state_folder, trainer: see
-            :class:`~lightning_fedbayes.transport.client.RemoteClient`. ``fusion``, ``buffers`` and
-            ``local_parameters`` are the same as the :class:`FusionController`'s, and ``state_folder`` is an absolute
-            path.
-
-    Raises:
-        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
-            unprotected buffers would leave the client under ``privacy``.
+    Arguments and errors are as of :class:`~lightning_fedbayes.transport.client.RemoteClient`, without ``one_shot``. A
+    function that makes the data module takes the name of the site. ``fusion``, ``buffers`` and ``local_parameters`` are
+    the same as the :class:`FusionController`'s, and ``state_folder`` is an absolute path.
     """
 
     def folder_of(self, path: Any) -> Path:
@@ -49,10 +40,7 @@ class FusionClient(RemoteClient):
         return super().folder_of(path)
 
     def answer(self, model: FLModel) -> FLModel:
-        """Return the answer to what ``flare.receive()`` returned: an update, scores, sums, or a failure.
-
-        Raises FederationError if ``model`` is no FLModel.
-        """
+        """Return an update, scores, sums or a failure. Raise FederationError if ``model`` is no FLModel."""
         check_kind("model", model, FLModel, "give what flare.receive() returns")
         meta = model.meta
 

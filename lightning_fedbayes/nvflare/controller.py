@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
-from lightning_fedbayes.transport.messages import has_lost_state, initial_model, posterior_in, tensors_of
+from lightning_fedbayes.transport.messages import attempted, has_lost_state, initial_model, posterior_in, tensors_of
 from lightning_fedbayes.transport.one_shot import SCALING, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -55,22 +56,20 @@ class FusionController(ModelController):
     names, in natural order (site-2 before site-10), and keep their numbers. Those that join later come after them.
 
     With a ``checkpoint`` the federation survives the server: a job that is submitted again goes on after the last
-    finished round, and ends where an uninterrupted one does.
+    finished round, and ends where an uninterrupted one does. Raises FusionError or FederationError if an argument
+    cannot be used.
 
     Args:
-        module: the network before training, the same as the clients'.
-        fusion, weighting: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        module, buffers, local_parameters, posterior: the network before training, and options, the same as the
+            clients'.
         checkpoint: file of the federation, an absolute path at the server. None keeps it in memory.
         num_rounds: number of rounds, rounds in the checkpoint included.
         timeout: seconds that a round waits for its clients.
-        buffers, local_parameters, posterior: the same as the clients'.
         calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
-        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
+        fusion, weighting, options: as of :class:`~lightning_fedbayes.flower.FusionStrategy`, with ``fraction``,
+            ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
     """
 
     def __init__(
@@ -110,10 +109,8 @@ class FusionController(ModelController):
     def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:
         """Add the controller to a job. FLARE calls it. Raises FederationError for a class that FLARE cannot build."""
         if type(self) is FusionController:
-            raise FederationError(
-                "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
-                "takes no arguments and calls super().__init__(network(), ...)"
-            )
+            why = "make a subclass whose __init__ takes no arguments and calls super().__init__(network(), ...)"
+            raise FederationError(f"FLARE writes a controller's class into the job, and not its network: {why}")
         job.set_app_packages([*job.job.app_packages, "lightning_fedbayes"])  # installed at every site
         super().add_to_fed_job(job, ctx, **kwargs)
 
@@ -125,9 +122,8 @@ class FusionController(ModelController):
     def run(self) -> None:
         """Run the rounds that are still to do, and calibrate. FLARE calls it.
 
-        Raises:
-            FederationError: the checkpoint is of another federation, too few clients, too many failed rounds in a row,
-                or no client answers a calibration.
+        Raise FederationError if the checkpoint is of another federation, too few clients, too many failed rounds in a
+        row, or no client answers a calibration.
         """
         rounds, count = self._rounds, self._num_rounds
         rounds.summary()
@@ -162,9 +158,7 @@ class FusionController(ModelController):
             rounds.calibrate_by(self._calibration, ask)
 
     def _model(self) -> dict[str, Tensor]:
-        """Return the global model for messages."""
-        server = self._rounds.server
-        assert server is not None
+        server = self._rounds.running
         return tensors_of(server.posterior, server.buffers)
 
     def _sites(self) -> dict[int, str]:
@@ -208,15 +202,14 @@ class FusionController(ModelController):
             self.send_model(TASKS[asked], task, [site], timeout=math.ceil(self._seconds), callback=take)
         while self.get_num_standing_tasks() and not self.is_aborted():
             time.sleep(POLL_SECONDS)
-        answers: dict[int, Message | FedBayesError] = {}
-        for client, site in sites.items():
-            try:
-                if site not in replies:
-                    silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
-                    raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
-                answers[client] = message_in(replies[site], client, kind, server_round)
-            except FusionError as refusal:
-                answers[client] = refusal
+
+        def read(client: int, site: str) -> Message:
+            if site not in replies:
+                silence = f"{site} has sent nothing that FLARE takes within {self._seconds:g} s"
+                raise FusionError(f"client {client}: {silence}; its log says why, if its script has ended")
+            return message_in(replies[site], client, kind, server_round)
+
+        answers = {client: attempted(partial(read, client, site)) for client, site in sites.items()}
         lost = [client for client, site in sites.items() if site in replies and has_lost_state(replies[site].meta)]
         return answers, lost
 
@@ -229,16 +222,14 @@ class FusionRecipe(Recipe):
         recipe = FusionRecipe("digits", Digits(), "client.py", min_clients=2)
         recipe.execute(SimEnv(num_clients=2))
 
+    Raises FederationError if ``controller`` is no FusionController.
+
     Args:
-        name: of the job.
-        controller: for the server.
+        name, controller: of the job, and for the server.
         train_script: the client script, whose loop a :class:`FusionClient` fills.
         min_clients: clients without which FLARE does not start the job.
         runner: options of FLARE's ``ScriptRunner``, such as ``script_args="--data /data"`` or
             ``launch_external_process=True``.
-
-    Raises:
-        FederationError: ``controller`` is no FusionController.
     """
 
     def __init__(

@@ -33,9 +33,8 @@ from lightning_fedbayes.server.weighting import (
 class Disagreement:
     """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
 
-    Args:
-        borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
-            where the sums may cease to contain it.
+    It ``borrows`` the mean from the rule's sums where they contain it, but not where other processes have clients, or
+    where the sums may cease to contain it.
     """
 
     def __init__(self, borrows: bool) -> None:
@@ -84,11 +83,9 @@ class Aggregate:
     """Result of the aggregation of a round.
 
     Args:
-        posterior: the new global posterior.
-        buffers: the new global buffers, name → tensor of the buffer's dtype.
-        weights: client → normalised weight ω, or the reliability that the rule infers.
+        posterior, buffers: the new global posterior, and buffers by name, in their dtypes.
+        weights: client → normalised weight ω, or, if ``inferred``, the reliability that the rule infers.
         metrics: diagnostics of the fusion, name → value.
-        inferred: True if the weights are reliabilities that the rule has inferred.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
         outlying: clients that stand out and count only in part, see :mod:`lightning_fedbayes.server.guard`.
@@ -114,8 +111,7 @@ class Admitted:
 
     Args:
         clients: their numbers, in the order in which they came.
-        weights: not normalised. Empty where the weighting compares clients.
-        facts: for such a weighting. Otherwise empty.
+        weights, facts: weights that are not normalised. Where the weighting compares clients, facts in their place.
         error: the reason why a weight cannot be computed.
         sizes: see :class:`~lightning_fedbayes.server.guard.Guard`, shape (clients, kinds, tensors). None without one.
         refused: client → why its update does not count.
@@ -137,8 +133,7 @@ class Aggregation:
     With a sum-type rule and weights that look at one client at a time it keeps sums only.
 
     Args:
-        rule: the fusion rule.
-        weighting: a name, or a function of all clients' facts (see :mod:`lightning_fedbayes.server.weighting`).
+        rule, weighting: see :class:`~lightning_fedbayes.Server`.
         previous: the global posterior that the clients started from.
         buffers: the global buffers that the clients started from. None takes the first client's as the model of all.
         state: the rule's state after earlier rounds. None for the initial one.
@@ -189,15 +184,13 @@ class Aggregation:
         self._disagreement = Disagreement(self._by_pieces and guard is not None and collective.size == 1)
 
     def __len__(self) -> int:
-        """Number of clients that this process has admitted."""
         return len(self._weights) if self._streams else len(self._held)
 
     def add(self, update: ClientUpdate) -> None:
         """Admit one client's update.
 
-        Raises:
-            FusionError: names or shapes differ from the global model's, a value is not finite, or a variance is not
-                possible. The round does not change.
+        Raise FusionError if names or shapes differ from the global model's, a value is not finite, or a variance is not
+        possible. The round does not change.
         """
         check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"
@@ -264,7 +257,6 @@ class Aggregation:
             self._release(self._sizes()[[self._rows[update.client] for update in self._held]])
 
     def _sizes(self) -> Tensor:
-        """Return the sizes of all clients that are measured."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0]
@@ -312,13 +304,9 @@ class Aggregation:
         return Admitted(held, facts=tuple(facts), **known)
 
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
-        """Fuse the clients of all processes. The result is the same in each.
+        """Fuse the clients of all processes, ``everyone`` admitted. None: they are exchanged now. All get the same.
 
-        Args:
-            everyone: the :meth:`admitted` clients of each process. None: they are exchanged now.
-
-        Raises:
-            FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
+        Raise FusionError if the weights cannot be used, or the rule cannot fuse these posteriors.
         """
         several = self.collective.size > 1
         if everyone is None:
@@ -370,10 +358,7 @@ class Aggregation:
         )
 
     def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
-        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
-
-        Returns: the clients of all processes that stand out. Their entries of ``weights`` are lowered.
-        """
+        """Add clients that had to wait, clipped and with less weight where needed. Return those that stand out."""
         bounds: dict[int, Tensor] = {}
         clients, held, measured = [], set[int](), []
         for each in everyone:

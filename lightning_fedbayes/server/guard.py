@@ -31,6 +31,8 @@ from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten,
 class Safeguards:
     """Bounds of a server: when a round counts, and how much one client may do in it.
 
+    Raises FederationError if an argument is out of range.
+
     Args:
         min_clients: quorum: a round with fewer valid updates fails and leaves the global posterior as it was. A round
             that the rule cannot fuse fails, too.
@@ -39,9 +41,6 @@ class Safeguards:
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
             Of sites it bounds the whole site, and its change. None: no guard. See "Clients that cannot be trusted" in
             the documentation.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     min_clients: int = 1
@@ -49,7 +48,6 @@ class Safeguards:
     max_influence: float | None = 2.0
 
     def __post_init__(self) -> None:
-        """Check every argument."""
         check_at_least("min_clients", self.min_clients, 1)
         check_at_least("max_failed_rounds", self.max_failed_rounds, 1)
         if self.max_influence is not None:
@@ -58,7 +56,6 @@ class Safeguards:
 
 
 USUAL = Safeguards()
-"""Default safeguards."""
 
 
 MOST_CHANGE = 1e12
@@ -87,21 +84,13 @@ def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest sizes of an update that are allowed.
-
-    Args:
-        sizes: of a client of mean weight, shape (4, tensors).
-        weight: the mean weight.
-    """
+    """The largest ``sizes`` of an update that are allowed to a client of mean ``weight``, shape (4, tensors)."""
 
     sizes: Tensor
     weight: float
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
-        """Return the limits of clients, client → weight, shape (clients, kinds, tensors).
-
-        What counts is size times weight, so a light client may be larger.
-        """
+        """Return limits, shape (clients, kinds, tensors). Size times weight counts: a light client may be larger."""
         factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in clients.values()]
         limits = self.sizes * torch.tensor(factors, dtype=torch.float64)[:, None, None]
         return limits.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -114,13 +103,12 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
-        memory: :attr:`memory` after the round before. Empty before the first.
+        memory: after the round before. "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of
+            lengths,). Earlier rounds fade. Empty before the first.
         is_alone: the federation has a single client, so there are no others to protect.
         part: share of all clients in a fusion, in a federation without rounds. Otherwise 1.
 
     Attributes:
-        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,). Earlier rounds
-            fade.
         counted: client → what the server counts in place of what it sent, where clients have to keep the same.
         is_deterministic: True if the network has no variances, so that sizes follow from the means.
     """
@@ -252,16 +240,12 @@ class Guard:
         r"""Return the largest sizes that are allowed.
 
         They are ``max_influence`` times the weighted medians over the clients. Lengths of a tensor of n entries may be
-        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not
-        move may move as far per entry as the whole network does. There is no bound if the median client has not
-        moved. Of fewer than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times
-        ``max_influence`` times the second longest whole update of at least three, or what was usual in the rounds
-        before, if that is more.
-
-        Args:
-            sizes: of all clients, shape (clients, 4, tensors).
-            weights: of the clients, at least 0.
-            clients: their numbers. Needed where they are few.
+        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not move may
+        move as far per entry as the whole network does. There is no bound if the median client has not moved. Of fewer
+        than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times ``max_influence``
+        times the second longest whole update of at least three, or what was usual in the rounds before, if that is
+        more. ``sizes`` are of all clients, shape (clients, 4, tensors), and their numbers ``clients`` are needed where
+        they are few.
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:

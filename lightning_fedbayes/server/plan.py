@@ -27,9 +27,8 @@ class Batching:
     """Rule by which each client's examples become batches.
 
     Args:
-        batch_size: examples per batch.
+        batch_size, drop_last: of the loader: examples per batch, and whether to leave out a last one that is not full.
         shuffle: a new order in every local epoch. Otherwise the order of the data set.
-        drop_last: leave out a last batch that is not full.
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
         seed: of all orders and cohorts.
@@ -51,17 +50,15 @@ class Batching:
 class RoundPlan:
     """Cohort of a round, and how many batches each of its clients trains for.
 
+    Raises FederationError if a number has the wrong type.
+
     Args:
-        round: the round's number, from 0.
-        cohort: the clients, ascending.
+        round, cohort: the round's number, from 0, and its clients, ascending.
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
             does not train needs none.
         local_epochs: passes of each client over its batches.
         clients: number of clients in the federation. 0: as many as in the cohort.
         turn: in a federation without rounds, which messages arrive when. The cohort are the clients that start then.
-
-    Raises:
-        FederationError: a number has the wrong type.
     """
 
     round: int

@@ -34,8 +34,7 @@ class Fusion(NamedTuple):
     Args:
         clients: number of connected clients. Each has the share 1 / clients.
         began: clients that began from the global posterior before it.
-        arrived: (client, version) of the messages that were admitted, in their order. Version v is the global posterior
-            after v fusions.
+        arrived: (client, version) of the admitted messages, in order. Version v is the posterior after v fusions.
         refused: clients that failed, or sent a message that was too late or could not be used.
     """
 
@@ -68,10 +67,8 @@ def read_arrivals(path: Path) -> list[Fusion]:
                 heard[client] = number
             fusions.append(Fusion(line["clients"], began, arrived, refused))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FederationError(
-            f"{path} is no log of arrivals: {type(error).__name__}: {error}; give the file beside the checkpoint of a "
-            "FusionStrategy(schedule=...)"
-        ) from error
+        remedy = "give the file beside the checkpoint of a FusionStrategy(schedule=...)"
+        raise FederationError(f"{path} is no log of arrivals: {type(error).__name__}: {error}; {remedy}") from error
     return fusions
 
 
@@ -79,7 +76,8 @@ def read_arrivals(path: Path) -> list[Fusion]:
 class Delays:
     r"""Time from a client's start to the arrival of its message, in units of virtual time.
 
-    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn from the seed for each of its jobs.
+    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn from the seed for each of its jobs. Raises
+    FederationError if an argument is out of range.
 
     Args:
         typical: t > 0, the median time of a client that is not slow.
@@ -91,9 +89,6 @@ class Delays:
             back. ``inf``: never.
         trace: client → the times of its jobs in order, repeated after the last. It replaces everything above for these
             clients. See :meth:`from_file`.
-
-    Raises:
-        FederationError: an argument is out of range.
     """
 
     typical: float = 1.0
@@ -129,12 +124,7 @@ class Delays:
     def from_file(cls, path: str | Path, **options: Any) -> Delays:
         """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
 
-        Args:
-            path: of the file.
-            options: other arguments.
-
-        Raises:
-            FederationError: the file or a column is missing.
+        ``options`` are other arguments. Raise FederationError if the file or a column is missing.
         """
         file, trace = check_path("path", path), dict[int, list[float]]()
         try:
@@ -142,9 +132,8 @@ class Delays:
                 for row in csv.DictReader(lines):
                     trace.setdefault(int(row["client"]), []).append(float(row["seconds"]))
         except (OSError, KeyError, ValueError) as error:
-            raise FederationError(
-                f"{file} is no trace: {error!r}; give a CSV file with the columns client and seconds"
-            ) from error
+            remedy = "give a CSV file with the columns client and seconds"
+            raise FederationError(f"{file} is no trace: {error!r}; {remedy}") from error
         return cls(trace=trace, **options)
 
     def duration(self, client: int, job: int, size: float, seed: int) -> float:
@@ -175,6 +164,7 @@ class Asynchronous:
     cannot find one that lies (``Safeguards(max_influence=None)`` does not wait). The method decides how a late message
     counts: a site replaces its old values exactly, and an average weighs by staleness (``late=``). Other methods are
     refused. With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
+    Raises FederationError if an argument is out of range.
 
     Args:
         concurrency: clients that train at once, drawn from those that are free. None: all.
@@ -187,14 +177,9 @@ class Asynchronous:
         replay: log of a federation over Flower. Clients start and messages arrive as it says, and the posterior is the
             same, bit for bit. Give its ``late``. The rest is in the log.
 
-    When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network; and
+    When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network, and
     in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
-    ``concurrency=None`` means all connected clients.
-
-    Raises:
-        FederationError: an argument is out of range.
-
-    Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
+    ``concurrency=None`` means all connected clients. Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
     """
 
     concurrency: int | None = None
@@ -218,10 +203,8 @@ class Asynchronous:
         if self.concurrency is not None:
             check_at_least("concurrency", self.concurrency, 1)
             if self.buffer is not None and self.buffer > self.concurrency:
-                raise FederationError(
-                    f"buffer={self.buffer} with concurrency={self.concurrency}: no more messages can arrive than "
-                    "clients train at once; take a smaller buffer"
-                )
+                why = "no more messages can arrive than clients train at once; take a smaller buffer"
+                raise FederationError(f"buffer={self.buffer} with concurrency={self.concurrency}: {why}")
 
     def together(self, clients: int) -> tuple[int, int]:
         """Return concurrency and buffer in a federation of so many clients."""
@@ -248,8 +231,7 @@ class Turn(NamedTuple):
         starts: clients that begin from the present global posterior, ascending, without those that never answer.
         arrivals: messages that arrive until the next fusion, in their order, with those that are too late.
         refused: clients of the messages that are too late.
-        waiting: messages under way at the end, the next one first.
-        time: virtual time at the end.
+        waiting: messages under way at the end, the next one first. The virtual ``time`` is then.
         clients: number of clients in the federation then. 0: all.
     """
 
@@ -301,14 +283,12 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 class Timeline:
     """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
 
+    Raises FederationError if the schedule does not suit that many clients. Sizes are the clients' numbers of examples.
+
     Args:
-        schedule, sizes, seed: of the federation. Sizes are the clients' numbers of examples.
         min_clients: least number of messages of a fusion that counts.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run. None: as the schedule says.
-
-    Raises:
-        FederationError: the schedule does not suit that many clients.
     """
 
     def __init__(
@@ -326,14 +306,11 @@ class Timeline:
         named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
         if together > clients or buffer > clients:
             name = "concurrency" if together > clients else "buffer"
-            raise FederationError(
-                f"{name}={getattr(schedule, name)}, but there are {clients} clients: give at most so many"
-            )
+            why = "give at most so many"
+            raise FederationError(f"{name}={getattr(schedule, name)}, but there are {clients} clients: {why}")
         if buffer < min_clients and self._recorded is None:
-            raise FederationError(
-                f"min_clients={min_clients} with a buffer of {buffer}: every fusion of schedule= would have too few "
-                "messages; take a larger buffer"
-            )
+            why = "every fusion of schedule= would have too few messages; take a larger buffer"
+            raise FederationError(f"min_clients={min_clients} with a buffer of {buffer}: {why}")
         if wrong := [client for client in named if client >= clients]:
             raise FederationError(f"delays= names client {wrong[0]}, but there are {clients} clients, from 0")
         self.schedule = schedule
@@ -352,10 +329,7 @@ class Timeline:
         self._jobs = [0] * len(self._sizes)
 
     def turn(self, round: int) -> Turn:
-        """Return the turn number ``round``, from 0. For one before the last it starts from the beginning.
-
-        Raise FederationError if no message is under way, and no client can start.
-        """
+        """Return turn ``round``, from 0. Raise FederationError if no message is under way and no client can start."""
         if self._recorded is not None:
             return self._recorded[round] if round < len(self._recorded) else ENDED
         if round < self._round - 1:

@@ -36,12 +36,10 @@ Scorer = Callable[[Aggregate, "Sequence[Any]"], float]
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Result of a round.
+    """Result of a round, numbered from 0.
 
     Args:
-        round: its number, from 0.
-        posterior: the global posterior after it: the fused one, or the old one if the round failed.
-        buffers: the global buffers after it.
+        posterior, buffers: the global model after it: the fused one, or the old one if the round failed.
         aggregate: everything that the fusion gave. None if the round failed.
         refusal: the reason why the rule could not fuse the updates. None if it could, or if there were too few.
         outcomes: one per client that sent an update or a failure.
@@ -100,12 +98,11 @@ class Server:
     on which their last digits depend.
 
     The server does not train. Its caller trains the clients of the cohort from ``server.posterior`` and brings their
-    updates. The callback and Flower's strategy both do so. A rule that draws random numbers draws from torch's global
-    generator: seed it before :meth:`finish`.
+    updates. A rule that draws random numbers draws from torch's global generator: seed it before :meth:`finish`. Raises
+    FusionError or FederationError if an argument cannot be used.
 
     Args:
-        posterior: the global posterior to start from.
-        buffers: the global buffers to start from (BatchNorm's statistics), name → tensor.
+        posterior, buffers: the global model to start from: posterior, and buffers (BatchNorm's statistics) by name.
         fusion: name of a method or fusion rule, a :class:`~lightning_fedbayes.Method`, a rule object, or an
             :class:`~lightning_fedbayes.fusion.AutoFusion`.
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
@@ -119,8 +116,7 @@ class Server:
         posterior, buffers: the global model after the last round. The buffers hold the method's tensors, too, under
             names that begin with "method/".
         method: the federated method. Its hooks for clients take what :meth:`begin` returns.
-        rounds: number of the round after the last finished one.
-        failed_rounds: number of failed rounds in a row, up to the last.
+        rounds, failed_rounds: the number of the round after the last finished one, and of failed rounds in a row.
         history: one dict of figures per finished round, in order. Its "round" counts from 1.
         accepted: client → the round, from 1, in which it trained its last update that counted. Missing before.
         sites: client → what has been counted of its site, under the names that the client's site has. Empty without
@@ -128,9 +124,6 @@ class Server:
         untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
             or they were late, or have lost their sites. A client leaves when its next update counts in full.
         versions: brings late messages to the present global model. None without ``late``.
-
-    Raises:
-        FusionError, FederationError: an argument cannot be used.
     """
 
     def __init__(
@@ -196,10 +189,7 @@ class Server:
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: RoundPlan) -> Shared:
-        """Begin the round of ``plan``. An unfinished one is forgotten.
-
-        Returns: what its clients have to know, for the hooks of :attr:`method`.
-        """
+        """Begin the round of ``plan``, and forget an unfinished one. Return what clients need for :attr:`method`."""
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
         own, tensors = split(self.buffers)
@@ -251,11 +241,7 @@ class Server:
 
         It cannot be used if its names, shapes or buffers differ from the global model's, if a value is not finite, or
         if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
-        here: they may be overwritten afterwards.
-
-        Args:
-            update: of the client.
-            started: the round in which it began, where messages may be late. None: the present one.
+        here: they may be overwritten afterwards. A message may be late: it was ``started`` in an earlier round.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
         check_at_least("started", started or 0, 0)
@@ -287,15 +273,10 @@ class Server:
     def finish(self, score: Scorer | None = None, note: Any = None) -> RoundResult:
         """Fuse the round's updates. Keep the old posterior if there are too few or the rule cannot fuse them.
 
-        Processes that share the clients exchange the outcomes of their clients here, then what the fusion needs.
-
-        Args:
-            score: loss of a candidate on held-out data. Needed where the rule is an ``AutoFusion``.
-            note: anything that this process has to tell the others. See :attr:`RoundResult.notes`.
-
-        Raises:
-            FederationError: as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
-                the round.
+        Processes that share the clients exchange the outcomes of their clients here, with a ``note`` to the others,
+        then what the fusion needs. An ``AutoFusion`` needs the ``score``: the loss of a candidate on held-out data.
+        Raise FederationError if as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
+        the round.
         """
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
@@ -357,12 +338,9 @@ class Server:
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
     ) -> tuple[Aggregate, dict[str, float]]:
-        """Fuse by the rule. Of several candidates, take the one with the least loss on held-out data.
+        """Return the rule's result, or of several the one with the least loss on held-out data, and all losses.
 
-        Returns: the result, and every candidate's loss. Empty where there is one rule.
-
-        Raises:
-            FusionError: the rule, or every candidate, failed; or no candidate has a finite loss.
+        Raise FusionError if the rule, or every candidate, failed, or no candidate has a finite loss.
         """
         results: dict[str, Aggregate] = {}
         losses: dict[str, float] = {}
@@ -407,7 +385,6 @@ class Server:
     def _figures(
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
-        """Return counts, time and traffic of the round."""
         told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
         total, examples, megabytes, spent = 0.0, 0, 0.0, []
         for outcome in valid:
@@ -470,8 +447,7 @@ class Server:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts new.
 
-        Raises:
-            FederationError, FusionError, PosteriorError: a part of the state is wrong, or it is of another network.
+        Raise FederationError, FusionError or PosteriorError if a part is wrong, or it is of another network.
         """
         check_state(state)
         device = next(iter(self.posterior.mean.values())).device

@@ -19,13 +19,9 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 
 
 class Versions:
-    """Record of what clients started from in each round, as long as messages about it may come.
+    """Record of what clients started from in each round, ``begun``, as long as messages about it may come.
 
-    Attributes:
-        begun: round → what its clients started from.
-
-    Raises:
-        FederationError: the method takes no late messages.
+    Raises FederationError if the method takes no late messages.
     """
 
     def __init__(self, method: Method, late: Late, posterior: GaussianPosterior) -> None:
@@ -40,7 +36,7 @@ class Versions:
         """Return the update that a client would have sent if it had started from the present global model.
 
         Clients that begin at present start from ``now``, with the global ``buffers``. Raise FusionError if the client's
-        version is forgotten; or its message is of another network, not finite, or too late for the method.
+        version is forgotten, or its message is of another network, not finite, or too late for the method.
         """
         before, who, present = self.begun.get(started), f"client {update.client}", now.posterior
         if before is None:
@@ -111,7 +107,5 @@ def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
     others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
     if others or before.keys().isdisjoint(now):
         then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
-        raise PosteriorError(
-            f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
-            "was, or start a new federation"
-        )
+        why = f"it has {then}, and this one {here}; build the network as it was, or start a new federation"
+        raise PosteriorError(f"the stored posterior is of another network: {why}")

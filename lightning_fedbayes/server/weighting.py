@@ -23,11 +23,8 @@ SMALLEST_DISTANCE = 1e-8
 class ClientFacts:
     """Facts about one client, from which its weight follows.
 
-    Args:
-        client: the client's number.
-        num_examples: its number of training examples.
-        posterior, previous: the posterior that it sent, and the global one that it started from.
-        metrics: figures of its training, name → value.
+    Its number and number of training examples, the posterior that it sent, the ``previous`` global one that it started
+    from, and figures of its training by name.
     """
 
     client: int
@@ -65,11 +62,9 @@ def train_size(facts: ClientFacts) -> float:
 def distance(facts: ClientFacts) -> float:
     r"""Return the closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
 
-    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`.
+    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. Raise FusionError if
+    the network has no probabilistic parameter.
     When to use it: clients that drift far should count less. Source: [FBDL] eq. (21).
-
-    Raises:
-        FusionError: the network has no probabilistic parameter.
     """
     check_probabilistic("distance", facts.posterior)
     mean, variance = facts.posterior.flatten()
@@ -93,10 +88,8 @@ def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
     r"""Closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`.
 
     The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. A single client gets
-    weight 1. When to use it: outliers should count less. Source: [FBDL] eq. (20).
-
-    Raises:
-        FusionError: the network has no probabilistic parameter.
+    weight 1. Raise FusionError if the network has no probabilistic parameter. When to use it: outliers should count
+    less. Source: [FBDL] eq. (20).
     """
     check_probabilistic("max_discrepancy", facts[0].posterior)
     return _closeness(facts, lambda q, p: gaussian_kl(*q, *p))
@@ -130,16 +123,14 @@ class KnownOverlap:
 
     Φ is the covariance of the clients' means, up to a factor, so an example that several clients hold counts once.
     Without common examples the weights equal ``"train_size"``. Clients with the same data share the weight of one.
+    Raises FusionError if ``shared`` is not such a matrix, or, in a round, a client is not in it, or has a negative
+    weight because other clients hold nearly all of its examples, too.
 
     When to use it: you know how many examples every two clients have in common, and the clients are honest. Otherwise
     :class:`~lightning_fedbayes.fusion.InverseCovarianceVB` infers Φ from the updates.
 
     Args:
         shared: how many examples clients j and k both hold, shape (clients, clients). The sizes on the diagonal.
-
-    Raises:
-        FusionError: ``shared`` is not such a matrix; or, in a round, a client is not in it, or has a negative weight
-            because other clients hold nearly all of its examples, too.
 
     Source: [Untrusted] eq. (3) with (5).
     """
@@ -151,10 +142,8 @@ class KnownOverlap:
             raise FusionError(f"KnownOverlap: shared={shown(shared)}; give a square matrix of counts") from None
         sizes = counts.diagonal() if counts.dim() == 2 else counts
         if counts.dim() != 2 or counts.shape[0] != counts.shape[1] or not bool((sizes > 0).all()):
-            raise FusionError(
-                f"KnownOverlap: shared of shape {tuple(counts.shape)} is no square matrix with sizes above 0 on its "
-                "diagonal"
-            )
+            why = f"shared of shape {tuple(counts.shape)} is no square matrix with sizes above 0 on its diagonal"
+            raise FusionError(f"KnownOverlap: {why}")
         most = torch.minimum(sizes[:, None], sizes)
         if not bool((counts == counts.T).all()) or not bool(((counts >= 0) & (counts <= most)).all()):
             raise FusionError(
@@ -175,10 +164,8 @@ class KnownOverlap:
         weights = torch.where(weights.abs() < 1e-9 * weights.sum(), 0.0, weights)
         if bool((weights < 0).any()):
             client = clients[int(weights.argmin())]
-            raise FusionError(
-                f"KnownOverlap: client {client} has a negative weight: nearly all its examples are the others', too; "
-                "leave it out, or use weighting='train_size'"
-            )
+            why = "nearly all its examples are the others', too; leave it out, or use weighting='train_size'"
+            raise FusionError(f"KnownOverlap: client {client} has a negative weight: {why}")
         return weights
 
 
@@ -198,14 +185,9 @@ OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
 
 
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
-    """Return the weights of a round's clients, normalised to sum to 1.
+    """Return the weights of a round's clients, one of ``facts`` each, normalised to sum to 1.
 
-    Args:
-        weighting: a name of :data:`PER_CLIENT` or :data:`PER_COHORT`, or a function of all clients' facts.
-        facts: one per client.
-
-    Raises:
-        FusionError: unknown name, or weights of the wrong number, negative, not finite, or all 0.
+    Raise FusionError if the name is unknown, or weights are of the wrong number, negative, not finite, or all 0.
     """
     check_weighting(weighting)
     check_kind("facts", facts, Sequence, "give the ClientFacts of every client", error=FusionError)
@@ -241,11 +223,7 @@ def check_weighting(weighting: str | CohortWeights) -> None:
 def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
     """Raise FusionError if ``weighting`` compares distributions, and all parameters are deterministic.
 
-    Args:
-        weighting: a name, or a function, which is not checked.
-        posterior: of the network. Parameters with variance 0 are deterministic.
-
-    Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
+    A function is not checked. Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
     """
     if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
         return
@@ -345,11 +323,9 @@ class BufferAverage:
         return averaged
 
     def _adds(self, name: str) -> bool:
-        """Return True if a tensor is added up."""
         return self._added is not None and name.startswith(self._added)
 
 
 def _add_all(statistics: Statistics, other: Statistics) -> None:
-    """Add every sum of ``other`` to ``statistics``, in place."""
     for name, value in other.items():
         add(statistics, name, value)

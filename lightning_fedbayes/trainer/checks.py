@@ -66,14 +66,11 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
 
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
-    """Yield the reasons why processes cannot share the clients of a round in ``trainer``."""
     if type(trainer.strategy) is DDPStrategy:  # DeepSpeed's is one, too
         return
     if not isinstance(trainer.strategy, ClientParallelStrategy):
-        yield (
-            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network; use "
-            "strategy='fedbayes', which shares out the clients, or 'ddp', which splits their batches"
-        )
+        remedy = "use strategy='fedbayes', which shares out the clients, or 'ddp', which splits their batches"
+        yield f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network; {remedy}"
     for callback in trainer.callbacks:
         if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
             yield "a time limit (max_time) that is checked in every step; use Timer(..., interval='epoch')"
@@ -142,10 +139,8 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
         if stored.get(name) != settings.get(name)
     ]
     if changed:
-        raise FederationError(
-            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same settings, or start a "
-            "new federation from its weights, with load_from_checkpoint"
-        )
+        why = "Resume with the same settings, or start a new federation from its weights, with load_from_checkpoint"
+        raise FederationError(f"the checkpoint is of another federation: {', '.join(changed)}. {why}")
     told = [
         f"{name}={value} (was {stored[name]})"
         for name, value in settings.items()

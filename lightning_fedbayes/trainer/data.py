@@ -79,10 +79,7 @@ def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
 
 
 def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
-    """Validate a batch before training as Lightning's sanity check does, for ``callbacks`` only, and leave no trace.
-
-    Raises FedBayesError of a callback. Other errors come up again later.
-    """
+    """Validate a batch as a sanity check does, for ``callbacks`` only, without a trace. Raise their FedBayesError."""
     made: Any = trainer
     before, stage = ModuleState(module, module.named_buffers()), made.state.stage
     options = made.callbacks, made.num_sanity_val_steps

@@ -33,23 +33,14 @@ OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
 """Packages with callbacks that leave weights, options and batches unchanged in their hooks of a batch."""
 
 STEP_HOOKS = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "backward",
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step"),
+    *("optimizer_zero_grad", "configure_gradient_clipping", "backward"),
 )
 """Hooks of a step, besides ``training_step``."""
 
 BATCH_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_train_batch_start",
-    "on_train_batch_end",
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *("on_train_batch_start", "on_train_batch_end"),
 )
 """Hooks of a module or datamodule around a step. The fast loop calls those of callbacks, too."""
 

@@ -18,11 +18,7 @@ class RememberingLauncher(_MultiProcessingLauncher):
     """Brings the callbacks' states back to the main process, as Lightning's launcher does weights and metrics."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return what the first process sends: Lightning's results, and a file with the state of each callback.
-
-        A file, because Lightning reads the pipe between the processes after their end: more than fits into it, such as
-        the sites of a few clients, would wait for ever.
-        """
+        """Return Lightning's results and a file of the callbacks' states, on which a pipe would block."""
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # pyright: ignore
         with NamedTemporaryFile(suffix=".pt", delete=False) as file:
             torch.save(states, file)

@@ -140,11 +140,8 @@ class FitLoop:
         """Let ``engine`` train on the loop's batches. By the fast loop where a plain step is enough.
 
         Hooks and ``training_step`` see a client's positions: its ``batch_idx``, ``trainer.num_training_batches`` and
-        ``trainer.is_last_batch``, from 0 in each local epoch.
-
-        Args:
-            engine: trains the clients.
-            begin, end: called with the number of a batch in the round, before its first hook and after its last.
+        ``trainer.is_last_batch``, from 0 in each local epoch. ``begin`` and ``end`` are called with the number of a
+        batch in the round, before its first hook and after its last.
         """
         self._engine = engine
         self._most_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # fast_dev_run counts batches of a client
@@ -326,7 +323,6 @@ class _Batches:
 
 
 def _add(progress: Any, batches: int) -> None:
-    """Add to every count of a loop's ``progress``."""
     progress.ready += batches
     progress.started += batches
     progress.processed += batches

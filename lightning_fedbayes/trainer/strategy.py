@@ -37,9 +37,6 @@ class ClientParallelStrategy(ParallelStrategy):
             states back to it.
         options: of Lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
             ``precision_plugin``.
-
-    Attributes:
-        collective: the processes, once they are connected.
     """
 
     strategy_name = "fedbayes"

@@ -59,10 +59,7 @@ def try_calibration(callbacks: Sequence[Calibration], ask: Ask) -> None:
 
 
 def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
-    """Find T by exchanges with the clients. Where one fails begin again without it, and count exchanges on.
-
-    Raises FederationError if no client answers.
-    """
+    """Find T by exchanges, over again without clients that fail. Raise FederationError if none answers."""
     search, clients = calibration.TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
         request = request_of(scaling, search.temperature)

@@ -122,22 +122,19 @@ def load_checkpoint(
     local_parameters: Sequence[str] = (),
     best: bool = False,
 ) -> ServerState:
-    """Load the global posterior of a server's checkpoint into ``module``.
+    """Load the global posterior of a server's checkpoint into ``module``, built as for the federation.
 
     When to use it: after the federation, to validate, predict or go on with the fused network.
 
+    Raise FederationError if the file is no such checkpoint, or holds no best round, and PosteriorError if the posterior
+    is of another network.
+
     Args:
-        module: the network, built as for the federation.
-        path: the server's checkpoint.
         buffers, local_parameters: as in the federation.
         best: load the best round by FusionStrategy's ``monitor`` in place of the last one.
 
     Returns: the whole checkpoint. Load its calibration into a callback of the same options by
     ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
-
-    Raises:
-        FederationError: the file is no such checkpoint, or holds no best round.
-        PosteriorError: the posterior is of another network.
     """
     state = ServerState.load(Path(path))
     if best and not state.best:
@@ -155,12 +152,8 @@ class StateFile:
 
     The state after a round counts once the server has admitted that round's update. If the file is damaged or foreign,
     the client warns, starts without a state, and counts a private message for each earlier round of the federation.
-
-    Args:
-        folder: where it lies. None: the client keeps no state.
-        client: its number.
-        config: from the server: the federation (the state of another one is ignored), the round, and the client's last
-            admitted round, from 1 (0: none).
+    Without a folder it keeps no state. ``config`` is the server's: the federation (the state of another one is
+    ignored), the round, and the client's last admitted round, from 1 (0: none).
 
     Attributes:
         before: the state after the last admitted round.
@@ -252,18 +245,16 @@ def personal_posterior(
         personal = personal_posterior(module, "state", 0, state.posterior)
         predictive = fb.PosteriorPredictive(module, personal)
 
+    Raise FederationError if the client has kept no posterior there, or ``weight`` is not in [0, 1].
+
     When to use it: at the client, after a federation with ``keep=["posterior"]`` or a method that keeps posteriors, to
     predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
     Args:
-        module: the network, built as for the federation.
+        module, posterior: the network, built as for the federation, and the global posterior.
         state_folder, client: the client's folder and number.
-        posterior: the global one.
         weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and
             :func:`~lightning_fedbayes.flower.client_app`.
-
-    Raises:
-        FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
     """
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
     if not path.exists():

@@ -29,7 +29,6 @@ from lightning_fedbayes.transport.messages import posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
-"""Log of the client."""
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
@@ -61,7 +60,6 @@ class Question:
     """Question of the server to a client.
 
     Args:
-        client: the client's number.
         config: :data:`CONFIG_KEYS`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
         told: further tensors for the client: what has been counted of its site, or the state of a head.
@@ -89,9 +87,12 @@ class Question:
 class RemoteClient:
     """Answers the server's questions, and keeps a Trainer between those that one process handles.
 
+    Raises FederationError if an argument cannot be used, ``state_folder`` is missing where the client keeps something,
+    or unprotected buffers would leave the client under ``privacy``.
+
     Args:
         module: the network, the same at every client and at the server. A question starts from it as it was built.
-        datamodule: its training loader holds the client's data; or a function that makes it, of what the transport
+        datamodule: its training loader holds the client's data, or a function that makes it, of what the transport
             knows about the client.
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
@@ -104,9 +105,7 @@ class RemoteClient:
         privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
             counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
             federations, and tells the server their ε.
-        one_shot: the way in which the client may be asked to send in place of rounds: a
-            :class:`~lightning_fedbayes.KroneckerLaplace`, a :class:`~lightning_fedbayes.HierarchicalLinearRegression`,
-            or the :class:`~lightning_fedbayes.BayesianHead` of a :class:`~lightning_fedbayes.HeadModule`. See
+        one_shot: the way in which the client may be asked to send in place of rounds, see
             :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
         conformal_epsilon: ε of the noise on counts of scores, the same as the server's
             ``FederatedConformal(epsilon=...)``. Each answer costs it again. The client adds them up in its
@@ -120,10 +119,6 @@ class RemoteClient:
         state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer
             state, the number of its messages under ``privacy``.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
-
-    Raises:
-        FederationError: an argument cannot be used, ``state_folder`` is missing where the client keeps something, or
-            unprotected buffers would leave the client under ``privacy``.
     """
 
     def __init__(

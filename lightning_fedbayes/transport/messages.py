@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, get_args
 
@@ -34,10 +35,7 @@ MOST_TEXT = 500
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
 """Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
 posterior, and the digest of the frozen parameters."""
-"""Types of means and variances in a message."""
-
 SENT = (torch.float32, torch.float64)
-"""Types of means and variances in a message."""
 
 
 def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,10 +88,7 @@ def initial_model(
     local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> dict[str, Tensor]:
-    """Return the model that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
-
-    For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
-    """
+    """Return the model that a federation starts from. See :func:`~lightning_fedbayes.flower.initial_arrays`."""
     errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
     FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
     learned = learned_posterior(optimizers_of(module), module, posterior)
@@ -104,7 +99,6 @@ def initial_model(
 
 
 def _sendable(value: Tensor) -> Tensor:
-    """Return ``value`` on the CPU, floating-point values in float32, unless they are in float64."""
     detached = value.detach().cpu()
     return detached.to(torch.float32) if detached.is_floating_point() and detached.dtype not in SENT else detached
 
@@ -130,14 +124,10 @@ def read_message(
 ) -> Message:
     """Return the message in a client's reply. Every part is checked.
 
-    Args:
-        header, numbers: see :func:`header_of` and :func:`numbers_of`. Other than finite numbers are left out.
-        tensors: returns its tensors. Called once its header is in order.
-        client, kind, server_round: what the server asked for. Client None: the header says who it is.
-        who: its sender, for error messages.
-
-    Raises:
-        FusionError: the client failed, or sent another client's number, kind or round, or no whole number of examples.
+    ``header`` and ``numbers`` are of :func:`header_of` and :func:`numbers_of`. Other than finite numbers are left out.
+    ``tensors`` is called once the header is in order. ``client`` None: the header says who it is. ``who`` is for
+    messages. Raise FusionError if the client failed, or sent another client's number, kind or round than the server
+    asked for, or no whole number of examples.
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):
@@ -161,11 +151,18 @@ def read_message(
 
 
 def _is_finite(value: Any) -> bool:
-    """Return True of a number that is finite as a float."""
     try:
         return isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
+
+
+def attempted(read: Callable[[], Message]) -> Message | FedBayesError:
+    """Return the message that ``read`` returns, or why it cannot be read."""
+    try:
+        return read()
+    except FedBayesError as refusal:
+        return refusal
 
 
 def has_lost_state(header: Any) -> bool:
@@ -201,10 +198,11 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
 
 
-def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
-    """Return the table of what clients have measured, number → (examples, figures). NaN where one has not been sent."""
-    counts = {str(client): sent[client][0] for client in sorted(sent)}
-    return ClientScores.of(counts, {str(client): sent[client][1] for client in sorted(sent)})
+def client_scores(scored: Mapping[int, Message]) -> ClientScores:
+    """Return the table of what clients have measured, by their numbers. NaN where a figure has not been sent."""
+    messages = {str(client): scored[client] for client in sorted(scored)}
+    counts = {name: each.num_examples for name, each in messages.items()}
+    return ClientScores.of(counts, {name: each.figures for name, each in messages.items()})
 
 
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
@@ -213,18 +211,13 @@ def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | No
     ``found`` is number of the model's client → number of the client that has scored it → its message.
     """
     both = [client for client in sorted(found) if all(client in row for row in found.values())]
-    if len(both) < 2:
-        return None
     messages = [found[model][data] for model in both for data in both]
-    figures = [name for name in messages[0].figures if all(name in each.figures for each in messages)]
+    first = messages[0].figures if len(both) > 1 else {}
+    figures = [name for name in first if all(name in each.figures for each in messages)]
     if not figures:
         return None
-    return CrossScores.of(
-        {
-            str(model): ClientScores.of(
-                {str(data): found[model][data].num_examples for data in both},
-                {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
-            )
-            for model in both
-        }
-    )
+    rows = {}
+    for model in both:
+        scored = client_scores({data: found[model][data] for data in both})
+        rows[str(model)] = replace(scored, values={name: scored.values[name] for name in figures})
+    return CrossScores.of(rows)

@@ -33,7 +33,6 @@ SCALING = "scale"
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
 Once = KroneckerPosterior | HierarchicalFit | HeadFit
-"""Their results."""
 Ask = Callable[[Collection[int] | None, Mapping[str, Tensor]], dict[int, Any]]
 """Asks clients, None for all, with tensors for them."""
 

@@ -106,6 +106,12 @@ class Rounds:
         self._frozen = ""
         self._probabilistic: set[str] = set()
 
+    @property
+    def running(self) -> Server:
+        """The server, once there is one."""
+        assert self.server is not None
+        return self.server
+
     def summary(self) -> None:
         """Print the settings."""
         rank_zero_info(
@@ -158,31 +164,28 @@ class Rounds:
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
         """Begin a round, from 1. Return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
-        assert self.server is not None
         at_hand, self._at_hand = sorted(clients), len(clients)
         chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
         asked = tuple(sorted(at_hand[position] for position in chosen))
-        self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand)))
+        self.running.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand)))
         return asked
 
     def config_for(self, client: int, server_round: int) -> dict[str, Any]:
         """Return the configuration of every question, :data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`."""
-        assert self.server is not None
         return {
             "server-round": server_round,
             "seed": self.seed,
             "federation": self._federation,
-            "begun": not self.server.is_new,
+            "begun": not self.running.is_new,
             "method": self.method.agreement(),
             "frozen": self._frozen,
             "share": 1 / max(1, self._at_hand),
-            "accepted": self.server.accepted.get(client, 0),
+            "accepted": self.running.accepted.get(client, 0),
         }
 
     def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
         """Return the server's count of a training client's site, if the client is to take it over."""
-        assert self.server is not None
-        return self.server.sites[client] if client in self.server.untold else None
+        return self.running.sites[client] if client in self.running.untold else None
 
     def finish(
         self, server_round: int, asked: Collection[int], answers: Answers, lost: Collection[int] = ()
@@ -191,17 +194,14 @@ class Rounds:
 
         ``lost`` are the clients that have lost their state. Raises FederationError if too many rounds in a row failed.
         """
-        server = self.server
-        assert server is not None
+        server = self.running
         server.untold |= set(lost) & server.sites.keys()
         return self.fuse([server.admit(self.update_of(client, answers)) for client in sorted(asked)], server_round)
 
     def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
         """Fuse the admitted updates, in their order, and write the checkpoint. For errors see :meth:`finish`."""
-        server = self.server
-        assert server is not None
-        for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
-            rank_zero_info(f"Round {server_round}: {line}")
+        server = self.running
+        tell_failures(f"Round {server_round}", {each.client: each.error for each in outcomes})
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
         try:
             result = server.finish()
@@ -232,46 +232,27 @@ class Rounds:
     def save(self, calibration: dict[str, dict[str, Any]]) -> None:
         """Write the checkpoint, if there is one."""
         if self.checkpoint is not None:
-            assert self.server is not None
-            state = self.server.state_dict()
-            parts = (state, calibration, self.numbers, self.best, self.under_way())
+            parts = (self.running.state_dict(), calibration, self.numbers, self.best, self.under_way())
             ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
         r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""
-        refused = {str(client): each for client, each in answers.items() if isinstance(each, FedBayesError)}
-        for line in told_failures(refused):
-            rank_zero_info(f"Round {server_round}, evaluation: {line}")
-        self.client_scores = messages.client_scores(
-            {
-                client: (each.num_examples, each.figures)
-                for client, each in answers.items()
-                if isinstance(each, Message) and each.num_examples > 0
-            }
-        )
+        self.client_scores = messages.client_scores(scored(f"Round {server_round}, evaluation", answers))
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
 
     def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:
         """Return each client's last posterior and buffers in this run, if ``across``. Tensors of methods are global."""
-        assert self.server is not None
         found = {}
         for client, update in sorted(self._own.items()):
             sent = {name: value for name, value in update.buffers.items() if not name.startswith(PREFIX)}
-            buffers = {name: sent.get(name, value) for name, value in self.server.buffers.items()}
+            buffers = {name: sent.get(name, value) for name, value in self.running.buffers.items()}
             found[client] = update.posterior, buffers
         return found
 
     def take_across(self, answers: Mapping[int, Answers]) -> None:
         """Make the table of all clients' answers about each client's model: client of the model → answers."""
-        for model, row in answers.items():
-            refused = {str(client): each for client, each in row.items() if isinstance(each, FedBayesError)}
-            for line in told_failures(refused):
-                rank_zero_info(f"The model of client {model} on the data of each: {line}")
         self.cross_scores = messages.cross_scores(
-            {
-                model: {c: each for c, each in row.items() if isinstance(each, Message) and each.num_examples > 0}
-                for model, row in answers.items()
-            }
+            {model: scored(f"The model of client {model} on the data of each", row) for model, row in answers.items()}
         )
         if self.cross_scores is None:
             rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
@@ -290,6 +271,18 @@ class Rounds:
             figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
             rank_zero_info(f"Calibration {each.label}: {figures}")
         self.save({each.state_key: each.state_dict() for each in calibration})
+
+
+def tell_failures(where: str, answers: Mapping[int, Any]) -> None:
+    """Print why clients are left out, of those with an error as their answer."""
+    for line in told_failures({str(client): each for client, each in answers.items() if isinstance(each, Exception)}):
+        rank_zero_info(f"{where}: {line}")
+
+
+def scored(where: str, answers: Answers) -> dict[int, Message]:
+    """Return the scores of clients that have examples. Print why others are left out."""
+    tell_failures(where, answers)
+    return {client: each for client, each in answers.items() if isinstance(each, Message) and each.num_examples > 0}
 
 
 def told_round(server_round: int, rounds: int, figures: Mapping[str, Any]) -> None:

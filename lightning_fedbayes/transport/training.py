@@ -32,14 +32,11 @@ from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a client in one round, as the server sets it.
+    """Task of a client in one round, from 0, as the server sets it.
 
     Args:
-        client: its number.
-        round: the round, from 0.
         seed: source of all random draws of the federation.
-        posterior: the global posterior.
-        buffers: the global buffers, name → tensor, empty if they are frozen. With the method's tensors.
+        posterior, buffers: the global model. Buffers by name, with the method's tensors, empty if they are frozen.
         kept: the client's state after its earlier rounds (``States.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
@@ -164,7 +161,6 @@ class ClientTraining(L.Callback):
     def _validate(
         trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> dict[str, float]:
-        """Return the finite figures of a validation, with the same draws each time."""
         seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:

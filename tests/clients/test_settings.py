@@ -25,9 +25,9 @@ WRONG = {
     "buffers='averaged'": {"buffers": "averaged"},
     "did you mean 'conflation'": {"fusion": "conflatoin"},
     "did you mean 'train_size'": {"weighting": "trainsize"},
-    "is no Partition": {"partition": 3},
+    "give a Partition": {"partition": 3},
     "give a function of a round": {"adversaries": ["SignFlip"]},
-    "is no UpdatePrivacy": {"privacy": 1.0},
+    "give an UpdatePrivacy": {"privacy": 1.0},
 }
 
 

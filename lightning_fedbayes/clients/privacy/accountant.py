@@ -43,11 +43,13 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
     .. math:: \varepsilon = \min_\alpha\, T\,\rho_\alpha(q, z) + \log\frac{\alpha - 1}{\alpha}
               - \frac{\log \delta + \log \alpha}{\alpha - 1}, \qquad \rho_\alpha(1, z) = \frac{\alpha}{2 z^2}
 
+    Raise FederationError if an argument is outside its range, or Opacus is not installed.
+
     When to use it: to say what a finished federation has given away. Cohorts of a fixed size, as
     :class:`~lightning_fedbayes.FederatedBayes` draws them, are no Poisson samples, and the figure is no bound for them:
     with z = 1, δ = 1e-5 and one client of ten in a single round it is 2.1, and the true ε up to 3.7, because another
     client takes the place of an absent one. The figure for ``fraction=1`` and the rounds in which a client did take
-    part is a bound.
+    part is a bound. Source: Balle et al. 2020, Theorem 21, for the way from Rényi to (ε, δ).
 
     Args:
         noise_multiplier: z ≥ 0, the noise's standard deviation over the sensitivity.
@@ -55,11 +57,6 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
         rounds: T ≥ 0.
         fraction: q in (0, 1], the probability of taking part in a round, independently of all others and unknown to
             those that ε holds against.
-
-    Raises:
-        FederationError: an argument outside its range, or Opacus is not installed.
-
-    Source: Balle et al. 2020, Theorem 21, for the way from Rényi to (ε, δ).
 
     >>> round(epsilon_of(noise_multiplier=1.0, delta=1e-5, rounds=1), 2)
     4.73
@@ -96,6 +93,8 @@ def renyi_divergence(noise_multiplier: float, fraction: float) -> np.ndarray:
 def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: float = 1.0) -> float:
     """The smallest noise multiplier z with which ``rounds`` messages give away no more than ``epsilon``.
 
+    Raise FederationError if an argument is outside its range, Opacus is not installed, or no noise is enough.
+
     When to use it: before a federation, to choose ``UpdatePrivacy(noise_multiplier=...)``. ``epsilon_of`` of the
     result lies at most 1 % below ``epsilon``.
 
@@ -103,9 +102,6 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
         epsilon: what may be given away, from 0.001 to a million, in nats.
         delta, rounds, fraction: see :func:`epsilon_of`. At least one round. For a federation with ``fraction=`` below 1
             give the most rounds that one client may take part in, not the fraction.
-
-    Raises:
-        FederationError: an argument outside its range, Opacus is not installed, or no noise is enough.
 
     >>> z = noise_multiplier_for(epsilon=8.0, delta=1e-5, rounds=20)
     >>> 7.92 < epsilon_of(z, 1e-5, 20) <= 8.0
@@ -129,10 +125,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
                 alphas=ORDERS,
             )
         except ValueError as error:
-            raise FederationError(
-                f"epsilon={epsilon} in {rounds} rounds with delta={delta}: no noise is enough; allow a larger epsilon, "
-                "a larger delta or fewer rounds"
-            ) from error
+            why = "no noise is enough; allow a larger epsilon, a larger delta or fewer rounds"
+            raise FederationError(f"epsilon={epsilon} in {rounds} rounds with delta={delta}: {why}") from error
     return float(noise)
 
 
@@ -161,17 +155,12 @@ def check_fraction(fraction: float) -> None:
 def check_opacus() -> None:
     """Raise FederationError unless Opacus is installed."""
     if importlib.util.find_spec("opacus") is None:
-        raise FederationError(
-            "differential privacy needs Opacus, which is not installed: pip install lightning-fedbayes[privacy]"
-        )
+        why = "pip install lightning-fedbayes[privacy]"
+        raise FederationError(f"differential privacy needs Opacus, which is not installed: {why}")
 
 
 def import_opacus(name: str) -> ModuleType:
-    """Import the module ``name`` of Opacus, such as "opacus.accountants".
-
-    Raises:
-        FederationError: it is not installed.
-    """
+    """Import a module of Opacus, such as "opacus.accountants". Raise FederationError if it is not installed."""
     check_opacus()
     root = logging.getLogger()
     handlers = list(root.handlers)

@@ -55,12 +55,8 @@ def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
     """Gradient of every example with respect to the layer's parameters, in the form of an Opacus grad sampler.
 
-    Args:
-        layer: in training. :func:`remember_generator` is one of its forward pre-hooks.
-        activations: its input x, of shape (batch, *).
-        backprops: gradient of the examples' losses with respect to its output, of the output's shape.
-
-    Returns: parameter → tensor of shape (batch, *parameter).
+    Of a layer in training, with :func:`remember_generator` as a forward pre-hook, by its input x, shape (batch, *), and
+    the gradient of the examples' losses by its output. Return parameter → tensor of shape (batch, *parameter).
     """
     (x,) = activations
     weight, rho = (getattr(layer, f"{part}_{layer.weight_name}") for part in ("mu", "rho"))
@@ -102,10 +98,7 @@ def std_gradients(
 
 
 def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-    """D(x, b): gradients of every example with respect to a deterministic weight and bias of the layer's ``op``.
-
-    Returns: shapes (batch, *weight) and (batch, outputs). The second whether the layer has a bias or not.
-    """
+    """D(x, b): gradients of every example by weight, (batch, *weight), and bias, (batch, outputs), of ``op``."""
     weight = getattr(layer, f"mu_{layer.weight_name}").detach()
     outputs = backprops.shape[-1] if layer.weight_name == "weight" else backprops.shape[1]
     bias = weight.new_zeros(outputs)
@@ -146,8 +139,7 @@ def register_bayesian_layers() -> dict[Any, Any]:
 
 
 def check_network(module: nn.Module) -> None:
-    """Raise FederationError, naming all such layers, if examples of a batch have no separate gradients in
-    ``module``.
+    """Raise FederationError, naming all such layers, if examples of a batch have no separate gradients in ``module``.
 
     It does not find what mixes examples between the layers, such as subtracting the mean of a batch.
     """
@@ -174,24 +166,18 @@ def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
         elif not any(p.requires_grad for p in layer.parameters(recurse=False)) or kind in known or kind in recurrent:
             continue
         elif isinstance(layer, BaseVariationalLayer_):
-            yield (
-                f"{what} is a Bayesian layer whose examples have no gradients of their own here; use a linear or "
-                "convolutional layer of lightning_fedbayes.layers, such as LinearFlipout"
-            )
+            remedy = "use a linear or convolutional layer of lightning_fedbayes.layers, such as LinearFlipout"
+            yield f"{what} is a Bayesian layer whose examples have no gradients of their own here; {remedy}"
         elif kind in ALTERNATIVES:
             yield f"{what} has no gradients per example in Opacus; put {ALTERNATIVES[kind]} in its place"
         else:
-            yield (
-                f"{what} has parameters of its own, and Opacus no grad sampler for them; build it from layers that "
-                "have one, or add yours with opacus.grad_sample.register_grad_sampler"
-            )
+            remedy = "or add yours with opacus.grad_sample.register_grad_sampler"
+            remedy = f"build it from layers that have one, {remedy}"
+            yield f"{what} has parameters of its own, and Opacus no grad sampler for them; {remedy}"
 
 
 class GradSamples:
-    """Lets every backward pass leave the gradient of each example in ``parameter.grad_sample``, shape (batch, *).
-
-    The module is not wrapped and its names stay. The loss is the mean over the batch.
-    """
+    """Lets every backward pass of a mean loss leave ``parameter.grad_sample``, shape (batch, *). Names stay."""
 
     def __init__(self, module: nn.Module) -> None:
         register_bayesian_layers()

@@ -33,8 +33,9 @@ def privatised(
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
-    The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector. It is
-    clipped to the L2 norm C and gets independent Gaussian noise:
+    The update is the step from the ``previous`` global posterior (μ_o, σ_o²), which the client started from, in the
+    coordinates (μ, log σ), all parameters in one vector. It is clipped to the L2 norm C and gets independent Gaussian
+    noise, drawn by the ``generator`` on the CPU:
 
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
@@ -44,18 +45,9 @@ def privatised(
     of the message is C. (If the data of one client are *replaced* by others, it is 2C.) For an optimizer that moves
     means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have a mean only.
 
-    With ``widen`` the variance of the noise, which everybody knows, is added to the variances: the client's mean is
-    then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not covered.
-
-    Args:
-        posterior: the client's. Its parameters are those of ``previous``, in any order.
-        previous: the global posterior (μ_o, σ_o²) that it started from.
-        clip: C > 0.
-        noise_multiplier: z ≥ 0.
-        generator: the only source of randomness, on the CPU.
-        widen: add z²C² to the variances that are not 0.
-
-    Returns: names, shapes and dtypes of ``posterior`` in the order of ``previous``.
+    With ``widen`` the variance of the noise, which everybody knows, is added to the variances that are not 0: the
+    client's mean is then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not
+    covered. Parameters may come in any order, and are returned in that of ``previous``.
 
     Source: Gaussian mechanism, Dwork & Roth 2014, Appendix A; clipped client updates, McMahan et al. 2018.
     """
@@ -100,7 +92,8 @@ class UpdatePrivacy:
     every coordinate (see :func:`privatised`) before anything leaves it. Neighbouring federations differ in one client:
     it takes part with its data, or without data and sends only noise. That changes the probability of whatever the
     server does by at most a factor :math:`e^\varepsilon`, except with probability δ. (Where its data may be *replaced*
-    by others, use the ε of ``noise_multiplier / 2``.)
+    by others, use the ε of ``noise_multiplier / 2``.) Raises FederationError if an argument is outside its range, or
+    Opacus, which counts ε, is not installed.
 
     When to use it: many clients that need not trust the server. The noise of the average of n clients is zC/√n per
     parameter, so it takes hundreds of them, or few parameters.
@@ -118,9 +111,6 @@ class UpdatePrivacy:
         delta: δ in (0, 1), well below one over the number of clients.
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.
-
-    Raises:
-        FederationError: an argument outside its range, or Opacus, which counts ε, is not installed.
 
     >>> privacy = UpdatePrivacy(clip=0.5, noise_multiplier=2.0)
     >>> after_one, after_ten = privacy.figures(rounds=1), privacy.figures(rounds=10)
@@ -143,15 +133,9 @@ class UpdatePrivacy:
     def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
         """Return the private update that a client sends in place of ``update``.
 
-        Args:
-            update: before any noise.
-            previous: the global posterior that the client started from.
-            seed: source of the noise, together with ``round`` and the client's number.
-            round: from 0. One seed, round and client give one noise: never send two updates with it.
-
-        Raises:
-            FusionError: names or shapes differ from the global posterior's.
-            FederationError: the update has buffers.
+        Raise FusionError if names or shapes differ from the ``previous`` global posterior, which the client started
+        from, and FederationError if the update has buffers. One ``seed``, ``round`` (from 0) and client give one noise:
+        never send two updates with it.
         """
         errors.check_kind("update", update, ClientUpdate, "give a ClientUpdate")
         check_posterior(previous, "the previous posterior", error=FusionError)
@@ -172,14 +156,10 @@ class UpdatePrivacy:
     def figures(self, rounds: int) -> dict[str, float]:
         """Return the ε spent so far, as it is logged.
 
-        Args:
-            rounds: number of messages that the client has sent, whether they counted or not. For a federation, take the
-                busiest client.
-
-        Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
-            everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort would
-                not
-            lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
+        ``rounds`` is the number of messages that the client has sent, whether they counted or not. For a federation,
+        take the busiest client. ``privacy/epsilon`` is for ``delta``, against the server, which sees every message, and
+        so against everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort
+        would not lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
         return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
@@ -211,20 +191,11 @@ class Door:
     """The one place that decides what leaves a client.
 
     Without ``privacy`` a client may send all that it can be asked for. With it, an update leaves with noise, counts of
-    scores with the noise of ``conformal_epsilon``, and other kinds only if ``exact`` names them. The same holds, but
-    for updates, where single examples are protected. A failure always tells its class and stage, and its text only if
-    errors are shared.
-
-    Args:
-        privacy: protects updates.
-        conformal_epsilon: ε of the noise on counts of scores. None adds none.
-        exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
-            "statistics", "curvature" or "scale".
-        share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
-        examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
-
-    Raises:
-        FederationError: an argument cannot be used.
+    scores with noise of ε ``conformal_epsilon`` (None: without), and other kinds, such as "scores", "temperature",
+    "counts", "statistics", "curvature" and "scale", only if ``exact`` names them. The same holds, but for updates,
+    where single ``examples`` are protected by :class:`~lightning_fedbayes.ExamplePrivacy`. A failure always tells its
+    class and stage, and its text, which can hold anything (names of files, rows of tables), only with ``share_errors``.
+    Raises FederationError if an argument cannot be used.
     """
 
     privacy: UpdatePrivacy | None = None
@@ -244,12 +215,7 @@ class Door:
         errors.check_flag("examples", self.examples)
 
     def check(self, kind: Kind, epsilon: float | None = None) -> None:
-        """Raise NotSent if a message may not leave.
-
-        Args:
-            kind: of the message.
-            epsilon: ε of the noise that the server asks for. None for none.
-        """
+        """Raise NotSent if a message may not leave. ``epsilon`` is of the noise that the server asks for, if any."""
         if kind == "counts" and epsilon != self.conformal_epsilon:
             raise NotSent(
                 f"the server asks for counts with epsilon={epsilon}, and this client's is {self.conformal_epsilon}: "
@@ -260,10 +226,8 @@ class Door:
         protects = protects or (self.conformal_epsilon is not None and kind == "temperature")
         if kind in EXACT and protects and not is_noisy and kind not in self.exact:
             remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
-            raise NotSent(
-                f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: it sends none. "
-                f"{remedy} at the client would allow it"
-            )
+            why = f"it sends none. {remedy} at the client would allow it"
+            raise NotSent(f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: {why}")
 
     def protected(self, update: ClientUpdate, previous: GaussianPosterior, round: int) -> ClientUpdate:
         """Return what leaves in place of an update: itself, or its noisy version without its metrics."""

@@ -56,13 +56,9 @@ class VectorizedEngine(Engine):
     """Trains clients together: clients at the same step with batches of equal size take that step as one.
 
     ``training_step`` runs under vmap with the parameters, buffers and noise of each client, and the user's optimizer
-    steps the stack. The module holds the global model throughout. Without noise the result equals the sequential
-    engine's up to rounding. With noise it has the same distribution.
-
-    Args:
-        context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
-        probed: result of the probe of this module.
-        clients_at_once: most clients in the stack.
+    steps the stack, of at most ``clients_at_once``. The module, which the probe has ``probed``, holds the global model
+    throughout. Without noise the result equals the sequential engine's up to rounding. With noise it has the same
+    distribution.
     """
 
     name: ClassVar[str] = "vectorized"
@@ -222,10 +218,7 @@ class VectorizedEngine(Engine):
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
     def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
-        """Take one step of clients of one kind. If it fails, step them one by one to find those that fail.
-
-        Clients that branch differently step apart.
-        """
+        """Take one step of clients of one kind. If it fails, or they branch differently, step smaller groups."""
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
@@ -321,7 +314,6 @@ class VectorizedEngine(Engine):
         return self.model.learned.variances
 
     def _failed(self, slot: int, client: int, seconds: float) -> ClientFailure:
-        """Return the failure of the client in ``slot``."""
         return ClientFailure(client, self._failures[slot], self.sizes[client], seconds)
 
     def threads(self) -> AbstractContextManager[None]:
@@ -335,7 +327,6 @@ class VectorizedEngine(Engine):
         super().close()
 
     def _drop_stack(self) -> None:
-        """Remove the stack, if there is one."""
         if self._stack is not None:
             self._stack.optimizer.remove()
             self._stack = None

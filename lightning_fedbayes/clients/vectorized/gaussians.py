@@ -38,10 +38,7 @@ class GaussianParameters:
         self._found: dict[int, tuple[list[GaussianParameter], list[GaussianParameter] | None]] = {}
 
     def of(self, module: nn.Module) -> tuple[list[GaussianParameter], list[GaussianParameter] | None]:
-        """Return all Gaussian parameters of the module or of a part of it, and those that are not drawn jointly.
-
-        The second is None unless all that are drawn jointly belong to it.
-        """
+        """Return all Gaussian parameters of a module or part, and those not drawn jointly, None if some lie outside."""
         if id(module) in self._found:
             return self._found[id(module)]
         every = list(gaussian_parameters(module).values())
@@ -54,13 +51,10 @@ class GaussianParameters:
 
 
 class JointDraws:
-    r"""Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
+    """Joint draws of the small Gaussian parameters in one step, made when the first of them is asked for.
 
-    A parameter that is asked for again in the same step needs new noise, and is not drawn here.
-
-    Args:
-        parameters, views: name → tensor of shape (clients, \*); name → the same tensor as one client sees it.
-        local: priors of the clients, if they have such.
+    A parameter that is asked for again in the same step needs new noise, and is not drawn here. ``views`` are the
+    parameters as one client sees them, and ``local`` priors of the clients, if they have such.
     """
 
     def __init__(
@@ -128,7 +122,6 @@ class JointDraws:
         return own if alike else None
 
     def _changed(self) -> bool:
-        """Return whether a parameter has been written into since the draw."""
         return [version_of(stack) for stack in self._stacks] != self._versions
 
 

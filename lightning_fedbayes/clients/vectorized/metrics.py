@@ -26,10 +26,7 @@ MERGED = (dim_zero_sum, dim_zero_cat, dim_zero_min, dim_zero_max)
 
 @dataclass
 class Call:
-    """A call of a metric or collection that the module holds at ``path``, with its arguments and its values row by row.
-
-    ``method`` is "forward" or "update".
-    """
+    """A "forward" or "update" of a metric or collection at ``path``, with its arguments and its values row by row."""
 
     metric: Any
     path: str
@@ -55,10 +52,7 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """Stands in the place of a metric or a collection while a stack trains: notes calls, refuses everything else.
-
-    ``isinstance`` takes it for the metric.
-    """
+    """Stands in the place of a metric or a collection while a stack trains: notes calls, refuses everything else."""
 
     def __init__(self, metric: Metric | MetricCollection, path: str, calls: list[Call]) -> None:
         vars(self).update(_metric=metric, _path=path, _calls=calls, _is_checked=False)  # it is no submodule
@@ -67,7 +61,6 @@ class StandIn(nn.Module):
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The class of the metric."""
         return type(self._metric)
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue | dict[str, BatchValue]:
@@ -98,7 +91,6 @@ class StandIn(nn.Module):
         return self._calls[-1]
 
     def __getattr__(self, name: str) -> Any:
-        """Raise CannotVectorize."""
         raise CannotVectorize(
             f"training_step uses {self._path}.{name}; metrics of a stack can be called, updated and logged there. "
             "Compute and reset them in on_train_epoch_end"
@@ -120,11 +112,8 @@ class BatchValue:
         self.call, self.key = call, key
 
     def __getattr__(self, name: str) -> Any:
-        """Raise CannotVectorize."""
-        raise CannotVectorize(
-            f"training_step computes with what {self.call.path} returns of a batch; metrics of a stack are fed after "
-            "the step. Log it by self.log, or use torchmetrics.functional"
-        )
+        remedy = "metrics of a stack are fed after the step. Log it by self.log, or use torchmetrics.functional"
+        raise CannotVectorize(f"training_step computes with what {self.call.path} returns of a batch; {remedy}")
 
 
 for _name in (
@@ -184,9 +173,7 @@ REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": to
 
 
 class StackedTrainingLog(TrainingLog):
-    """Collects the values that a stacked step logs, client by client, and the calls of metrics, made after the
-    step.
-    """
+    """Collects what a stacked step logs, client by client, and the calls of metrics, made after the step."""
 
     def __init__(self, context: TrainingContext) -> None:
         super().__init__(context.module, context.in_training_step)
@@ -242,11 +229,7 @@ class StackedTrainingLog(TrainingLog):
             call.leaves = [next(stacks) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
 
     def check_metrics(self) -> None:
-        """Feed copies of the metrics with the last step of two clients.
-
-        Raises:
-            CannotVectorize: a metric changes more than its states, or what it returns cannot be logged.
-        """
+        """Feed copies with a step of two clients. Raise CannotVectorize if a metric changes more than its states."""
         copies = {id(call.metric): call.metric.clone() for call in self._calls}
         for call in self._calls:
             copy = copies[id(call.metric)]
@@ -281,10 +264,7 @@ class StackedTrainingLog(TrainingLog):
         return errors
 
     def add(self, slots: Slots, data: Any) -> dict[int, Exception]:
-        """Add the values of the last step to the sums of the clients in ``slots``, which got the batches ``data``.
-
-        Returns: the errors of clients for which a metric failed.
-        """
+        """Add the values of the last step to the sums of the clients in ``slots``. Return errors of metrics by slot."""
         errors = self._feed(slots)
         if len(errors) == len(slots):
             return errors

@@ -1,6 +1,6 @@
 """Operations that most training steps use, written for a stack: they take half the calls that vmap makes of them.
 
-Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence; and what vmap
+Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence, and what vmap
 refuses although it has a meaning for a stack.
 """
 
@@ -38,12 +38,8 @@ FULL = (torch.float32, torch.float64)
 class ClientOperations(TorchFunctionMode):
     """Inside, functions are replaced by operations on what one client sees.
 
-    Args:
-        branches: False refuses every branch on a value that differs between clients, even where they agree on it.
-
-    Attributes:
-        replacements: function → its replacement, which returns None where it does not apply.
-        branched: a branch was taken on which the clients agree.
+    Without ``branches`` every branch on a value that differs between clients is refused, even where they agree on it.
+    ``branched`` says that one was taken. ``replacements`` return None where they do not apply.
     """
 
     replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
@@ -62,9 +58,8 @@ class ClientOperations(TorchFunctionMode):
 class StackedOperations(ClientOperations):
     """Replaces functions by operations on stacks where they can be. All others go through vmap.
 
-    Attributes:
-        fused_times: time steps that this training step has written out, of recurrences that torch takes in one
-            operation when it has one client: LSTMs, and all on a GPU.
+    ``fused_times`` counts the time steps that this training step has written out, of recurrences that torch takes in
+    one operation when it has one client: LSTMs, and all on a GPU.
     """
 
     def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
@@ -77,10 +72,7 @@ class StackedOperations(ClientOperations):
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear`` of inputs, weights and biases that differ between clients, or None for anything else.
-
-    The gradient of the weights comes from one batched product, the gradient of the biases from one sum.
-    """
+    """``F.linear`` of inputs, weights and biases that differ between clients, or None for anything else."""
     level = mode.level
     x, w = stack_of(input, level), stack_of(weight, level)
     b = None if bias is None else stack_of(bias, level)
@@ -92,10 +84,7 @@ def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
-    """Return the replacement of a recurrent layer, ``torch.gru`` or the like, for every client.
-
-    It returns None for a PackedSequence, dropout between layers, projections and half precision.
-    """
+    """Return the replacement of a recurrent layer, None for a PackedSequence, dropout, projections, half precision."""
 
     def replacement(
         mode: StackedOperations,
@@ -159,11 +148,7 @@ def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
 
 
 def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
-    """``bool(tensor)`` of all clients. None for a tensor that they share.
-
-    Raises:
-        Disagreement: they would branch differently.
-    """
+    """``bool(tensor)`` of all clients. None for a tensor that they share. Raise Disagreement if they differ."""
     stack = outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:
         return None
@@ -205,15 +190,9 @@ def cross_entropy(
     """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,), or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     x, y = stack_of(input, mode.level), stack_of(target, mode.level)
-    if (
-        not plain
-        or x is None
-        or y is None
-        or x.dim() != 3
-        or y.dim() != 2
-        or y.is_floating_point()
-        or x.dtype not in FULL
-    ):
+    if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
+        return None
+    if x.dtype not in FULL:
         return None
     with outside_vmap():
         loss = mean_cross_entropy(x, y, ignore_index)
@@ -340,13 +319,8 @@ class CrossEntropy(torch.autograd.Function):
               \qquad p = \mathrm{softmax}(z)
 
     For ten classes it takes half the time of torch's loss. The backward pass can be differentiated again. Use it only
-    outside of transforms of ``torch.func``.
-
-    Args:
-        logits: z, shape (\*, classes).
-        labels: y, shape (\*).
-
-    Returns: L, shape (\*), and p, shape (\*, classes).
+    outside of transforms of ``torch.func``. It returns L, shape (\*), and p, shape (\*, classes), for logits z of
+    shape (\*, classes) and labels y of shape (\*).
     """
 
     @staticmethod

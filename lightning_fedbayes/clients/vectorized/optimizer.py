@@ -39,8 +39,8 @@ class StackedOptimizer:
         optimizer: the user's. Its ``param_groups`` hold the stacked parameters until :meth:`remove`.
         rows: the parameters of all clients, shape (clients, *), in the optimizer's order. Written in place.
         states: optimizer state with which each client starts. Empty for a new optimizer.
-        stacked_keys: names of the state that is stacked, see :func:`check_elementwise`.
-        counts: names of the state that can have one entry per row, see :func:`counts_by_row`.
+        stacked_keys, counts: names of the state that is stacked, see :func:`check_elementwise`, and of the state that
+            can have one entry per row, see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
@@ -194,7 +194,6 @@ class StackedOptimizer:
         return len(self._shared) - 1
 
     def _stack(self, i: int, key: str, like: Tensor) -> Tensor:
-        """Return the stacked state ``key`` of a parameter."""
         if key not in self.stacked_state[i]:
             rows = self.rows[i]
             dtype = torch.float64 if key in self._counts else like.dtype  # as precise as Python's numbers
@@ -204,7 +203,6 @@ class StackedOptimizer:
 
 
 def _without(state: OptimizerState, keys: Collection[str]) -> OptimizerState:
-    """Return what a client's state holds besides ``keys``."""
     return {i: {key: value for key, value in entries.items() if key not in keys} for i, entries in state.items()}
 
 
@@ -269,13 +267,7 @@ STEPS = 8
 
 
 def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
-    """Check, on copies with random gradients, that a step of two stacked networks is the step of each.
-
-    Returns: names of the state that has the parameter's shape.
-
-    Raises:
-        CannotVectorize: it is not, for example because the optimizer takes norms of whole tensors.
-    """
+    """Return names of the state that has the parameter's shape. Raise CannotVectorize if a stack steps otherwise."""
     if isinstance(optimizer, IVON):
         return IVON.stacked_keys
     if has_own_state(optimizer):
@@ -364,7 +356,6 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
 
 
 def _step(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
-    """Take a step with ``gradients``."""
     for parameter, gradient in zip(parameters_of(optimizer), gradients):
         parameter.grad = gradient.to(parameter, copy=True)
     optimizer.step()

@@ -55,8 +55,8 @@ class ProbeResult:
         stacked_keys: names of the optimizer's state that has the parameter's shape.
         layouts: name of the parameter → memory layout of its stacked gradient.
         reads_index: ``training_step`` uses the number of the batch.
-        flops: floating-point operations of one client's step, in matrix products and convolutions.
-        bytes_per_client: memory that one more client in the stack takes.
+        flops, bytes_per_client: floating-point operations of one client's step, in matrix products and convolutions,
+            and memory that one more client in the stack takes.
         fused_times: time steps of recurrent layers that are one operation for one client, and many for a stack.
         shared_buffers: names of buffers that do not change.
         switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
@@ -295,18 +295,12 @@ def _line(error: Exception) -> str:
 
 
 class ChangesForGood(CannotVectorize):
-    """A dry run has set something that cannot be put back, such as an entry of a network's configuration.
-
-    A second dry run may then find no change.
-    """
+    """A dry run has set something for good, as in a network's configuration. A second one may find no change."""
 
 
 @contextmanager
 def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
-    """Inside, ``module`` runs without consequences for itself and for random number generators.
-
-    Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
-    """
+    """Inside, ``module`` runs without a trace. Gives a check for changes that all clients would share."""
     before = ModuleState(module, (*module.named_parameters(), *module.named_buffers()))
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     options = options_of(optimizer)
@@ -437,10 +431,8 @@ def _check_singles(
         if not torch.equal(random_state(context.device), state):
             break  # draws that cannot be held still: nothing can be said
         if not alike:
-            raise CannotVectorize(
-                "a step of two clients at once differs from the step of each: training_step may count or remember "
-                "something outside of the module"
-            )
+            why = "training_step may count or remember something outside of the module"
+            raise CannotVectorize(f"a step of two clients at once differs from the step of each: {why}")
     if before is not None:
         before.restore()  # what on_client_start has set
 

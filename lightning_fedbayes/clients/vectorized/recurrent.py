@@ -60,12 +60,9 @@ def run_layers(
 ) -> tuple[Tensor, State]:
     """Run the layers one above the other, and both directions of each.
 
-    Args:
-        x: shape (clients, time, batch, features).
-        states: first states, each of shape (clients, layers · directions, batch, hidden).
-        weights: of each layer and direction.
-
-    Returns: the outputs of the last layer, shape (clients, time, batch, directions · hidden), and the last states.
+    ``x`` is of shape (clients, time, batch, features), and each of the first ``states`` of shape (clients, layers ·
+    directions, batch, hidden). Return the outputs of the last layer, (clients, time, batch, directions · hidden), and
+    the last states.
     """
     clients, times, batch, _ = x.shape
     lasts: list[State] = []

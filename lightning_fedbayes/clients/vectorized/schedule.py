@@ -168,7 +168,6 @@ def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:
 
 
 def _last_batch_size(size: int, batching: Batching) -> int:
-    """Return the number of examples in the last batch of an epoch."""
     if batching.drop_last:
         return batching.batch_size
     return min(batching.batch_size, size - (batches_per_epoch(size, batching) - 1) * batching.batch_size)
@@ -290,10 +289,7 @@ def _unflatten(values: Iterable[Any], like: _Like) -> UserDict:
 
 
 def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
-    """Stack loaded batches, one for each slot, with those of equal structure, shapes and dtypes.
-
-    Raises CannotVectorize if a batch holds something other than tensors.
-    """
+    """Stack batches, one for each slot, with others of their form. Raise CannotVectorize for more than tensors."""
     failures = {slot: batch.error for slot, batch in zip(slots, batches) if isinstance(batch, FailedBatch)}
     alike: dict[Any, tuple[Any, list[int], list[list[Tensor]]]] = {}
     for slot, batch in zip(slots, batches, strict=True):

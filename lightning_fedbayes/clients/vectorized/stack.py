@@ -39,7 +39,6 @@ autograd would copy it into the parameter's layout, which takes several times as
 """
 
 PLAIN = (int, float, str, type(None))
-"""Types of attributes that clients can share."""
 
 
 class ClientStack:
@@ -114,9 +113,8 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Compute the gradients of the clients in ``slots``, which :meth:`StackedOptimizer.select` has selected.
 
-        ``batch`` has tensors of shape (clients, batch, *). ``clip`` changes the gradients in place.
-
-        Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
+        ``batch`` has tensors of shape (clients, batch, *). ``clip`` changes the gradients in place. Return the losses,
+        shape (clients,), None if ``training_step`` skipped the batch, and its other results.
         """
         try:
             losses, rest, replaced = self._take_step(slots, batch, batch_idx, clip)
@@ -128,8 +126,7 @@ class ClientStack:
         for name, (value, version, before) in self.shared.items():  # give every client a copy from before the step
             self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
             if version_if_any(value) != version:
-                with torch.no_grad():
-                    write(value, before)
+                write(value, before)
         self.shared = {}
         losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
         self.step.shared_buffers = frozenset()
@@ -238,8 +235,7 @@ class ClientStack:
             self._variances = self.model.as_kept(learned.variances)
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()
-        if self.model.learned is not None:
-            self.model.learned.variances.update(self.model.global_variances)
+        self.model.variances.update(self.model.global_variances)
         return stacked.unbind()
 
     def read_buffers(self, slot: int) -> Tensors:
@@ -316,11 +312,7 @@ register_pytree_node(
 def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
-    """Call the module's ``on_client_start``, if it has one, for several clients. Returns the attributes that it set.
-
-    Raises:
-        CannotVectorize: it did something other than setting attributes of the module to tensors or plain values.
-    """
+    """Return attributes that ``on_client_start`` sets, if it is there. Raise CannotVectorize if it does more."""
     hook = getattr(module, "on_client_start", None)
     if hook is None:
         return Attributes()

@@ -37,9 +37,7 @@ from lightning_fedbayes.core.private_torch import (
 class Attributes:
     """Attributes that a module's ``on_client_start`` has set on it.
 
-    Args:
-        stacked: those that differ between clients: name → tensor of shape (clients, *), or a container of such.
-        shared: those that are equal for all.
+    The ``stacked`` ones differ between clients: name → tensor of shape (clients, *), or a container of such.
     """
 
     stacked: dict[str, Any] = field(default_factory=dict)
@@ -48,12 +46,10 @@ class Attributes:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Result of a stacked step.
+    """Result of a stacked step: the clients' losses with gradient, shape (clients,), None for a skipped batch.
 
-    Args:
-        losses: one per client, shape (clients,), with gradient, or None if ``training_step`` skipped the batch.
-        rest: the other entries that ``training_step`` returned. Tensors have a first dimension of clients.
-        buffers: buffers that were replaced (not updated in place), shape (clients, *).
+    ``rest`` are the other entries that ``training_step`` returned, tensors with a first dimension of clients, and
+    ``buffers`` those that were replaced (not updated in place), shape (clients, *).
     """
 
     losses: Tensor | None
@@ -105,7 +101,6 @@ class StackedStep:
     ``torch.func.vmap``, without :class:`StackedOperations`: slower, with other draws of the same distribution.
 
     Attributes:
-        swap: puts the clients' tensors into the module.
         fused_times, branched: of the last step, see :class:`StackedOperations`.
         shares_batch: the next steps take one batch for all clients, and refuse branches on what differs between them.
         shared_buffers: names of buffers that do not change, so that one copy serves all clients.
@@ -137,11 +132,8 @@ class StackedStep:
     ) -> StepOutput:
         """Take the forward pass.
 
-        Args:
-            parameters, buffers, batch: of the clients, tensors with a first dimension of clients.
-            attributes: set on the module during the step.
-            batch_idx: the argument of ``training_step``.
-            local, shared: priors of the clients, None for the layers' priors. Buffers that all clients share.
+        ``parameters``, ``buffers`` and ``batch`` are tensors with a first dimension of clients. ``attributes`` are set
+        on the module, ``local`` are priors of the clients, and ``shared`` buffers that all clients share.
         """
         tensors, shared = {**parameters, **buffers}, shared or {}
 

@@ -21,7 +21,7 @@ class ParameterSwap:
     """Puts other tensors in place of the parameters and buffers of a module, for the time of a step.
 
     ``torch.func.functional_call`` does the same for one call and takes ten times as long. A tied tensor is replaced in
-    all its locations; so is the list of parameters that a recurrent layer keeps. The module must not be rebuilt while
+    all its locations, as is the list of parameters that a recurrent layer keeps. The module must not be rebuilt while
     this is in use.
     """
 
@@ -43,7 +43,6 @@ class ParameterSwap:
                     self._recurrent.append((layer, [(names[id(weight)], weight) for weight in weights]))
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """The tensor that the module holds now under a dotted ``name``."""
         tensors, attribute = self._locations[name][0]
         return tensors[attribute]
 
