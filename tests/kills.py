@@ -51,10 +51,19 @@ def nvflare(folder: Path, cut: float) -> None:
     job = started(folder, Long.__name__, alone=True)
     with suppress(subprocess.TimeoutExpired):
         job.wait(cut)
-    for process in [job.pid, *descendants(job.pid)]:
+    for process in [job.pid, *descendants(job.pid)] if job.poll() is None else []:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     job.wait()
+    while any(f"{folder}/workspace" in command(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
+        time.sleep(1)  # clients end when they find that their server has
+
+
+def command(path: Path) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return path.read_bytes().decode(errors="replace")
+    return ""
 
 
 def rounds(folder: Path) -> int:
