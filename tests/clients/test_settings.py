@@ -27,7 +27,7 @@ WRONG = {
     "did you mean 'train_size'": {"weighting": "trainsize"},
     "give a Partition": {"partition": 3},
     "give a function of a round": {"adversaries": ["SignFlip"]},
-    "give an UpdatePrivacy": {"privacy": 1.0},
+    "give UpdatePrivacy": {"privacy": 1.0},
 }
 
 
