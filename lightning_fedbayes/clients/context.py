@@ -1,7 +1,5 @@
 """The training loop as an engine sees it, and the figures that ``training_step`` logs, averaged client by client."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

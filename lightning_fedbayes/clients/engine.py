@@ -1,7 +1,5 @@
 """Base of the engines: an engine trains the clients of a round and returns their updates."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Rounds of a federation in one process or in its share of several: an engine trains, a server fuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Posteriors of parameters outside of Bayesian layers, which keep their variances beside the module."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The resident network of a federation: loaded for a client and read after it, all in place."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase

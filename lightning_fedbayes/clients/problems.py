@@ -1,7 +1,5 @@
 """Local problems in a network: the default method, terms in the loss, priors, and measurements along training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The sequential engine: clients train one after another in the one resident module."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Settings of a federation: one frozen, validated value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

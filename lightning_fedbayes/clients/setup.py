@@ -1,7 +1,5 @@
 """Set-up of a federation: the resident model, the engine that suits, and the federation that drives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial

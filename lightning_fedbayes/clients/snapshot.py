@@ -1,7 +1,5 @@
 """Snapshots of what a module holds besides parameters and federated buffers, to compare with and to restore."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

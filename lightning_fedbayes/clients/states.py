@@ -1,7 +1,5 @@
 """States that clients keep between rounds, in memory or on disk, and optimizers as each client starts with them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence

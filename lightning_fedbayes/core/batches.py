@@ -1,7 +1,5 @@
 """Inputs and targets of a batch, in whatever form a DataLoader gives it, and how a network takes the inputs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

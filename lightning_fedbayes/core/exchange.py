@@ -3,8 +3,6 @@
 Every process must call the same method. The call returns when all have.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Collective operations over Gloo, on the CPU, whatever device the processes train on."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A worker that is spawned imports what its data set needs. From here that is torc
 rooms import, a worker takes three times as long to start.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -70,18 +70,17 @@ class Message:
 
         Raise FusionError if a tensor or number is missing, or does not belong to it. The dataclass checks its values.
         """
-        values, left = dict(known), set(self.tensors)
-        for each in fields(kind):  # pyright: ignore[reportArgumentType]
-            name = each.name
+        values, left, types = dict(known), set(self.tensors), get_type_hints(kind)
+        for name in types:
             if name in values:
                 continue
             if name == "num_examples":
                 values[name] = self.num_examples
-            elif str(each.type).startswith("Mapping"):
+            elif get_origin(types[name]) is Mapping:
                 found = [key for key in self.tensors if key.startswith(f"{name}/")]
                 values[name] = {key.removeprefix(f"{name}/"): self.tensors[key] for key in found}
                 left -= {*found}
-            elif name in (known_part := self.figures if str(each.type) == "float" else self.tensors):
+            elif name in (known_part := self.figures if types[name] is float else self.tensors):
                 values[name] = known_part[name]
                 left.discard(name)
             else:

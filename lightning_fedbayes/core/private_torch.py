@@ -4,8 +4,6 @@ Importing this module never fails. Without a primitive of vmap the vectorized en
 ``torch.func.vmap``. Without another name that it needs it cannot be used, and says so. Last checked with torch 2.15.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter

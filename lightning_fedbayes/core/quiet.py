@@ -1,7 +1,5 @@
 """Training without warnings and banners."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

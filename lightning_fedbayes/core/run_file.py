@@ -1,7 +1,5 @@
 """The file of a run: lines of JSON with what its loggers get. ``fedbayes report`` makes a page of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """States of clients on disk, in a file of SQLite in which a round is one transaction."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import sqlite3

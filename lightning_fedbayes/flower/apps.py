@@ -1,7 +1,5 @@
 """The two apps of a Flower federation, from a Lightning module and a data module or a strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Roster of the connected clients: the node of each client's number."""
 
-from __future__ import annotations
-
 import time
 
 from flwr.app import Message, MessageType, RecordDict

@@ -1,7 +1,5 @@
 """A Flower strategy that fuses posteriors, leaves bad clients out, and can be resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Flower's messages: a client's message as records and back, posteriors as arrays, and checks of all replies."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import flwr.app

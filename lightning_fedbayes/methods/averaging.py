@@ -1,7 +1,5 @@
 """Averaging of the posteriors of clients that start from the global one, and its variants for unlike clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Late messages: how a rule without sites takes messages that started from an older global model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A federated method: what clients start from, minimise, send and keep, and how the server fuses it, in one class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Methods with a model for each client: Ditto, and a learnt population."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from lightning_fedbayes.core.errors import FusionError, check_number

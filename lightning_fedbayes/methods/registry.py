@@ -1,7 +1,5 @@
 """Methods by name: federated algorithms, and every fusion rule as the method that averages by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, TypeVar

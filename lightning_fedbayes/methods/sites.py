@@ -1,7 +1,5 @@
 r"""Sites: each client's factor of the posterior, measured along its training, so that no data are counted twice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """Sums: clients' statistics add up to the statistics of the pooled data, in any rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A client of a federation over NVIDIA FLARE: the body of the loop of its client script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A controller of NVIDIA FLARE that fuses posteriors, leaves bad clients out, and can be resumed; and its job."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

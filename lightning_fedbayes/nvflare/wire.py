@@ -1,7 +1,5 @@
 """FLARE's messages: a question and a client's message as an ``FLModel`` and back, with checks of what clients send."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

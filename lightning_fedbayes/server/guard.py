@@ -10,8 +10,6 @@ A size is too large if it exceeds a multiple of the clients' weighted median. Wh
 may be longer than a multiple of the second longest whole update, in this round or in those before. The guard streams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

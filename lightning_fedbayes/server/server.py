@@ -1,7 +1,5 @@
 """The server of a federation: it begins a round, admits the clients' updates, and fuses them."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -28,8 +28,6 @@ that is, it goes less than a part of the others' way, and is further behind than
 small, and the sums do not change.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

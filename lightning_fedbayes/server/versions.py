@@ -1,7 +1,5 @@
 """Versions of the global model that clients work on, and checks of a server's stored state."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any

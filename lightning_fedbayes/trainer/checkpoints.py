@@ -1,7 +1,5 @@
 """Checkpoint files: written and read whole."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

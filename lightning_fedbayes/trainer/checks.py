@@ -1,7 +1,5 @@
 """Checks of a Trainer and a module before training starts: options that a federation cannot run with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Trainer's data: the user's training loader dealt out to clients, and validation batches for the server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any

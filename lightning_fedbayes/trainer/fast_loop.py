@@ -5,8 +5,6 @@ uses them, the functions here take the same step: the same numbers bit by bit, t
 over what ``training_step`` reads of the Trainer: a stack of clients has no single position.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

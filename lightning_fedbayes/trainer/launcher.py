@@ -1,7 +1,5 @@
 """Launchers of processes: Lightning's, and one that brings the callbacks' states back to the main process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any

@@ -1,7 +1,5 @@
 """``Trainer(strategy="fedbayes", devices=N)``: the clients of a round spread over processes."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any, Literal

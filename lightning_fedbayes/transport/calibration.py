@@ -1,7 +1,5 @@
 """Calibration over a network: the server's requests, the clients' answers, and how the server reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A client of a federation over a network: it answers the server's questions over any transport."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Messages over a network: posteriors as named tensors and back, and checks of what a client sends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Federations without rounds over a network: clients send once, or a few times for a softmax head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any

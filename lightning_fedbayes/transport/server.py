@@ -1,7 +1,5 @@
 """The server's half of a federation over a network: rounds, what clients are asked, and its checkpoint."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One client's local epochs in one round, by a Lightning Trainer that is used again and again."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -6,8 +6,6 @@ rounds. The cohort is drawn by *Poisson sampling*: each client takes part with p
 others do. Neighbouring federations differ by one client's contribution: its update, or nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

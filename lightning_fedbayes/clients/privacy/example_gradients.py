@@ -16,8 +16,6 @@ estimator                     ∂/∂μ           ∂/∂σ
 The noise is drawn once more from the state in which the forward pass found torch's generator.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Privacy of clients: updates are clipped and noised, and a door decides what else leaves a client."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

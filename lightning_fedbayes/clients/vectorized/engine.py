@@ -1,7 +1,5 @@
 """The vectorized engine: the clients of a round train together, as one stack of networks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Linear and recurrent layers, the two usual losses, draws of Gaussian parameters 
 refuses although it has a meaning for a stack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 

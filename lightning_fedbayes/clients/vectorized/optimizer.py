@@ -1,7 +1,5 @@
 """The user's optimizer on stacked parameters, and gradient clipping client by client."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence

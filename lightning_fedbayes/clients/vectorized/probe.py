@@ -1,7 +1,5 @@
 """Probe: a dry run of the first batch of two clients, to find whether and how a module can be trained as a stack."""
 
-from __future__ import annotations
-
 import random
 import re
 import traceback

@@ -1,7 +1,5 @@
 """Recurrent layers of torch, written out over time for a stack of clients: torch takes one client only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

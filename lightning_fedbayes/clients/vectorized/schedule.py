@@ -4,8 +4,6 @@ together.
 Batches come from the same data and in the same order as client by client.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence

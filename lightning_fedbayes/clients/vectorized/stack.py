@@ -1,7 +1,5 @@
 """The stack: parameters, buffers and optimizer state of several clients, how they start, and what they send."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One training step of several clients together, on their tensors in place of the module's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
