@@ -1,7 +1,5 @@
 """Small federations that tests of engines and callbacks share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
