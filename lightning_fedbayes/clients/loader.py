@@ -30,6 +30,7 @@ from lightning_fedbayes.server.plan import (
     RoundPlan,
     batches_per_epoch,
     check_batches,
+    choose_cohort,
     client_batches,
     client_order,
 )
@@ -106,10 +107,12 @@ class FederatedLoader:
             return 1
         return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
 
-    @property
-    def most_batches(self) -> int:
-        """Batches of the largest client in a local epoch."""
-        return batches_per_epoch(max(self.clients.sizes), self.batching)
+    def most_batches(self, round: int) -> int:
+        """Return the batches of the largest client of a round in a local epoch."""
+        sizes = self.clients.sizes
+        if self.batching.fraction != 1.0 and self.timeline is None:
+            sizes = [sizes[k] for k in choose_cohort(round, len(sizes), self.batching.fraction, self.batching.seed)]
+        return batches_per_epoch(max(sizes), self.batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
         """Fill the scalers of ``module`` that ask for the clients' scale. Each process adds up the sums of its clients.

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext, TrainingLog
+from lightning_fedbayes.clients.context import MOVING, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
@@ -62,7 +62,12 @@ class SequentialEngine(Engine):
         self._terms: list[Pull] = []
         self._watch: Watch | None = None
         self._optimizers = [
-            ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
+            ClientOptimizer(
+                each,
+                partial(remade, context.remake_optimizers, i, each),
+                keep=self.keep_optimizer,
+                moving=() if context.course is None else MOVING,
+            )
             for i, each in enumerate(context.optimizers)
         ]
 
@@ -89,7 +94,8 @@ class SequentialEngine(Engine):
         super().begin_round(plan)
         self._position = 0
         self._steps = self.context.steps.total
-        self._steps_before = self._steps.completed
+        course = self.context.course
+        self._steps_seen = self._steps.completed if course is None else course.done
         for optimizer in self._optimizers:
             optimizer.begin_round()
         self._state = (
@@ -120,6 +126,8 @@ class SequentialEngine(Engine):
         states = self.optimizer_states(client, state, problem)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
+        if self.context.course is not None:
+            self.context.course.begin_client()
         on_client_start = getattr(self.model.module, "on_client_start", None)
         if on_client_start is not None:
             try:
@@ -128,14 +136,15 @@ class SequentialEngine(Engine):
                 self._failure = error
             if self._state is not None:
                 self._state.note_hook()
-        self._others_steps = self._steps.completed - self._steps_before
+        self._others_steps = self._steps.completed - self._steps_seen
         self._start = time.perf_counter()
         return (client,)
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
         """Take the loop's own step, unless the client has failed.
 
-        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained.
+        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained. Where
+        learning rates may move in every step, only the longest client of each earlier round counts.
         """
         if self._failure is not None or not self.plan.cohort:
             return {}
@@ -188,6 +197,8 @@ class SequentialEngine(Engine):
         client, error = self._client, self._failure
         if error is None and self.model.learned is not None:
             error = self._measure(client, self.model.learned)
+        if self.context.course is not None:
+            self.context.course.end_client(self._steps.completed - self._others_steps - self._steps_seen)
         logged, seconds = self.log.end_client(client.job), time.perf_counter() - self._start
         if error is not None:
             return ClientFailure(client.job, error, client.num_examples, seconds)
@@ -244,6 +255,8 @@ class SequentialEngine(Engine):
             self._watch = None
         for optimizer in self._optimizers:
             optimizer.reset()
+        if self.context.course is not None:
+            self.context.course.end_round(is_whole=self._position == len(self.plan.cohort))
         if self._state is not None:
             if self._position < len(self.plan.cohort):  # the round was cut short
                 self._state.restore(keep_hooks=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -330,13 +330,17 @@ class ClientOptimizer:
         optimizer: of the Trainer.
         remake: calls the module's ``configure_optimizers`` and returns the one in the place of ``optimizer``.
         keep: clients keep what :meth:`read` returns from round to round.
+        moving: options that schedules move, which no client keeps.
 
     Raises:
         FederationError: the state cannot be kept.
     """
 
-    def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool, moving: Collection[str] = ()
+    ) -> None:
         self.optimizer = optimizer
+        self._moving = moving
         self._remake = remake
         self._is_plain = not has_own_state(optimizer)
         if keep and not self._is_plain:
@@ -386,7 +390,11 @@ class ClientOptimizer:
         state = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
         pairs = zip([*self._options, self._attributes], [*options_of(optimizer), _plain_attributes(optimizer)])
         return state, [
-            {name: (before.get(name), value) for name, value in now.items() if _differs(before.get(name), value)}
+            {
+                name: (before.get(name), value)
+                for name, value in now.items()
+                if _differs(before.get(name), value) and name not in self._moving
+            }
             for before, now in pairs
         ]
 

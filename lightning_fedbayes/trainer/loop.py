@@ -15,8 +15,9 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.states import options_of
@@ -73,8 +74,12 @@ class FitLoop:
                 loader, rounds = self.train_dataloader, self.max_epochs
                 if rounds in (None, -1) or not isinstance(loader, FederatedLoader):
                     return super().estimated_stepping_batches
-                batches = self.num_training_batches if loop._is_inside else loader.most_batches
-                return math.ceil(batches / self.accumulate_grad_batches) * loader.batching.local_epochs * max(rounds, 1)
+                if loop._is_inside:
+                    largest = [self.num_training_batches] * max(rounds, 1)
+                else:
+                    largest = [loader.most_batches(round) for round in range(max(rounds, 1))]
+                steps = sum(math.ceil(batches / self.accumulate_grad_batches) for batches in largest)
+                return steps * loader.batching.local_epochs
 
         Federated.__name__, Federated.__qualname__ = plain.__name__, plain.__qualname__
         Federated.__module__ = plain.__module__  # which tells the Trainer of another package
@@ -134,6 +139,7 @@ class FitLoop:
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
+            course=course_of(trainer),
         )
 
     def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
@@ -166,7 +172,7 @@ class FitLoop:
             show = bar.on_train_batch_end
             bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
         whole = self._epoch.advance
-        inner = fast_loop.fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
+        inner = fast_loop.fast_advance(self.trainer, step, engine) if is_fast else whole
 
         def advance(fetcher: Any) -> None:
             while True:
@@ -298,6 +304,18 @@ class FitLoop:
         if self._engine is not None:
             self._engine.close()
             self._engine.log.remove()
+
+
+def course_of(trainer: L.Trainer) -> Course | None:
+    """Return the course of learning rates that schedulers or hooks may move in every step. None without any."""
+    module, parts = trainer.lightning_module, []
+    for value in vars(module).values():
+        parts += value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+    own = [each for each in parts if isinstance(each, LRScheduler)]
+    configs = [each.scheduler for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    schedulers = list({id(each): each for each in (*configs, *own)}.values())
+    moves = schedulers or next(fast_loop.hooks_of_steps(trainer), None) or next(fast_loop.batch_watchers(trainer), None)
+    return Course(trainer.optimizers, schedulers) if moves else None
 
 
 def optimizers_of(module: L.LightningModule) -> list[Optimizer]:

@@ -12,7 +12,8 @@ from tests.federations import Plain, assert_equal, bayesian, loader, parameters,
 class BySteps(Plain):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        scheduler = {"scheduler": plateau, "interval": "step", "monitor": "val/nll"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 

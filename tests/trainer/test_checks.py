@@ -112,20 +112,6 @@ def test_a_step_that_fetches_its_own_batches_is_refused():
         federate(Greedy(), fb.FederatedBayes(fb.IIDPartition(3)))
 
 
-def test_step_wise_schedulers_are_refused_before_any_step():
-    class Scheduled(Plain):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    module = Scheduled()
-    before = parameters(module)["net.0.weight"]
-    with pytest.raises(FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
-        federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
-    assert torch.equal(before, module.net[0].weight)
-
-
 class TestFinishedTrainers:
     def test_a_trainer_that_has_finished_is_refused(self):
         module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))

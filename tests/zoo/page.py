@@ -35,7 +35,7 @@ An epoch of the Trainer is a round. Inside it:
 |---|---|
 | `batch_idx`, in `training_step` and in hooks | number of the batch in the client's own local epoch |
 | `trainer.num_training_batches`, `trainer.is_last_batch` | of the client's own local epoch; not in a stack of clients |
-| `trainer.estimated_stepping_batches` | a client's own steps in all rounds; outside of a step, of the largest client |
+| `trainer.estimated_stepping_batches` | a client's own steps in all rounds; outside of a step, of the largest clients |
 | `trainer.global_step`, in `training_step` | steps up to the round, and the client's own in it; not in a stack |
 | `trainer.global_step`, in hooks and between rounds | steps of all clients |
 | `trainer.current_epoch` | the round, from 0 |
@@ -45,8 +45,20 @@ An epoch of the Trainer is a round. Inside it:
 | `on_train_batch_start` returns −1 | the client's local epoch ends |
 | hooks of the epoch, of validation and of the fit | once in a round, on the global model: what they do to it holds |
 | a scheduler with `interval="epoch"` | steps at the end of the round |
-| the optimizer's options | each client starts with the round's; what its training changes ends with it |
+| a scheduler with `interval="step"`, or that the module steps itself | see below |
+| the optimizer's other options | each client starts with the round's; what its training changes ends with it |
 | torchmetrics in `training_step` | collect over all clients of the round; in a stack, fed after the step |
+
+Learning rates that move in every step, by a scheduler or by a hook: each client begins at the position of the round.
+After the round `lr`, `momentum`, `betas` and schedulers stand where the client of most steps has left them, and
+`trainer.global_step` in `training_step` and `optimizer_step` has counted such clients of earlier rounds alone. With
+clients of 3, 5 and 9 batches:
+
+| client | steps of the schedule in round 1 | in round 2 |
+|---|---|---|
+| of 3 batches | 0 to 2 | 9 to 11 |
+| of 5 batches | 0 to 4 | 9 to 13 |
+| of 9 batches | 0 to 8 | 9 to 17 |
 """
 
 WORDS = {True: "as Lightning", False: "refused"}

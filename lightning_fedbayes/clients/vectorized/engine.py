@@ -123,6 +123,8 @@ class VectorizedEngine(Engine):
         for optimizer in self.context.optimizers:
             optimizer.zero_grad()
             optimizer.state.clear()
+        if self.context.course is not None:
+            self.context.course.end_round()
         super().end_round(success=success)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
@@ -133,6 +135,8 @@ class VectorizedEngine(Engine):
         if groups[0] is not chunk.groups[0]:
             return ()
         clients = [self.client(self._positions[number]) for number in chunk.clients]
+        if self.context.course is not None:
+            self.context.course.begin_client()
         self._failures = {}
         self._losses = torch.zeros(len(clients), device=self.context.device)
         self._batches = [0] * len(clients)
@@ -190,6 +194,8 @@ class VectorizedEngine(Engine):
         with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
             for group, batch in zip(groups, self._batches_at_hand, strict=True):
                 steps.increment_ready()
+                if self.context.course is not None:
+                    self.context.course.move_to(group.step)
                 for slot, error in batch.failures.items():
                     self._failures.setdefault(slot, error)
                 parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
@@ -272,7 +278,10 @@ class VectorizedEngine(Engine):
         """At the last batch of a chunk, yield the updates of its clients one by one: few are in memory at once."""
         if not self.plan.cohort or self._batch[1][-1] is not self._batch[0].groups[-1]:
             return
-        clients = self._batch[0].clients
+        clients, course = self._batch[0].clients, self.context.course
+        if course is not None:
+            course.move_to(max(self._lengths))
+            course.end_client(max(self._lengths))
         stack, logged = self._stack, self.log.end_chunk(clients)
         if stack is None:
             seconds = (time.perf_counter() - self._start) / len(clients)
