@@ -68,7 +68,7 @@ class Sites(Method):
     1. It trains from m, with the width fixed at :math:`\Lambda^{-1/2}` and its own optimizer, whose state it keeps. Its
        loss gains :math:`\tau / n_k` times
 
-       .. math:: (w_k c - g_k)\,\theta + \tfrac12 w_k \Lambda (\theta - m)^2,
+       .. math:: (\gamma w_k c - g_k)\,\theta + \tfrac12 w_k \Lambda (\theta - m)^2,
 
        the control variates of SCAFFOLD and its share of the divergence from the global posterior. A client that was
        never heard takes :math:`\tfrac12 w_k \Lambda_0 (\theta - m_0)^2` in their place.
@@ -89,9 +89,13 @@ class Sites(Method):
        .. math:: \Big(\sum_k \Lambda_k\Big)\, d, \qquad d \leftarrow (1 - p)(d + \Delta m),
 
        with the moves d of m since a site was measured, in the mean, and the share p of clients that are heard in the
-       round. Where all are, it is 0. Otherwise many clients would follow one old gradient, each to its end. Of
-       deterministic parameters the curvature is a number for each tensor, the regression of the changes of reported
-       gradients on d.
+       round. Where all are, it is 0. Otherwise many clients would follow one old gradient, each to its end. What is
+       left of that shows in the gradient :math:`\hat c` that a round finds in place of the c that it was told:
+
+       .. math:: \gamma = \left(\overline{\langle \hat c, c / \Lambda \rangle} \,/\,
+                 \overline{\langle c, c / \Lambda \rangle}\right)^{1 - 1/a} \in [0, 1],
+
+       from means over the last a rounds (of deterministic parameters without :math:`\Lambda`).
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
     variances. :math:`g_k` is a mean of gradients that were seen, so that nothing winds up however short training is.
@@ -181,8 +185,9 @@ class Sites(Method):
         dtypes = {shared.posterior.mean[name].dtype for name in common.lengths}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         if kept:
-            slope = kept["gradient"].to(common.mean.device) - share * common.gradient
-            slope[common.rows] -= share * common.slope
+            told = share * float(shared.tensors["age"][2].float())  # as it travels
+            slope = kept["gradient"].to(common.mean.device) - told * common.gradient
+            slope[common.rows] -= told * common.slope
             strength = share * common.precision
         else:
             slope = torch.zeros_like(common.mean)
@@ -229,7 +234,7 @@ class Sites(Method):
             else:
                 found.append(part)
         precision = torch.cat(found) if found else like[:0]
-        rounds, age = shared.tensors["age"].float().clamp_min(0).tolist()  # as they travel
+        rounds, age, _ = shared.tensors["age"].float().clamp_min(0).tolist()  # as they travel
         stays = MEMORY ** (age if kept else rounds + 1)
         if kept:
             gradient = torch.lerp(before["gradient"], gradient, 1 - stays)
@@ -267,10 +272,10 @@ class Sites(Method):
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        "age" are the number of rounds, and of those from one message of a client to its next, in the mean. "slope" is
-        the sum of gradients as they should be by now, after "_moves" of the means, and "_secant" has the products of
-        these moves with changes of gradients and with themselves, by tensor. "_marks" are the means after two earlier
-        rounds, "_trail" the Newton decrements there, and the largest of all such.
+        "age" are the number of rounds, of those from one message of a client to its next, in the mean, and γ. "slope"
+        is the sum of gradients as they should be by now, after "_moves" of the means, and "_found" what γ is a ratio
+        of. "_marks" are the means after two earlier rounds, "_trail" the Newton decrements there, and the largest of
+        all such.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
@@ -280,10 +285,10 @@ class Sites(Method):
             "precision": (gaussian,),
             "examples": (),
             "clients": (),
-            "age": (2,),
+            "age": (3,),
             "slope": (count,),
-            "_moves": (count,),
-            "_secant": (2, len(posterior.mean)),
+            "_moves": (gaussian,),
+            "_found": (2,),
             "_marks": (2, gaussian),
             "_trail": (3,),
         }
@@ -303,7 +308,7 @@ class Sites(Method):
         posterior = GaussianPosterior(fused.mean, variance)
         tensors |= self._behind(shared, posterior, averages, tensors["precision"], heard)
         after = Shared(posterior, tensors, shared.share, False)
-        rounds, age = tensors["age"].tolist()
+        rounds, age, _ = tensors["age"].tolist()
         messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
         marks, trail = tensors["_marks"], tensors["_trail"].tolist()
         if names and int(rounds) & (int(rounds) - 1) == 0:  # a power of two
@@ -311,8 +316,10 @@ class Sites(Method):
             marks = torch.stack([marks[1], common.mean[common.rows]])
             decrement = float(self._decrement(common))
             trail = [trail[1], decrement, max(trail[2], decrement)]
-        age = marks.new_tensor([rounds, rounds / max(messages, shared.share)])
-        return posterior, {**tensors, "age": age, "_marks": marks, "_trail": marks.new_tensor(trail)}
+        age, (found, told) = rounds / max(messages, shared.share), tensors["_found"].tolist()
+        gain = min(max(found / told, 0.0), 1.0) if told > 0 else 1.0
+        numbers = marks.new_tensor([rounds, age, gain ** max(0.0, 1 - 1 / age)])
+        return posterior, {**tensors, "age": numbers, "_marks": marks, "_trail": marks.new_tensor(trail)}
 
     def _behind(
         self,
@@ -323,20 +330,19 @@ class Sites(Method):
         heard: float,
     ) -> Tensors:
         """Return the slope after a round: the sum of gradients, and what those of the others have changed by."""
-        common, tensors = self._common(shared), shared.tensors
+        common, tensors, told = self._common(shared), shared.tensors, self.slope(shared)
         rest = max(0.0, round(1 - heard, 12))
-        gradient, moves, lengths = tensors["gradient"], tensors["_moves"], [*common.lengths.values()]
-        if "gradient" not in changes:
-            return {}
-        known = 1 - float(changes["clients"]) * shared.share / heard  # part of the round's clients that had a site
-        change = (known - 1) * gradient + changes["gradient"] / (heard * self._scale(shared, tensors))
-        products = [[part.sum() for part in (moves * each).split(lengths)] for each in (change, moves)]
-        secant = rest * tensors["_secant"] + torch.stack([torch.stack(each) for each in products])
-        moves = rest * (moves + posterior.flatten()[0] - common.mean)
-        numbers = (secant[0] / secant[1]).where(secant[1] > 0, 0.0).clamp_min(0)
-        curvature = numbers.repeat_interleave(torch.tensor(lengths, device=numbers.device))
-        curvature[common.rows] = precision.clamp_min(0)
-        return {"slope": gradient + changes["gradient"] + curvature * moves, "_moves": moves, "_secant": secant}
+        change = changes.get("gradient", torch.zeros_like(told))
+        known = 1 - float(changes.get("clients", 0.0)) * shared.share / heard  # of the round's clients had a site
+        found = known * self._scale(shared, tensors) * tensors["gradient"] + change / heard
+        found[common.rows] += common.slope
+        wide = torch.ones_like(told)
+        wide[common.rows] = 1 / common.precision
+        products = torch.stack([(each * told * wide).sum() for each in (found, told)])
+        moves = rest * (tensors["_moves"] + (posterior.flatten()[0] - common.mean)[common.rows])
+        slope = tensors["gradient"] + change
+        slope[common.rows] += precision.clamp_min(0) * moves
+        return {"slope": slope, "_moves": moves, "_found": rest * tensors["_found"] + products}
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return change and distance. Nothing of a network without Gaussian parameters."""

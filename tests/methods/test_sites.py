@@ -94,7 +94,8 @@ def test_nothing_moves_at_the_pooled_posterior():
             "clients": torch.ones(()).double(),
         }
     totals = clients.totals()
-    tensors = {**method.init(posterior), **totals, "slope": totals["gradient"]}
+    told = {"slope": totals["gradient"], "age": torch.ones(3).double()}
+    tensors = {**method.init(posterior), **totals, **told}
     shared = Shared(posterior, tensors, 1 / len(SIZES), is_new=False)
     slope, moved = torch.zeros_like(mean[: clients.size]), []
     for client in range(len(SIZES)):
@@ -128,23 +129,41 @@ def test_clients_that_train_seldom_do_not_follow_an_old_gradient_to_its_end(kind
 
 
 def test_a_gradient_that_was_told_long_ago_is_brought_to_the_present_model():
-    """By the curvature of sites, and of deterministic parameters by the changes that moves have made before."""
+    """By the curvature of all sites, as far as the model has moved since; a third of the clients is heard."""
     clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
     shared = by_hand(clients, method, lambda number: range(3), 5)
     assert torch.equal(shared.tensors["slope"], shared.tensors["gradient"])  # all have just been heard
     assert not shared.tensors["_moves"].any()
-    move, curvature = torch.tensor([0.3, -0.2, 0.1, 0.4, 0.5, -0.5]).double(), 7.0
-    zeros = {name: torch.zeros_like(shared.tensors[name]) for name in method.sent}
+    move, zeros = torch.tensor([0.3, -0.2, 0.1, 0.4, 0.5, -0.5]).double(), {}
+    for name in method.sent:
+        zeros[name] = torch.zeros_like(shared.tensors[name])
     for number in range(3):
         moved = shared.posterior.unflatten(shared.posterior.flatten()[0] + move, None)
-        before, changes = shared.tensors, dict(zeros)
-        changes["gradient"] = before["_moves"] * curvature / 3
-        shared = Shared(*method.fuse(shared, moved, changes, 1 / 3), shared.share, is_new=False)
-        moves = move * sum((2 / 3) ** each for each in range(1, number + 2))
+        shared = Shared(*method.fuse(shared, moved, zeros, 1 / 3), shared.share, is_new=False)
+        moves = move[:4] * sum((2 / 3) ** each for each in range(1, number + 2))
         torch.testing.assert_close(shared.tensors["_moves"], moves)
         behind = shared.tensors["slope"] - shared.tensors["gradient"]
-        torch.testing.assert_close(behind[:4], shared.tensors["precision"] * moves[:4])
-        torch.testing.assert_close(behind[4:], (curvature if number else 0.0) * moves[4:])
+        torch.testing.assert_close(behind[:4], shared.tensors["precision"] * moves)
+        assert not behind[4:].any()
+
+
+@pytest.mark.parametrize(("found", "gain"), [(1.5, 1.0), (1.0, 1.0), (0.25, 0.25), (0.0, 0.0), (-2.0, 0.0)])
+@pytest.mark.parametrize("heard", [1 / 3, 1.0])
+def test_clients_are_told_as_much_of_the_gradient_as_is_found(found, gain, heard):
+    clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: range(3), 2)
+    shared = Shared(clients.posterior(0.3), {**shared.tensors, "_found": torch.zeros(2).double()}, 1 / 3, False)
+    changes = {name: torch.zeros_like(shared.tensors[name]) for name in method.sent}
+    changes["gradient"] = heard * (found - 1) * method.slope(shared)
+    for _ in range(200):  # the age grows to 3
+        tensors = method.fuse(shared, fb.GaussianPosterior.point_mass(shared.posterior.mean), changes, heard)[1]
+        kept = {name: tensors[name] for name in ("age", "_found")}
+        shared = Shared(shared.posterior, {**shared.tensors, **kept}, 1 / 3, False)
+    _, age, told = shared.tensors["age"].tolist()
+    assert told == pytest.approx(1.0 if heard == 1 else gain ** (1 - 1 / age), rel=1e-6, abs=1e-4)
+    participant, kept = Participant(0, SIZES[0], clients.kept[0]), clients.kept[0]["gradient"][:4]
+    slope = kept - method.problem(shared, participant).prior.slope[GAUSSIAN]
+    torch.testing.assert_close(slope, 30 / 60 * told * method.slope(shared)[:4], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
@@ -163,13 +182,13 @@ def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
     """A fifth of the clients in a round: 2 to the power of -5; of the width at the start, by the rounds since."""
     clients, method = Conjugate.drawn(SIZES), fb.Sites(*PRIOR)
     shared = by_hand(clients, method, lambda number: [number % 5], 20)
-    assert shared.tensors["age"].tolist() == pytest.approx([20, 5])
+    assert shared.tensors["age"].tolist()[:2] == pytest.approx([20, 5])
     everybody = by_hand(Conjugate.drawn(SIZES), method, lambda number: range(5), 20)
-    assert everybody.tensors["age"].tolist() == pytest.approx([20, 1])
+    assert everybody.tensors["age"].tolist() == pytest.approx([20, 1, 1])
 
     def site(number, age, kept):
         clients.kept[2] = kept
-        tensors = {**shared.tensors, "age": shared.tensors["age"].new_tensor([number, age])}
+        tensors = {**shared.tensors, "age": shared.tensors["age"].new_tensor([number, age, 1.0])}
         return clients.train(method, Shared(shared.posterior, tensors, shared.share, False), 2).kept
 
     kept = dict(clients.kept[2])
