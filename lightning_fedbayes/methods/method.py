@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import (
     FederationError,
+    check_at_least,
     check_kind,
     check_number,
     check_strings,
@@ -73,6 +74,16 @@ class Participant:
     rate: float | None = None
     gaussian: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_at_least("number", self.number, 0)
+        check_at_least("num_examples", self.num_examples, 1)
+        check_at_least("problem", self.problem, 0)
+        check_at_least("steps", self.steps, 0)
+        if self.rate is not None:
+            check_number("rate", self.rate, "[0, inf)")
+        if not isinstance(self.kept, dict) or self.kept:
+            check_mapping("kept", self.kept, Tensor)
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,11 @@ class Trained:
     posterior: GaussianPosterior
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     precisions: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
+        check_mapping("gradients", self.gradients, Tensor)
+        check_mapping("precisions", self.precisions, Tensor)
 
 
 @dataclass(frozen=True)

@@ -544,7 +544,6 @@ DOORS = {
         {"weighting": "train_size", "facts": [weighting.ClientFacts.of(update(), posterior())]},
     ),
     "effective_clients": (weighting.effective_clients, {"weights": [0.5, 0.5]}),
-    "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
     "temperature_message": (
         calibration.temperature_message,
         {"logits": SAMPLES, "targets": TARGET, "temperature": 1.5},
