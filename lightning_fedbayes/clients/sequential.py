@@ -110,7 +110,7 @@ class SequentialEngine(Engine):
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._losses = client, None, []
+        self._client, self._failure, self._losses, self._examples = client, None, [], 0
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
@@ -176,7 +176,10 @@ class SequentialEngine(Engine):
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
-            self._losses.append(loss.flatten())
+            start, _ = self.span(self._batch_idx)
+            rest = self.sizes[self._client.job] - (self._batch_idx - start) * self._loader.batch_size
+            self._losses.append(loss.flatten() * min(rest, self._loader.batch_size))
+            self._examples += min(rest, self._loader.batch_size)
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -204,7 +207,7 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
-            metrics["train_loss"] = float(torch.cat(self._losses).mean()) * self.context.accumulate
+            metrics["train_loss"] = float(torch.cat(self._losses).sum()) / self._examples * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch

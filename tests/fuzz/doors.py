@@ -38,7 +38,7 @@ from lightning_fedbayes.methods import (
 )
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
-from lightning_fedbayes.server import KnownOverlap, aggregation, plan, weighting
+from lightning_fedbayes.server import KnownOverlap, aggregation, weighting
 from lightning_fedbayes.trainer import ClientParallelStrategy
 
 LABELS = torch.arange(60) % 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
@@ -84,3 +85,20 @@ def test_a_users_recurrent_layer_shares_nothing(caplog):
 
     federate(Module(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"))
     assert "Clients share" not in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", 2])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_training_loss_is_the_mean_over_examples(engine, epochs):
+    """Clients of 5, 9 and 4 examples in batches of 4, so that last batches are short, and nothing learns."""
+
+    class Mean(Plain):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean() * 0 + batch[0].mean()
+
+    values = torch.randn(18, 6, dtype=torch.float64).float()
+    parts = dict(zip("abc", values.split([5, 9, 4])))
+    data = fb.ClientDatasets({name: TensorDataset(part, torch.zeros(len(part))) for name, part in parts.items()})
+    federation = fb.FederatedBayes(engine=engine, local_epochs=epochs)
+    federate(Mean(), federation, 1, DataLoader(data, batch_size=4))
+    assert federation.history[0]["train_loss"] == pytest.approx(float(values.mean()), abs=1e-6)

@@ -139,7 +139,7 @@ class VectorizedEngine(Engine):
             self.context.course.begin_client()
         self._failures = {}
         self._losses = torch.zeros(len(clients), device=self.context.device)
-        self._batches = [0] * len(clients)
+        self._examples = [0] * len(clients)
         starts = self.plan.starts
         self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
         self._kept: dict[int, Any] = {}
@@ -269,9 +269,9 @@ class VectorizedEngine(Engine):
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
-            add_rows(self._losses, slots, losses)
+            add_rows(self._losses, slots, losses * group.batch_size)
             for slot in slots:
-                self._batches[slot] += 1
+                self._examples[slot] += group.batch_size
         return losses, rest
 
     def end_batch(self, batch_idx: int) -> Iterator[ClientUpdate | ClientFailure]:
@@ -304,8 +304,8 @@ class VectorizedEngine(Engine):
                 yield self._failed(slot, number, seconds)
                 continue
             metrics = logged[slot]
-            if self._batches[slot]:
-                metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
+            if self._examples[slot]:
+                metrics = {"train_loss": losses[slot] / self._examples[slot], **metrics}
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
             yield ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])
