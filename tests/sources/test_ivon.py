@@ -225,7 +225,7 @@ def test_a_step_is_algorithm_1_of_its_source():
         estimate = gradient * (theta - m) * n * (h + delta)
         g = b1 * g + (1 - b1) * gradient
         h = b2 * h + (1 - b2) * estimate + (1 - b2) ** 2 / 2 * (h - estimate) ** 2 / (h + delta)
-        m = m - lr * h0 * (g / (1 - b1**t) + delta * m) / (h + delta)
+        m = m - lr * (h0 + delta) * (g / (1 - b1**t) + delta * m) / (h + delta)
         assert torch.allclose(parameter.detach(), m, atol=1e-6)
         assert torch.allclose(optimizer.state[parameter]["precision"], n * (h + delta), rtol=1e-5)
 
