@@ -37,7 +37,7 @@ from lightning_fedbayes.clients.vectorized.schedule import (
 )
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
-from lightning_fedbayes.core.errors import FedBayesError, FusionError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan, cohort_size
@@ -91,6 +91,7 @@ class VectorizedEngine(Engine):
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
         self._modes: StepModes | None = None
+        self._buffer_names = dict(context.module.named_buffers()).keys()
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
@@ -109,6 +110,12 @@ class VectorizedEngine(Engine):
     def begin_round(self, plan: RoundPlan) -> None:
         """See :meth:`Engine.begin_round`."""
         super().begin_round(plan)
+        new = sorted(dict(self.context.module.named_buffers()).keys() - self._buffer_names)
+        if new:
+            raise FederationError(
+                f"the buffers {listed(new)} were registered after the federation was made, such as in on_train_start: "
+                "register them in __init__, configure_model or on_fit_start, or take engine='sequential'"
+            )
         if plan.cohort:
             self._schedule = self._scheduler(plan)
         self._positions = {client: position for position, client in enumerate(plan.cohort)}
