@@ -36,10 +36,8 @@ def test_posteriors_of_other_packages_are_named_with_what_to_take(package, recwa
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     kind = type("BayesLinear", (nn.Linear,), {"__module__": f"{package}.layers"})
     optimizer = type("IVON", (torch.optim.SGD,), {"__module__": package})
-    own = package == "ivon"
-    module = Plain(
-        nn.Sequential(nn.Linear(6, 3) if own else kind(6, 3)), optimizer=optimizer if own else torch.optim.SGD
-    )
+    layer, made = (nn.Linear, optimizer) if package == "ivon" else (kind, torch.optim.SGD)
+    module = Plain(nn.Sequential(layer(6, 3)), optimizer=made)
     federate(module, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1)
     found = [str(each.message) for each in recwarn if f"posterior of {package}'s" in str(each.message)]
     assert len(found) == 1
@@ -54,7 +52,7 @@ def test_a_buffer_that_comes_after_the_federation_is_refused_by_name():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * getattr(self, "w", 1.0)
 
-    with pytest.raises(FederationError, match="the buffers w were registered after.*on_train_start"):
+    with pytest.raises(FederationError, match=r"the buffers w were registered after.*on_train_start"):
         federate(Late(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"))
     federate(Late(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"))
 
