@@ -1,6 +1,5 @@
 """The callback that makes one Trainer a federation: one epoch is one round."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -215,9 +214,9 @@ class FederatedBayes(L.Callback):
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_last is None:
-                callback.save_last = True  # so that ckpt_path="last" finds the last round; a link could dangle
+                self._loop.put(callback, "save_last", True)  # so that "last" is the last round; a link could dangle
         # epoch-wise figures are logged whatever the number of batches
-        warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+        self._loop.ignore(".*is smaller than the logging interval.*")
 
     @contextmanager
     def _mistakes(self) -> Iterator[None]:

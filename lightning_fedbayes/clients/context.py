@@ -1,6 +1,8 @@
 """The training loop as an engine sees it, and the figures that ``training_step`` logs, averaged client by client."""
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +26,71 @@ Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 """A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
 
 
+MOVING = ("lr", "momentum", "betas")
+"""Options of an optimizer that schedules move."""
+
+
+class Course:
+    """Learning rates that move in every step: where a round and its clients begin, and where it ends.
+
+    Every client begins at the position of the round. After the round they stand where the client that has made most
+    steps has left them, the first of such. So with one client they move as without a federation.
+
+    Args:
+        optimizers: of the Trainer.
+        schedulers: of the Trainer with ``interval="step"``, and those that the module steps itself.
+
+    Attributes:
+        done: steps of these clients in all rounds so far.
+        longest: steps of the longest client of this round, the schedulers' states after it, and its options.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+        self.optimizers, self.schedulers = optimizers, schedulers
+        self.done = self._at = 0
+        self.longest = self._start = self._position(0)
+
+    def begin_round(self) -> None:
+        """Take the present position for all clients' start."""
+        self.longest = self._start = self._position(0)
+
+    def begin_client(self) -> None:
+        """Go back to the start of the round."""
+        self._go(self._start)
+
+    def move_to(self, steps: int) -> None:
+        """Step the schedulers until a client has made so many ``steps``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a stack's optimizer steps at its own time
+            for _ in range(self._at, steps):
+                for each in self.schedulers:
+                    each.step()
+        self._at = max(self._at, steps)
+
+    def end_client(self, steps: int) -> None:
+        """Note where a client is that has made so many ``steps``."""
+        if steps > self.longest[0]:
+            self.longest = self._position(steps)
+
+    def end_round(self, *, is_whole: bool = True) -> None:
+        """Go to where the longest client was. Back to the start if the round was cut short."""
+        self._go(self.longest if is_whole else self._start)
+        self.done += self.longest[0] * is_whole
+
+    def _position(self, steps: int) -> tuple[int, list[Any], list[list[dict[str, Any]]]]:
+        states = [copy.deepcopy(each.state_dict()) for each in self.schedulers]
+        options = [[{n: g[n] for n in MOVING if n in g} for g in each.param_groups] for each in self.optimizers]
+        return steps, states, options
+
+    def _go(self, position: tuple[int, list[Any], list[list[dict[str, Any]]]]) -> None:
+        self._at, states, options = position
+        for scheduler, state in zip(self.schedulers, states):
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, groups in zip(self.optimizers, options):
+            for group, values in zip(optimizer.param_groups, groups):
+                group.update(values)
+
+
 @dataclass(frozen=True)
 class TrainingContext:
     """Module, optimizers and options of a training loop. An engine sees these and no Trainer.
@@ -43,6 +110,7 @@ class TrainingContext:
         watched: inside, ``training_step`` raises CannotVectorize if it reads a position in the loop.
         clip_value, clips_norm: limit of the gradients, None for none. True if it limits the norm, False if each entry.
         mean_over_processes: averages a number over processes that train each client together (DDP). None for others.
+        course: of learning rates that may move in every step. None if nothing moves them.
     """
 
     module: L.LightningModule
@@ -61,6 +129,7 @@ class TrainingContext:
     clip_value: float | None = None
     clips_norm: bool = True
     mean_over_processes: Callable[[Tensor], Tensor] | None = None
+    course: Course | None = None
 
     @property
     def is_coarse(self) -> bool:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +25,8 @@ from lightning_fedbayes.layers.priors import LocalPrior
 from lightning_fedbayes.methods import method as methods
 from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
-Results = tuple[Collected, NewStates]
-"""Logged figures and kept states of the clients that one process has trained, ready to be sent."""
+Results = tuple[Collected, NewStates, Any]
+"""Logged figures, kept states and longest course of the clients that one process has trained, ready to be sent."""
 
 SMALL_STEP = 5e6
 """Floating-point operations of a step, or of the work between steps, up to which one thread of the CPU takes them.
@@ -111,6 +112,8 @@ class Engine(ABC):
         """Prepare for the clients of ``plan``, which may be none."""
         self.plan = plan
         self.states.begin_round()
+        if self.context.course is not None:
+            self.context.course.begin_round()
 
     def begin_method(self, shared: methods.Shared) -> None:
         """Take what the server has sent, and set the method's priors. Clients of a new server forget what they kept."""
@@ -304,9 +307,11 @@ class Engine(ABC):
         self.log.forget(client)
 
     def take_trained(self, everyone: Sequence[Results]) -> None:
-        """Take figures and states of the clients of all processes in place of this one's."""
-        self.log.take([logged for logged, _ in everyone])
-        self.states.take([states for _, states in everyone])
+        """Take figures, states and learning rates of the clients of all processes in place of this one's."""
+        self.log.take([logged for logged, *_ in everyone])
+        self.states.take([states for _, states, _ in everyone])
+        if self.context.course is not None:
+            self.context.course.longest = max((longest for *_, longest in everyone), key=itemgetter(0))
 
     def end_round(self, *, success: bool) -> None:
         """End the round. Clients keep their new state if it was fused."""

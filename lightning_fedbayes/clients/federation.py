@@ -222,7 +222,9 @@ class Federation:
         told = ProcessNote(None, self._sent, note)
         if self._is_shared:
             sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
-            told = ProcessNote((self.engine.log.collected(), self.engine.states.trained()), sent, note)
+            course = self.engine.context.course
+            longest = None if course is None else course.longest
+            told = ProcessNote((self.engine.log.collected(), self.engine.states.trained(), longest), sent, note)
         try:
             with self.engine.threads() if auto is None else self._scoring(auto) as score:
                 result = self.server.finish(score, told)
@@ -354,6 +356,8 @@ class Federation:
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""
         states = {"clients": self.engine.states.state_dict(), "in_flight": self.in_flight.state_dict()}
+        course = self.engine.context.course
+        states["steps"] = 0 if course is None else course.done
         return {**self.server.state_dict(), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,6 +367,8 @@ class Federation:
         self.engine.model.load_variances(self.server.posterior)
         self.engine.states.load_state_dict(state["clients"])
         self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
+        if self.engine.context.course is not None:
+            self.engine.context.course.done = state["steps"]
         method, server = self.server.method, self.server
         if method.keeps and not server.is_new:
             lost = sorted(server.accepted.keys() - self.engine.states.clients())

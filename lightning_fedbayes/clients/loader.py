@@ -87,10 +87,12 @@ class FederatedLoader:
             return 1
         return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
 
-    @property
-    def most_batches(self) -> int:
-        """Batches of the largest client in a local epoch."""
-        return plans.batches_per_epoch(max(self.clients.sizes), self.batching)
+    def most_batches(self, round: int) -> int:
+        """Return the batches of the largest client of a round in a local epoch."""
+        sizes, batching = self.clients.sizes, self.batching
+        if batching.fraction != 1.0 and self.timeline is None:
+            sizes = [sizes[k] for k in plans.choose_cohort(round, len(sizes), batching.fraction, batching.seed)]
+        return plans.batches_per_epoch(max(sizes), batching)
 
     def fill_scalers(self, module: nn.Module, collective: Collective, door: Door) -> None:
         """Fill the scalers of ``module`` that ask for the clients' scale. Raise NotSent if the data are private."""

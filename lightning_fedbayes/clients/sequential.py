@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.context import Step, TrainingContext, TrainingLog
+from lightning_fedbayes.clients.context import MOVING, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
@@ -60,7 +60,12 @@ class SequentialEngine(Engine):
         self._terms: list[Pull] = []
         self._watch: Watch | None = None
         self._optimizers = [
-            ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
+            ClientOptimizer(
+                each,
+                partial(remade, context.remake_optimizers, i, each),
+                keep=self.keep_optimizer,
+                moving=() if context.course is None else MOVING,
+            )
             for i, each in enumerate(context.optimizers)
         ]
 
@@ -87,7 +92,8 @@ class SequentialEngine(Engine):
         super().begin_round(plan)
         self._position = 0
         self._steps = self.context.steps.total
-        self._steps_before = self._steps.completed
+        course = self.context.course
+        self._steps_seen = self._steps.completed if course is None else course.done
         for optimizer in self._optimizers:
             optimizer.begin_round()
         self._state = (
@@ -102,7 +108,7 @@ class SequentialEngine(Engine):
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._losses = client, None, []
+        self._client, self._failure, self._losses, self._examples = client, None, [], 0
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
@@ -118,6 +124,8 @@ class SequentialEngine(Engine):
         states = self.optimizer_states(client, state, problem)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
+        if self.context.course is not None:
+            self.context.course.begin_client()
         on_client_start = getattr(self.model.module, "on_client_start", None)
         if on_client_start is not None:
             try:
@@ -126,12 +134,15 @@ class SequentialEngine(Engine):
                 self._failure = error
             if self._state is not None:
                 self._state.note_hook()
-        self._others_steps = self._steps.completed - self._steps_before
+        self._others_steps = self._steps.completed - self._steps_seen
         self._start = time.perf_counter()
         return (client,)
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Take the loop's step as if no other client of the round had trained, unless the client has failed."""
+        """Take the loop's step as if no other client of the round had trained, unless the client has failed.
+
+        Where learning rates may move in every step, only the longest client of each earlier round has.
+        """
         if self._failure is not None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))
@@ -162,7 +173,10 @@ class SequentialEngine(Engine):
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
-            self._losses.append(loss.flatten())
+            start, _ = self.span(self._batch_idx)
+            rest = self.sizes[self._client.job] - (self._batch_idx - start) * self._loader.batch_size
+            self._losses.append(loss.flatten() * min(rest, self._loader.batch_size))
+            self._examples += min(rest, self._loader.batch_size)
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -183,12 +197,14 @@ class SequentialEngine(Engine):
         client, error = self._client, self._failure
         if error is None and self.model.learned is not None:
             error = self._measure(client, self.model.learned)
+        if self.context.course is not None:
+            self.context.course.end_client(self._steps.completed - self._others_steps - self._steps_seen)
         logged, seconds = self.log.end_client(client.job), time.perf_counter() - self._start
         if error is not None:
             return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
-            metrics["train_loss"] = float(torch.cat(self._losses).mean()) * self.context.accumulate
+            metrics["train_loss"] = float(torch.cat(self._losses).sum()) / self._examples * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch
@@ -236,6 +252,8 @@ class SequentialEngine(Engine):
             self._watch = None
         for optimizer in self._optimizers:
             optimizer.reset()
+        if self.context.course is not None:
+            self.context.course.end_round(is_whole=self._position == len(self.plan.cohort))
         if self._state is not None:
             if self._position < len(self.plan.cohort):  # the round was cut short
                 self._state.restore(keep_hooks=True)

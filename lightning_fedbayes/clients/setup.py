@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
@@ -19,7 +21,7 @@ from lightning_fedbayes.clients.problems import default_fusion
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.states import Client
-from lightning_fedbayes.core.errors import CannotVectorize, FederationError
+from lightning_fedbayes.core.errors import CannotVectorize, FederationError, listed
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.server.plan import choose_cohort
 
@@ -77,6 +79,8 @@ def make_federation(
         trained = sum(p.numel() for p in context.module.parameters() if p.requires_grad)
         all_ = sum(p.numel() for p in context.module.parameters())
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
+    tell_of_single_examples(context.module, loader)
+    tell_of_other_posteriors(context)
     needed = getattr(context.module, "federated_method", None)
     if settings.fusion is None and needed is not None:
         settings = replace(settings, fusion=needed)
@@ -94,6 +98,40 @@ def make_federation(
     if settings.method.auto is not None:
         check_score(settings.method.auto, context.module)
     return Federation(settings, engine, collective, held_out)
+
+
+def tell_of_single_examples(module: L.LightningModule, loader: FederatedLoader) -> None:
+    """Warn of clients with a last batch of one example, of which BatchNorm has no variance."""
+    batching, clients = loader.batching, loader.clients
+    if batching.drop_last or not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()):
+        return
+    one = [name for name, size in zip(clients.names, clients.sizes) if size % batching.batch_size == 1]
+    if one:
+        rank_zero_warn(
+            f"the last batch of the clients {listed(one)} has one example, and BatchNorm needs more: where it fails, "
+            "they are left out of every round. Give the loader drop_last=True or another batch_size"
+        )
+
+
+OTHERS = {
+    "ivon": "fb.IVON(params, lr, hessian_init=..., curvature='ivon'), which takes the same steps",
+    "torch_uncertainty": "fb.bayesianize(network), which has the same estimators",
+    "pyro": "fb.bayesianize(network)",
+    "tyxe": "fb.bayesianize(network)",
+}
+"""Packages with posteriors of their own → what to take in place of theirs."""
+
+
+def tell_of_other_posteriors(context: TrainingContext) -> None:
+    """Warn of posteriors by other packages, of which a federation averages the parameters as numbers."""
+    for each in (*context.optimizers, *context.module.modules()):
+        package = type(each).__module__.split(".")[0]
+        if package in OTHERS and (package != "torch_uncertainty" or "Bayes" in type(each).__name__):
+            rank_zero_warn(
+                f"the posterior of {package}'s {type(each).__name__} is not known here: its parameters are averaged as "
+                f"numbers, without variances. To federate a posterior take {OTHERS[package]}"
+            )
+            return
 
 
 def make_engine(

@@ -235,7 +235,8 @@ def write(tensor: Tensor, values: Tensor) -> None:
 @functools.cache
 def own_attributes() -> frozenset[str]:
     """Names of the attributes that torch and Lightning themselves keep on a module."""
-    return frozenset(vars(L.LightningModule())) | {"log", "on_save_checkpoint"}
+    recurrent = {"_flat_weights", "_flat_weight_refs"}  # made again from the parameters
+    return frozenset(vars(L.LightningModule())) | {"log", "on_save_checkpoint"} | recurrent
 
 
 def fingerprint(value: Any, depth: int = 4) -> Any:

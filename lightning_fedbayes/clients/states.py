@@ -314,11 +314,14 @@ class ClientOptimizer:
     At the start there is no state per parameter, and options are those of the round's start: schedules and hooks
     between rounds change them for all clients, and a client's training only for itself. If the optimizer holds more
     from its construction, such as another optimizer or a copy of the weights, ``remake`` gives a new one. With ``keep``
-    clients keep what :meth:`read` returns. Raises FederationError if that cannot be kept.
+    clients keep what :meth:`read` returns, but for the options ``moving``. Raises FederationError if they cannot.
     """
 
-    def __init__(self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool, moving: Collection[str] = ()
+    ) -> None:
         self.optimizer = optimizer
+        self._moving = moving
         self._remake = remake
         self._is_plain = not has_own_state(optimizer)
         if keep and not self._is_plain:
@@ -368,7 +371,11 @@ class ClientOptimizer:
         state = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
         pairs = zip([*self._options, self._attributes], [*options_of(optimizer), _plain_attributes(optimizer)])
         return state, [
-            {name: (before.get(name), value) for name, value in now.items() if _differs(before.get(name), value)}
+            {
+                name: (before.get(name), value)
+                for name, value in now.items()
+                if _differs(before.get(name), value) and name not in self._moving
+            }
             for before, now in pairs
         ]
 

@@ -19,7 +19,7 @@ from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
-from lightning_fedbayes.data.partition.base import LabelSource, as_labels
+from lightning_fedbayes.data.partition.base import LabelSource, as_labels, read_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
@@ -27,8 +27,8 @@ LABEL_ATTRIBUTES = ("targets", "labels", "y")
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
     """Return the integer class label of every example, or None if they cannot be known without loading examples.
 
-    It looks for an attribute ``targets``, ``labels`` or ``y``, takes the last tensor of a TensorDataset, and looks into
-    Subset and ConcatDataset. Anything but one integer per example (continuous targets, masks, names) is None.
+    It looks for an attribute ``targets``, ``labels`` or ``y``, takes the second of two tensors of a TensorDataset, and
+    looks into Subset and ConcatDataset. Anything but an integer or a name per example (real targets, masks) is None.
 
     Args:
         dataset: map-style.
@@ -53,7 +53,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
         known = [part for part in parts if part is not None]
         return torch.cat(known) if len(known) == len(parts) else None
     if isinstance(dataset, TensorDataset):
-        return _as_labels(dataset.tensors[-1], len(dataset))
+        return _as_labels(dataset.tensors[1], len(dataset)) if len(dataset.tensors) == 2 else None
     for name in LABEL_ATTRIBUTES:
         labels = _as_labels(getattr(dataset, name, None), len(dataset))  # type: ignore[arg-type]
         if labels is not None:
@@ -104,7 +104,7 @@ def _entry(example: Any, name: str) -> int:
 def _as_labels(values: Any, length: int) -> Tensor | None:
     """Return ``values`` as a vector of ``length`` integers, or None if they are something else."""
     try:
-        labels = torch.as_tensor(values)
+        labels = read_labels(values)
     except (TypeError, ValueError, RuntimeError):  # names, ragged lists, methods, None
         return None
     if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():

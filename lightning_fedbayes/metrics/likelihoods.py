@@ -429,8 +429,15 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
     if named is not None:
         return named
     for found in (Categorical(), Categorical(channels=-1)):
-        if not found.unfit(outputs, targets):
-            return found
+        if found.unfit(outputs, targets):
+            continue
+        totals = outputs.detach().sum(found.channels)
+        if bool((outputs >= 0).all()) and torch.allclose(totals, torch.ones_like(totals), atol=1e-4):
+            raise FedBayesError(
+                f"{type(module).__name__}: the outputs of every example are at least 0 and sum to 1, so they are "
+                "probabilities, and logits are needed: leave the softmax out, or give the module its own likelihood"
+            )
+        return found
     shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     who = f"{type(module).__name__}: {shapes} of {targets.dtype}"
     if not Bernoulli().unfit(outputs, targets):

@@ -387,7 +387,7 @@ class Server:
         total, examples, megabytes, spent = 0.0, 0, 0.0, []
         for outcome in valid:
             megabytes += outcome.num_bytes
-            if "train_loss" in outcome.metrics:
+            if math.isfinite(outcome.metrics.get("train_loss", math.nan)):
                 total += outcome.metrics["train_loss"] * outcome.num_examples
                 examples += outcome.num_examples
         for outcome in outcomes:

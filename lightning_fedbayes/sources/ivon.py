@@ -57,7 +57,7 @@ class IVON(Optimizer):
 
     .. math:: h \leftarrow h + (1 - \beta_2)(\hat h - h)
               + \tfrac12 (1 - \beta_2)^2 \frac{(\hat h - h)^2}{h + \delta}, \qquad
-              m \leftarrow m - \text{lr}\,h_0\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta},
+              m \leftarrow m - \text{lr}\,(h_0 + \delta)\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta},
 
     :math:`\delta = A / \lambda`. With :math:`\beta_2 = 0.999` the variances follow the noise, and with 0.99999 they
     stay at :math:`h_0` (``python -m benchmarks.layers.width`` compares them). Squares reach the width of the evidence
@@ -79,7 +79,7 @@ class IVON(Optimizer):
 
     Args:
         params: parameters, or groups of them with their options.
-        lr: learning rate, as Adam's. None: 0.01. With ``curvature="ivon"`` 0.1, relative to :math:`1 / h_0`.
+        lr: learning rate, as Adam's. None: 0.01. With ``curvature="ivon"`` 0.1, times :math:`h_0 + \delta`.
         num_examples: n, the number of training examples. None: a federation gives each client's.
         prior_std: s > 0, infinite for no prior. It replaces ``weight_decay``, which is :math:`\tau / n s^2`.
         hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: draws are a tenth of
@@ -296,7 +296,9 @@ class IVON(Optimizer):
         rate = float(group["lr"])
         if newton is None:  # over ρ Λ
             foreach.div_(move, precisions)
-            foreach.add_(parameters, move, alpha=-rate * group["hessian_init"])
+            start = group["hessian_init"]
+            foreach.mul_(move, [start + group["prior_std"] ** -2 / each for each in scale])
+            foreach.add_(parameters, move, alpha=-rate)
         elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
             divisors = foreach.sqrt([state["square"] for state in states])
             foreach.mul_(divisors, [each / rate for each in scale])

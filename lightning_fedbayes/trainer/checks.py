@@ -110,11 +110,16 @@ def check_held_out(trainer: L.Trainer) -> None:
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
-    """Raise FederationError for a scheduler that would treat the clients of a round differently."""
+    """Raise FederationError for a scheduler that cannot begin alike for all clients of a round."""
     for config in trainer.lr_scheduler_configs:
-        if config.interval == "step":
-            name = type(config.scheduler).__name__
-            raise FederationError(f"{name} has interval='step', which differs between clients; use interval='epoch'")
+        name = type(config.scheduler).__name__
+        if config.interval == "step" and config.reduce_on_plateau:
+            raise FederationError(f"{name} with interval='step' follows one client's figure; use interval='epoch'")
+        if config.interval == "step" and not hasattr(config.scheduler, "load_state_dict"):
+            raise FederationError(
+                f"{name} with interval='step' cannot go back to where a client begins: give it state_dict and "
+                "load_state_dict, or use interval='epoch'"
+            )
 
 
 def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:

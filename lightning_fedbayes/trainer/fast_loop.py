@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import Step, loss_and_rest, takes_index
+from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.states import drop_gradients
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
@@ -92,6 +93,12 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
     if len(trainer.optimizers) != 1:
         yield f"there are {len(trainer.optimizers)} optimizers"
     yield from (f"{type(each).__name__} needs a closure" for each in trainer.optimizers if _needs_closure(each))
+    yield from hooks_of_steps(trainer)
+
+
+def hooks_of_steps(trainer: L.Trainer) -> Iterator[str]:
+    """Yield, in words, the hooks of a step that the user has written."""
+    made: Any = trainer
     owners: list[tuple[Any, Iterable[str]]] = [(trainer.lightning_module, (*STEP_HOOKS, *BATCH_HOOKS))]
     owners += [(callback, [hook for hook in STEP_HOOKS if hasattr(L.Callback, hook)]) for callback in made.callbacks]
     if made.datamodule is not None:
@@ -106,6 +113,10 @@ def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
     A callback with a true attribute ``sees_stacks`` can, and leaves weights and options alone.
     """
     yield from step_obstacles(trainer)
+    for config in trainer.lr_scheduler_configs:
+        own = config.frequency != 1 or is_overridden("lr_scheduler_step", trainer.lightning_module)
+        if config.interval == "step" and own:
+            yield f"{type(config.scheduler).__name__} does not move by itself in every step"
     for callback, hook in batch_watchers(trainer):
         if not getattr(callback, "sees_stacks", False):
             why = "would see stacked batches of all clients; give it an attribute sees_stacks = True if it can use them"
@@ -152,11 +163,8 @@ def fast_step(trainer: L.Trainer) -> Step:
     return step
 
 
-def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:
-    """Return a function that trains on one batch by ``step``, in place of the epoch loop's ``advance``.
-
-    ``prepare`` turns the data fetcher's batch into the module's. By default it moves it to the device.
-    """
+def fast_advance(trainer: L.Trainer, step: Step, engine: Engine) -> Advance:
+    """Return a function that trains ``engine`` on one batch by ``step``, in place of the epoch loop's ``advance``."""
     made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop
     module = trainer.lightning_module
@@ -165,7 +173,8 @@ def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] |
     callbacks: list[L.Callback] = made.callbacks
     starts = [each.on_train_batch_start for each in callbacks if is_overridden("on_train_batch_start", each)]
     ends = [each.on_train_batch_end for each in callbacks if is_overridden("on_train_batch_end", each)]
-    device = trainer.strategy.root_device
+    device, prepare = trainer.strategy.root_device, engine.prepare
+    moves = not engine.takes_own_steps and any(each.interval == "step" for each in trainer.lr_scheduler_configs)
     if prepare is None and device.type != "cpu":
         prepare = partial(move_data_to_device, device=device)
 
@@ -186,6 +195,8 @@ def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] |
         progress.increment_started()
         outputs = step(made.optimizers[0], batch_idx, {"batch": batch, "batch_idx": batch_idx})
         progress.increment_processed()
+        if moves:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         attributes["_current_fx_name"] = "on_train_batch_end"
         for hook in ends:
             hook(trainer, module, outputs, batch, batch_idx)  # pyright: ignore[reportArgumentType]

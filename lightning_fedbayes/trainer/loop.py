@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -15,11 +18,13 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.states import options_of
+from lightning_fedbayes.core.errors import FederationError, shown
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.trainer import fast_loop
 from lightning_fedbayes.trainer.data import FederatedSource, brought, held_out_batches
@@ -27,6 +32,10 @@ from lightning_fedbayes.trainer.strategy import collective_of
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""
+
+SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "optimizers")
+"""Attributes of a Trainer that engines take once."""
+settings_of = attrgetter(*SETTINGS)
 
 Checkpoint = dict[str, Any]
 
@@ -43,9 +52,9 @@ class FitLoop:
         self._boundary: RoundBoundary | None = None
         self._number = 0  # of the batch in the round
         self._is_inside = False  # a batch is under way
-        self._most_steps, self._limit = self._epoch.max_steps, trainer.limit_train_batches
+        self._limit = trainer.limit_train_batches
         self._steps_before = (0, 0)
-        self._class = type(trainer)
+        self._undo = ExitStack()
         self.collective: Collective = collective_of(trainer)  # the processes that share the clients of a round
 
     @property
@@ -56,9 +65,10 @@ class FitLoop:
 
     def replace_data(self, federate: Callable[[Any], Any]) -> None:
         """Let the Trainer train on ``federate(loader)`` of the user's training loader, once it asks for that."""
-        self._fit._data_source = FederatedSource(self._fit._data_source, federate)
-        self.trainer.__class__ = self._with_own_steps(self._class)
-        self.trainer.limit_train_batches = 1.0  # Lightning's limit is per epoch, the federation's per client
+        self.put(self._fit, "_data_source", FederatedSource(self._fit._data_source, federate))
+        self._undo.callback(setattr, self.trainer, "__class__", type(self.trainer))
+        self.trainer.__class__ = self._with_own_steps(type(self.trainer))
+        self.put(self.trainer, "limit_train_batches", 1.0)  # Lightning's limit is per epoch, ours per client
 
     def _with_own_steps(self, plain: type[L.Trainer]) -> type[L.Trainer]:
         """Return ``plain`` with ``estimated_stepping_batches`` of the present client, or of the largest one."""
@@ -73,12 +83,28 @@ class FitLoop:
                 loader, rounds = self.train_dataloader, self.max_epochs
                 if rounds in (None, -1) or not isinstance(loader, FederatedLoader):
                     return super().estimated_stepping_batches
-                batches = self.num_training_batches if loop._is_inside else loader.most_batches
-                return math.ceil(batches / self.accumulate_grad_batches) * loader.batching.local_epochs * max(rounds, 1)
+                if loop._is_inside:
+                    largest = [self.num_training_batches] * max(rounds, 1)
+                else:
+                    largest = [loader.most_batches(round) for round in range(max(rounds, 1))]
+                steps = sum(math.ceil(batches / self.accumulate_grad_batches) for batches in largest)
+                return steps * loader.batching.local_epochs
 
         Federated.__name__, Federated.__qualname__ = plain.__name__, plain.__qualname__
         Federated.__module__ = plain.__module__  # which tells the Trainer of another package
         return Federated
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until :meth:`restore`, which puts back what ``owner`` itself had there, if anything."""
+        own = vars(owner)
+        self._undo.callback(own.__setitem__ if name in own else own.pop, name, own.get(name))
+        setattr(owner, name, value)
+
+    def ignore(self, message: str) -> None:
+        """Ignore warnings of this pattern until :meth:`restore`."""
+        warnings.filterwarnings("ignore", message=message)
+        mine = warnings.filters[0]
+        self._undo.callback(lambda: mine in warnings.filters and warnings.filters.remove(mine))
 
     def setup_data(self) -> None:
         """Let the Trainer ask for its training loader now."""
@@ -134,6 +160,7 @@ class FitLoop:
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
+            course=course_of(trainer),
         )
 
     def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
@@ -144,26 +171,26 @@ class FitLoop:
         batch in the round, before its first hook and after its last.
         """
         self._engine = engine
-        self._most_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # fast_dev_run counts batches of a client
+        self.put(self._epoch, "max_steps", -1)  # fast_dev_run counts batches of a client
         optimization = self._epoch.automatic_optimization
         is_fast = engine.takes_own_steps or fast_loop.step_is_plain(self.trainer)
         if not fast_loop.is_tested():
             rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
         step = partial(engine.train_batch, fast_loop.fast_step(self.trainer) if is_fast else optimization.run)
-        optimization.run = step
+        self.put(optimization, "run", step)
         step_schedulers = self._epoch.update_lr_schedulers
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             if not self._is_inside or interval != "epoch":  # schedulers step once in a round, at its end
                 step_schedulers(interval, update_plateau_schedulers)
 
-        self._epoch.update_lr_schedulers = update_lr_schedulers
+        self.put(self._epoch, "update_lr_schedulers", update_lr_schedulers)
         bar: Any = self.trainer.progress_bar_callback
         if bar is not None:  # it counts the batches of the round
             show = bar.on_train_batch_end
-            bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
+            self.put(bar, "on_train_batch_end", lambda *args: show(*args[:-1], self._number))
         whole = self._epoch.advance
-        inner = fast_loop.fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
+        inner = fast_loop.fast_advance(self.trainer, step, engine) if is_fast else whole
 
         def advance(fetcher: Any) -> None:
             while True:
@@ -173,7 +200,8 @@ class FitLoop:
                     return  # the loop's own on_advance_end follows; after the other batches it would only count
                 self._epoch._batches_that_stepped += 1
 
-        self._epoch.advance = advance
+        self.put(self._epoch, "advance", advance)
+        self._given = *settings_of(self.trainer)[:-1], list(self.trainer.optimizers)
         engine.log.install()
 
     def _advance(
@@ -182,6 +210,12 @@ class FitLoop:
         """Train on the next batch, at the client's positions."""
         assert self._engine is not None
         progress, length = self._epoch.batch_progress, self._fit.max_batches
+        if (present := settings_of(self.trainer)) != self._given:
+            (name, old, new), *_ = (each for each in zip(SETTINGS, self._given, present) if each[1] != each[2])
+            raise FederationError(
+                f"a hook has changed trainer.{name} from {shown(old)} to {shown(new)} during the fit, and clients "
+                "train as it was: set it before the fit, or end the fit and begin another"
+            )
         self._number = number = progress.current.ready
         begin(number)
         first, stop = self._engine.span(number)
@@ -219,7 +253,7 @@ class FitLoop:
                 self.trainer.should_stop, asked = any(self.collective.all_gather(asked)), False
             inner(fetcher)
 
-        self._epoch.on_advance_end = on_advance_end
+        self.put(self._epoch, "on_advance_end", on_advance_end)
 
     @property
     def step_names(self) -> set[str]:
@@ -255,7 +289,7 @@ class FitLoop:
                 between_rounds(checkpoint)
             user_hook(checkpoint)
 
-        self.module.on_save_checkpoint = on_save_checkpoint
+        self.put(self.module, "on_save_checkpoint", on_save_checkpoint)
 
     def close_round(self, checkpoint: Checkpoint, rounds: int, *, is_done: bool) -> None:
         """Move ``checkpoint`` to a point between rounds: after ``rounds``, or at the start of one that is not done."""
@@ -281,20 +315,22 @@ class FitLoop:
 
     def restore(self) -> None:
         """Give Trainer and module back as they were. A second call does nothing."""
-        if isinstance(self._fit._data_source, FederatedSource):
-            self._fit._data_source = self._fit._data_source.source
-            self.trainer.__class__ = self._class
-            self.trainer.limit_train_batches = self._limit
-        for name in ("advance", "on_advance_end", "update_lr_schedulers"):
-            vars(self._epoch).pop(name, None)
-        if self.trainer.progress_bar_callback is not None:
-            vars(self.trainer.progress_bar_callback).pop("on_train_batch_end", None)
-        vars(self._epoch.automatic_optimization).pop("run", None)
-        self._epoch.max_steps = self._most_steps
-        vars(self.module).pop("on_save_checkpoint", None)
+        self._undo.close()
         if self._engine is not None:
             self._engine.close()
             self._engine.log.remove()
+
+
+def course_of(trainer: L.Trainer) -> Course | None:
+    """Return the course of learning rates that schedulers or hooks may move in every step. None without any."""
+    module, parts = trainer.lightning_module, []
+    for value in vars(module).values():
+        parts += value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+    own = [each for each in parts if isinstance(each, LRScheduler)]
+    configs = [each.scheduler for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    schedulers = list({id(each): each for each in (*configs, *own)}.values())
+    moves = schedulers or next(fast_loop.hooks_of_steps(trainer), None) or next(fast_loop.batch_watchers(trainer), None)
+    return Course(trainer.optimizers, schedulers) if moves else None
 
 
 def optimizers_of(module: L.LightningModule) -> list[Optimizer]:

@@ -77,6 +77,11 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
     """Bring learning rates to their values after ``rounds`` rounds. Raise FederationError for ReduceLROnPlateau."""
     check_schedulers(trainer)
     for config in trainer.lr_scheduler_configs:
+        if config.interval == "step":
+            raise FederationError(
+                f"{type(config.scheduler).__name__} has interval='step': how far the longest client of each earlier "
+                "round has moved it is unknown here. Use interval='epoch'"
+            )
         if config.reduce_on_plateau:
             remedy = "use a schedule of the round, such as StepLR"
             name = type(config.scheduler).__name__

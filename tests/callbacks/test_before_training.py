@@ -155,8 +155,8 @@ def test_the_check_leaves_no_trace(federated):
 class BySteps(Plain):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {**plateau, "monitor": "val/nll"}}
 
 
 @pytest.mark.parametrize("make", [Plain, bayesian])

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from lightning_fedbayes import ClassPartition, ClientDatasets, DirichletPartition, IIDPartition
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, PartitionError
 from lightning_fedbayes.data import clients_of, labels_of
 
 FOUR_LABELS = [3, 1, 2, 1]
@@ -56,6 +56,56 @@ def test_last_tensor_if_it_holds_integers():
     assert labels_of(TensorDataset(inputs, torch.tensor(FOUR_LABELS))).tolist() == FOUR_LABELS
     assert labels_of(TensorDataset(inputs, torch.randn(4))) is None
     assert labels_of(TensorDataset(inputs)) is None
+
+
+class Column:
+    """A column of a table: indexed by the labels of its rows, which have gaps and no 0, and not by position."""
+
+    def __init__(self, values, dtype=None):
+        self.rows = dict(zip((9, 5, 17, 8), np.asarray(values, dtype)))
+
+    def __getitem__(self, row):
+        return self.rows[row]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(list(self.rows.values()), dtype)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        Column(FOUR_LABELS),
+        Column(FOUR_LABELS, object),
+        Column(FOUR_LABELS, np.uint16),
+        np.asarray(FOUR_LABELS, np.uint8),
+        torch.tensor(FOUR_LABELS, dtype=torch.int16),
+    ],
+    ids=["column", "objects", "unsigned", "bytes", "short"],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_labels_are_read_by_position_from_whatever_holds_integers(column, named):
+    found = labels_of(Untouchable(targets=column, own=column), "own" if named else None)
+    assert found.dtype == torch.int64
+    assert found.tolist() == FOUR_LABELS
+    split = DirichletPartition(2, alpha=1.0, labels=column).split(None, seed=0, num_examples=4)
+    assert sorted(torch.cat(list(split.indices)).tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [None, object])
+def test_names_of_classes_are_numbered_in_their_order(dtype):
+    assert labels_of(Untouchable(), Column(["cat", "ant", "bee", "ant"], dtype)).tolist() == [2, 0, 1, 0]
+
+
+def test_of_more_than_two_tensors_the_label_is_named_and_never_guessed():
+    data = TensorDataset(torch.zeros(4, 2), torch.tensor(FOUR_LABELS), torch.arange(4))
+    assert labels_of(data) is None
+    with pytest.raises(PartitionError, match=r"labels are unknown.*lambda data: data\.tensors\[1\]"):
+        clients_of(data, DirichletPartition(2, alpha=1.0), seed=0)
+    clients = clients_of(data, DirichletPartition(2, alpha=1.0, labels=lambda data: data.tensors[1]), seed=0)
+    assert clients.classes == (1, 2, 3)
 
 
 def test_wrappers_of_any_depth():

@@ -59,8 +59,8 @@ class Greedy(Plain):
 class Scheduled(Plain):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {**plateau, "monitor": "val/nll"}}
 
 
 class Complex(Plain):
@@ -92,7 +92,7 @@ SAMPLED = {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * 90, 90)}
         ("LearningRateFinder trains on part of a round", {"callbacks": [LearningRateFinder()]}, {}),
         ("automatic_optimization is False.*use automatic optimization", {"module": Manual}, {}),
         ("dataloader_iter", {"module": Greedy}, {}),
-        ("StepLR has interval='step'.*interval='epoch'", {"module": Scheduled}, {}),
+        ("ReduceLROnPlateau with interval='step'.*interval='epoch'", {"module": Scheduled}, {}),
         ("complex parameters cannot be fused: phase.*view_as_real", {"module": Complex}, {}),
         ("Stream is iterable and has no length.*map-style", {"train": DataLoader(Stream(), batch_size=8)}, {}),
         ("91 clients cannot share 90 examples.*fewer clients", {}, {"partition": fb.IIDPartition(91)}),

@@ -109,9 +109,10 @@ class Positions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            for done in range(1, self.first + 1):
-                if done % config.frequency == 0:
-                    config.scheduler.step()  # pyright: ignore[reportCallIssue]
+            per_round = max(SIZES) // 4 // config.frequency  # batches of the longest client
+            steps = self.first * per_round if config.interval == "step" else self.first // config.frequency
+            for _ in range(steps):
+                config.scheduler.step()  # pyright: ignore[reportCallIssue]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seed_everything(derive_seed(0, "training", trainer.current_epoch, self.client))

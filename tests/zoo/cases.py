@@ -141,7 +141,18 @@ for name, make in {
 }.items():
     add("Schedules", name, scheduled(make), rounds=3)
 add("Schedules", "once in two epochs", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), frequency=2), rounds=2)
-add("Schedules", "once in a step", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step"), **NEVER)
+for name, make in {
+    "StepLR in every step": lambda o: lr_scheduler.StepLR(o, 1, 0.9),
+    "OneCycleLR in every step": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=100),
+    "a warm-up in every step": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 9)),
+}.items():
+    add("Schedules", name, scheduled(make, interval="step"), rounds=3)
+add(
+    "Schedules",
+    "in every second step",
+    scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step", frequency=2),
+    vectorized=REFUSED,
+)
 add(
     "Schedules",
     "of the module's own hook lr_scheduler_step",

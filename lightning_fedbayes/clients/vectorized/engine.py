@@ -35,7 +35,7 @@ from lightning_fedbayes.clients.vectorized.schedule import (
 )
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
-from lightning_fedbayes.core.errors import FedBayesError, FusionError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan, cohort_size
@@ -85,6 +85,7 @@ class VectorizedEngine(Engine):
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
         self._modes: StepModes | None = None
+        self._buffer_names = dict(context.module.named_buffers()).keys()
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
@@ -103,6 +104,12 @@ class VectorizedEngine(Engine):
     def begin_round(self, plan: RoundPlan) -> None:
         """See :meth:`Engine.begin_round`."""
         super().begin_round(plan)
+        new = sorted(dict(self.context.module.named_buffers()).keys() - self._buffer_names)
+        if new:
+            raise FederationError(
+                f"the buffers {listed(new)} were registered after the federation was made, such as in on_train_start: "
+                "register them in __init__, configure_model or on_fit_start, or take engine='sequential'"
+            )
         if plan.cohort:
             self._schedule = self._scheduler(plan)
         self._positions = {client: position for position, client in enumerate(plan.cohort)}
@@ -117,6 +124,8 @@ class VectorizedEngine(Engine):
         for optimizer in self.context.optimizers:
             optimizer.zero_grad()
             optimizer.state.clear()
+        if self.context.course is not None:
+            self.context.course.end_round()
         super().end_round(success=success)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
@@ -127,9 +136,11 @@ class VectorizedEngine(Engine):
         if groups[0] is not chunk.groups[0]:
             return ()
         clients = [self.client(self._positions[number]) for number in chunk.clients]
+        if self.context.course is not None:
+            self.context.course.begin_client()
         self._failures = {}
         self._losses = torch.zeros(len(clients), device=self.context.device)
-        self._batches = [0] * len(clients)
+        self._examples = [0] * len(clients)
         starts = self.plan.starts
         self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
         self._kept: dict[int, Any] = {}
@@ -184,6 +195,8 @@ class VectorizedEngine(Engine):
         with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
             for group, batch in zip(groups, self._batches_at_hand, strict=True):
                 steps.increment_ready()
+                if self.context.course is not None:
+                    self.context.course.move_to(group.step)
                 for slot, error in batch.failures.items():
                     self._failures.setdefault(slot, error)
                 parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
@@ -254,16 +267,19 @@ class VectorizedEngine(Engine):
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
-            add_rows(self._losses, slots, losses)
+            add_rows(self._losses, slots, losses * group.batch_size)
             for slot in slots:
-                self._batches[slot] += 1
+                self._examples[slot] += group.batch_size
         return losses, rest
 
     def end_batch(self, batch_idx: int) -> Iterator[ClientUpdate | ClientFailure]:
         """At the last batch of a chunk, yield the updates of its clients one by one: few are in memory at once."""
         if not self.plan.cohort or self._batch[1][-1] is not self._batch[0].groups[-1]:
             return
-        clients = self._batch[0].clients
+        clients, course = self._batch[0].clients, self.context.course
+        if course is not None:
+            course.move_to(max(self._lengths))
+            course.end_client(max(self._lengths))
         stack, logged = self._stack, self.log.end_chunk(clients)
         if stack is None:
             seconds = (time.perf_counter() - self._start) / len(clients)
@@ -286,8 +302,8 @@ class VectorizedEngine(Engine):
                 yield self._failed(slot, number, seconds)
                 continue
             metrics = logged[slot]
-            if self._batches[slot]:
-                metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
+            if self._examples[slot]:
+                metrics = {"train_loss": losses[slot] / self._examples[slot], **metrics}
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
             yield ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])

@@ -384,7 +384,7 @@ def check_against_single(
         drawn = random_state(context.device)
         shifted, others = stacked(shift=0.1)
         both = zip((losses, *gradients.values()), (shifted, *others.values()), strict=True)
-        if not all(_are_close(a[0], b[0]) for a, b in both if a is not None and b is not None):
+        if not _are_close([(a[0], b[0]) for a, b in both if a is not None and b is not None]):
             raise CannotVectorize(
                 "training_step reads parameters from elsewhere than the module, such as the optimizer"
             )
@@ -425,7 +425,7 @@ def _check_singles(
             single = torch.autograd.grad(loss.reshape(()), [own[name] for name in gradients], allow_unused=True)
             pairs = [(losses[slot], loss.detach().reshape(()))]
             pairs += [(g[slot], each) for g, each in zip(gradients.values(), single) if each is not None]
-            alike = all(_are_close(a, b.to(a.dtype)) for a, b in pairs)
+            alike = _are_close([(a, b.to(a.dtype)) for a, b in pairs])
         if not torch.equal(random_state(context.device), state):
             break  # draws that cannot be held still: nothing can be said
         if not alike:
@@ -435,8 +435,11 @@ def _check_singles(
         before.restore()  # what on_client_start has set
 
 
-def _are_close(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True)
+def _are_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether the tensors of each pair agree but for rounding, which is relative to the largest of all."""
+    scale = max((float(first.nan_to_num(0, 0, 0).abs().max()) for first, _ in pairs if first.numel()), default=0.0)
+    tolerance = {"rtol": 1e-3, "atol": 1e-5 * max(1.0, scale), "equal_nan": True}
+    return all(torch.allclose(first, second, **tolerance) for first, second in pairs)
 
 
 class Still(TorchFunctionMode):

@@ -205,7 +205,7 @@ class LabelPartition(Partition):
     Attributes:
         labels: where the class of every example is found: the name of a column (an attribute of the data set, or a key
             or an attribute of its examples), one integer per example, or a function of the data set that returns these.
-            None: its attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
+            None: its attribute ``targets``, ``labels`` or ``y``, or the second of two tensors of a ``TensorDataset``.
     """
 
     def __post_init__(self) -> None:
@@ -222,7 +222,8 @@ class LabelPartition(Partition):
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
         if labels is None:
-            remedy = "give labels= a column's name, one integer per example or a function; or use IIDPartition"
+            remedy = "give labels= a column's name, one integer per example or a function, such as lambda data: "
+            remedy += "data.tensors[1]; or use IIDPartition"
             raise PartitionError(f"{type(self).__name__} deals by label, but the labels are unknown (None); {remedy}")
         if not is_class_label(labels):
             need = f"{type(self).__name__} needs one integer class per example; bin a continuous target into classes"
@@ -236,9 +237,12 @@ class LabelPartition(Partition):
 
 
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
-    """Return labels (a list, an array or a tensor) as a tensor. Raise PartitionError if they are not numbers."""
+    """Return labels as a tensor: of a list, a tensor, or anything that NumPy reads, such as a column of a table.
+
+    Names become the numbers of their sorted set. Raise PartitionError for anything else.
+    """
     try:
-        values = torch.as_tensor(labels)
+        values = read_labels(labels)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         what = f"labels of type {type(labels).__name__} cannot be read as numbers"
         raise PartitionError(f"{what} ({error}); give one integer per example") from None
@@ -246,6 +250,17 @@ def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     if values.ndim == 0:
         raise PartitionError(f"labels={shown(labels)}: give one integer per example")
     return values
+
+
+def read_labels(labels: Any) -> Tensor:
+    """Return labels as a tensor, integers as int64, in the order of the examples, whatever index a table has."""
+    if not isinstance(labels, Tensor) and hasattr(labels, "__array__"):
+        labels = np.asarray(labels)
+        labels = np.asarray(labels.tolist()) if labels.dtype == object else labels  # of numbers, or of names
+        if labels.dtype.kind == "U":
+            labels = np.unique(labels, return_inverse=True)[1]
+    values = torch.as_tensor(labels)
+    return values if values.is_floating_point() or values.is_complex() else values.long()
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:

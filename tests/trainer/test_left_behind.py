@@ -1,0 +1,104 @@
+"""What a fit leaves behind in the user's objects, and settings that a hook changes during a fit."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from tests.federations import Plain, federate, loader, trainer
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_users_objects_are_as_they_were(fails, tmp_path):
+    class Mine(Plain):
+        def on_train_epoch_end(self):
+            if fails:
+                raise RuntimeError("no")
+
+    module, checkpoints, saved = Mine(), ModelCheckpoint(tmp_path), []
+    module.on_save_checkpoint = saved.append
+    before, filters = {**vars(module), **vars(checkpoints)}, list(warnings.filters)
+    made = trainer(1, [fb.FederatedBayes(fb.IIDPartition(3)), checkpoints], enable_checkpointing=True)
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            made.fit(module, loader())
+    else:
+        made.fit(module, loader())
+        assert saved
+    assert vars(module)["on_save_checkpoint"] == before["on_save_checkpoint"]
+    assert checkpoints.save_last is before["save_last"] is None
+    assert not {"log"} & vars(module).keys()
+    assert [each for each in warnings.filters if each not in filters] == []
+
+
+CHANGES = {
+    "gradient_clip_val": lambda trainer: 0.5,
+    "accumulate_grad_batches": lambda trainer: 2,
+    "optimizers": lambda trainer: [torch.optim.SGD(trainer.lightning_module.parameters(), lr=0.1)],
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_validation_end"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("setting", CHANGES)
+def test_a_setting_that_a_hook_changes_ends_the_fit_by_name(setting, engine, hook):
+    class Changes(fb.FederatedBayes.__mro__[1]):
+        sees_stacks = True
+
+    def change(self, trainer, pl_module, *_):
+        if trainer.current_epoch == 1 and not trainer.sanity_checking:
+            setattr(trainer, setting, CHANGES[setting](trainer))
+
+    setattr(Changes, hook, change)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
+    with pytest.raises(FederationError, match=f"a hook has changed trainer.{setting}"):
+        federate(Plain(), federation, 3, val=loader(shuffle=False), callbacks=[Changes()])
+
+
+def test_an_optimizer_that_is_put_in_the_place_of_another_in_the_same_list_is_noticed():
+    class Changes(Plain):
+        def on_train_epoch_start(self):
+            self.trainer.optimizers[0] = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(FederationError, match=r"a hook has changed trainer\.optimizers"):
+        federate(Changes(), fb.FederatedBayes(fb.IIDPartition(3)))
+
+
+def test_a_users_recurrent_layer_shares_nothing(caplog):
+    class Own(nn.LSTM):
+        pass
+
+    class Module(Plain):
+        def __init__(self):
+            super().__init__()
+            self.recurrent = Own(6, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.net(x) + self.recurrent(x[:, None])[0][:, -1, :3]
+
+    federate(Module(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"))
+    assert "Clients share" not in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", 2])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_training_loss_is_the_mean_over_examples(engine, epochs):
+    """Clients of 5, 9 and 4 examples in batches of 4, so that last batches are short, and nothing learns."""
+
+    class Mean(Plain):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean() * 0 + batch[0].mean()
+
+    values = torch.randn(18, 6, dtype=torch.float64).float()
+    parts = dict(zip("abc", values.split([5, 9, 4])))
+    data = fb.ClientDatasets({name: TensorDataset(part, torch.zeros(len(part))) for name, part in parts.items()})
+    federation = fb.FederatedBayes(engine=engine, local_epochs=epochs)
+    federate(Mean(), federation, 1, DataLoader(data, batch_size=4))
+    assert federation.history[0]["train_loss"] == pytest.approx(float(values.mean()), abs=1e-6)

@@ -1,0 +1,184 @@
+"""Learning rates that move in every step: each client begins at the round's position, which the longest moves on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from tests.federations import Plain, assert_equal, blobs, parameters, trainer
+
+STEPS = 18
+SCHEDULES = {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=STEPS + 1),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "warm-up": lambda optimizer: lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(step / 5, max(0.0, (STEPS - step) / (STEPS - 5)))
+    ),
+    "one after the other": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [4],
+    ),
+}
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+
+
+class Scheduled(Plain):
+    """Notes the rate of every step, by client."""
+
+    def __init__(self, schedule, optimizer="SGD", notes=True, **config):
+        super().__init__()
+        self.notes = notes
+        self.schedule, self.kind, self.config = SCHEDULES[schedule], optimizer, {"interval": "step", **config}
+        self.rates = {}
+
+    def configure_optimizers(self):
+        optimizer, self.client = OPTIMIZERS[self.kind](self.parameters()), "0"
+        if self.notes:  # a stack takes no hooks
+            optimizer.register_step_pre_hook(self.note)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), **self.config}}
+
+    def note(self, optimizer, *_):
+        self.rates.setdefault(self.client, []).append(optimizer.param_groups[0]["lr"])
+
+
+class Told(Scheduled):
+    """Knows whose step it is, so that clients train one after another."""
+
+    def on_client_start(self, client):
+        self.client = client.name
+
+
+class Own(Told):
+    """Moves its rate itself: by a schedule of its own, or by the Trainer's steps."""
+
+    def __init__(self, where):
+        super().__init__("warm-up")
+        self.where = where
+
+    def configure_optimizers(self):
+        made = super().configure_optimizers()
+        self.own = {"schedule": made["lr_scheduler"]["scheduler"]}
+        return made["optimizer"]
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        if self.where == "in the step":
+            self.own["schedule"].step()
+        elif self.where == "by the Trainer's steps":
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 9)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.where == "after the batch":
+            self.own["schedule"].step()
+
+
+def fit(module, federation, sizes=(24,), rounds=3, batch=4, **options):
+    callbacks = [] if federation is None else [federation]
+    made = trainer(rounds, callbacks, **options)
+    parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
+    data = parts[0] if federation is None else fb.ClientDatasets({str(k): part for k, part in enumerate(parts)})
+    made.fit(module, DataLoader(data, batch_size=batch))
+    return made
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_client_trains_as_without_a_federation(schedule, optimizer, accumulate):
+    made = [Scheduled(schedule, optimizer, frequency=accumulate) for _ in range(2)]
+    fit(made[0], None, accumulate_grad_batches=accumulate)
+    federation = fb.FederatedBayes(engine="sequential", keep=["optimizer"])
+    fit(made[1], federation, accumulate_grad_batches=accumulate)
+    assert made[0].rates == made[1].rates
+    assert len(set(made[0].rates["0"])) > 3
+    assert_equal(parameters(made[0]), parameters(made[1]))
+
+
+@pytest.mark.parametrize("where", ["in the step", "after the batch", "by the Trainer's steps"])
+def test_a_module_that_moves_its_rate_itself_does_so_as_without_a_federation(where):
+    made = [Own(where), Own(where)]
+    fit(made[0], None)
+    fit(made[1], fb.FederatedBayes(keep=["optimizer"]))
+    assert made[0].rates == made[1].rates
+    assert_equal(parameters(made[0]), parameters(made[1]))
+
+
+@pytest.mark.parametrize(
+    "module", [lambda: Told("warm-up"), lambda: Own("in the step"), lambda: Own("after the batch")]
+)
+def test_each_client_begins_at_the_position_of_the_round_which_the_longest_moves_on(module):
+    """Clients of 3, 5 and 9 batches: the table of docs/what_works.md."""
+    made, wanted = module(), SCHEDULES["warm-up"](OPTIMIZERS["SGD"]([torch.zeros(1, requires_grad=True)]))
+    fit(made, fb.FederatedBayes(), (12, 20, 36), rounds=2)
+    rates = [0.1 * wanted.lr_lambdas[0](step) for step in range(STEPS)]
+    for client, batches in {"0": 3, "1": 5, "2": 9}.items():
+        assert made.rates[client] == pytest.approx([*rates[:batches], *rates[9 : 9 + batches]])
+
+
+def test_the_trainers_steps_are_those_of_the_longest_client_of_each_earlier_round():
+    made = Own("by the Trainer's steps")
+    fit(made, fb.FederatedBayes(), (12, 20, 36), rounds=2)
+    for client, batches in {"0": 3, "1": 5, "2": 9}.items():
+        first = [0.1 * step / 9 for step in range(batches)]
+        assert made.rates[client] == pytest.approx([*first, *[0.1] * batches])
+
+
+@pytest.mark.parametrize("options", [{}, {"local_epochs": 2}, {"fraction": 0.67}, {"keep": ["optimizer"]}])
+@pytest.mark.parametrize("schedule", ["one cycle", "warm-up"])
+def test_a_stack_of_clients_trains_as_one_after_another(schedule, options):
+    made = {engine: Scheduled(schedule, "AdamW", notes=False) for engine in ("sequential", "vectorized", 2)}
+    for engine, module in made.items():
+        fit(
+            module,
+            fb.FederatedBayes(engine=engine, **options),
+            (12, 20, 28),
+            rounds=1 if "local_epochs" in options else 2,
+        )
+    for engine in ("vectorized", 2):
+        for one, other in zip(made["sequential"].parameters(), made[engine].parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [lambda: Scheduled("one cycle"), lambda: Own("by the Trainer's steps")])
+def test_a_resumed_fit_goes_on_at_its_position(module, tmp_path):
+    whole, parts = module(), [module(), module()]
+    fit(whole, fb.FederatedBayes(engine="sequential"), (12, 20), rounds=3)
+    made = fit(parts[0], fb.FederatedBayes(engine="sequential"), (12, 20), rounds=1)
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    made = trainer(3, [fb.FederatedBayes(engine="sequential")])
+    parts_of = torch.utils.data.random_split(blobs(32), (12, 20), torch.Generator().manual_seed(0))
+    data = fb.ClientDatasets({str(k): part for k, part in enumerate(parts_of)})
+    made.fit(parts[1], DataLoader(data, batch_size=4), ckpt_path=tmp_path / "one.ckpt")
+    assert_equal(parameters(whole), parameters(parts[1]))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_estimated_steps_are_those_that_a_schedule_ends_at(fraction):
+    class Asks(Told):
+        def configure_optimizers(self):
+            self.estimated = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    made = Asks("cosine")
+    done = fit(made, fb.FederatedBayes(fraction=fraction), (8, 12, 20, 36), rounds=4)
+    assert made.estimated == done.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def test_a_plateau_cannot_follow_the_steps_of_a_client():
+    class Plateau(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "x"}}
+
+    with pytest.raises(FederationError, match=r"ReduceLROnPlateau with interval='step'.*interval='epoch'"):
+        fit(Plateau(), fb.FederatedBayes())
