@@ -23,7 +23,7 @@ from lightning_fedbayes.methods import Averaging
 from tests import federations
 from tests.federations import CLASSES, Crash, Interrupt, Plain, assert_equal, federate, loader, network, saving
 
-ROUNDS, SIZES = 4, (30, 25, 15, 12, 8)
+ROUNDS, SIZES = 4, (30, 26, 14, 12, 8)
 
 pytestmark = federations.quiet_checkpoints
 
