@@ -50,7 +50,7 @@ class Federation:
     Attributes:
         server: holds the global posterior, the history and the rule's state.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
-        plan: of the last round that was begun. None before the first. ``share`` is the part that this process trains.
+        plan, round: of the last round that was begun, None and −1 before it. ``share`` is this process's part.
         result: of the last round that :meth:`finish` has ended. None before, and after an error.
         in_flight: messages under way, where there is a schedule. Empty between rounds.
     """
@@ -75,6 +75,7 @@ class Federation:
         self.held_out = held_out
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
+        self.round = -1
         self.share = RoundPlan(-1, ())
         self.result: RoundResult | None = None
         self._is_shared = engine.log.is_shared = engine.states.is_shared = collective.size > 1
@@ -83,11 +84,6 @@ class Federation:
         self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
-
-    @property
-    def round(self) -> int:
-        """The present round, or the last one, from 0; −1 before the first."""
-        return -1 if self.plan is None else self.plan.round
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
@@ -108,7 +104,7 @@ class Federation:
             self.server.posterior = self.engine.model.read_posterior().clone()
         self.take_over()
         collective, module = self.server.collective, self.engine.model.module
-        self.plan = plan
+        self.plan, self.round = plan, plan.round
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
         self.engine.begin_method(self.server.begin(plan.heard))

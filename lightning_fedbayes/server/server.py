@@ -312,7 +312,7 @@ class Server:
                 told = late.union(aggregate.outlying) & self.sites.keys()
                 self.untold = (self.untold - aggregate.counted.keys()) | told
             fused = aggregate.posterior
-            self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
+            self.posterior = fused.marked(True) if self.posterior.linearised else fused
             self.buffers = {**self.buffers, **aggregate.buffers}
         self.rounds = self._plan.round + 1
         self.failed_rounds = 0 if aggregate is not None else self.failed_rounds + 1

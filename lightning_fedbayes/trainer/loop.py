@@ -392,10 +392,13 @@ def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
         if hasattr(value, "on_save_checkpoint"):
             state |= loop_state(value, f"{prefix}{name}.")
         elif is_dataclass(value) and hasattr(value, "state_dict"):
-            state[f"{prefix}{name}"] = {
-                key: dict(vars(each)) if is_dataclass(each) else each for key, each in vars(value).items()
-            }
+            state[f"{prefix}{name}"] = _counts(value)
     return state
+
+
+def _counts(progress: Any) -> dict[str, Any]:
+    """Return the fields of Lightning's counters, as ``dataclasses.asdict`` does."""
+    return {name: _counts(value) if is_dataclass(value) else value for name, value in vars(progress).items()}
 
 
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:

@@ -1,6 +1,6 @@
 """Power cuts of Flower's or FLARE's processes: begun anew, a federation ends at the same bits.
 
-    python -m tests.kills flower|nvflare [--kills 6] [--seed 0]
+    python -m benchmarks.engine.kills flower|nvflare [--kills 6] [--seed 0]
 
 Two clients train five rounds. Runs are cut off at a random moment by SIGKILL and started anew, over and over, and must
 end at the posterior and the client states of a run that nobody cut off. Not collected by pytest: half a minute a kill.
