@@ -24,7 +24,7 @@ from lightning_fedbayes.core.quiet import quietly
 from tests.flower.deployment import deployed, descendants
 
 ROUNDS, LONGEST = 5, 300
-EXAMPLE = Path(__file__).parents[1] / "examples" / "flower"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 
 
 def flower(folder: Path, cut: float) -> None:

@@ -1,7 +1,5 @@
 """Report of how well every client is served, to the logger."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -170,7 +168,9 @@ class ClientReport(Reader):
                 log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
-def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
+def bring_reports(
+    trainer: L.Trainer, beside: L.Callback, personal: "FederatedBayes | None" = None
+) -> UncertaintyReport:
     """Return the Trainer's :class:`UncertaintyReport`. Put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()

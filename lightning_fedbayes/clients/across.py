@@ -1,7 +1,5 @@
 """Cross-site evaluation: each client's own model on every client's data, and the clients that stand out."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,7 +68,7 @@ class CrossScores:
                 )
 
     @classmethod
-    def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
+    def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> "CrossScores":
         """Return the table: name of each model's client → scores. Raise FedBayesError if figures or clients differ."""
         first = next(iter(rows.values()))
         for name, row in rows.items():
@@ -205,7 +203,7 @@ class CrossScores:
             writer.writeheader()
             writer.writerows(self.rows())
 
-    def plot(self, figure: str | None = None) -> Figure:
+    def plot(self, figure: str | None = None) -> "Figure":
         """Return a heat map of one figure, the darker the worse. Arguments and clients as in :meth:`table`."""
         from lightning_fedbayes.core.plots import cross_heatmap
 

@@ -1,7 +1,5 @@
 """Scores of every client on its data, the best personal posterior of a client, and an AutoFusion's held-out loss."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,7 +79,7 @@ class ClientScores:
                 )
 
     @classmethod
-    def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
+    def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> "ClientScores":
         """Return the table of each client's number of examples and figures, by its name. NaN for a missing figure."""
         values = {
             figure: torch.tensor([figures[name].get(figure, math.nan) for name in num_examples], dtype=torch.float64)

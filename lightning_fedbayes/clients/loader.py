@@ -1,7 +1,5 @@
 """Batches of a round, client after client, from the user's own loader and its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,7 +58,7 @@ class FederatedLoader:
         loader: DataLoader,
         clients: Clients,
         batching: plans.Batching,
-        plan: Callable[[FederatedLoader], plans.RoundPlan],
+        plan: "Callable[[FederatedLoader], plans.RoundPlan]",
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.part = part

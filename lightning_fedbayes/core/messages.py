@@ -1,7 +1,5 @@
 """Messages: the one form of what leaves a client, the update of a round, and its outcome at the server."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -47,7 +45,9 @@ class Message:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: Kind, client: int, round: int, value: Any, figures: Mapping[str, float] | None = None) -> Message:
+    def of(
+        cls, kind: Kind, client: int, round: int, value: Any, figures: Mapping[str, float] | None = None
+    ) -> "Message":
         """Return the message of a dataclass: its tensors and numbers by the names of their fields.
 
         Fields are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the server knows. A field
@@ -126,7 +126,7 @@ class ClientUpdate:
         """Bytes of posterior and buffers."""
         return self.posterior.num_bytes + bytes_of(self.buffers)
 
-    def clone(self) -> ClientUpdate:
+    def clone(self) -> "ClientUpdate":
         """Return a copy that shares no memory, so that later batches do not overwrite it."""
         buffers = {name: value.clone() for name, value in self.buffers.items()}
         return replace(self, posterior=self.posterior.clone(), buffers=buffers)

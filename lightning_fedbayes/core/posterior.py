@@ -1,7 +1,5 @@
 """The mean-field Gaussian posterior: clients send it, rules fuse it and a network is loaded with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,14 +84,16 @@ class GaussianPosterior:
         return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"
 
     @classmethod
-    def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
+    def point_mass(cls, mean: Mapping[str, Tensor]) -> "GaussianPosterior":
         """The deterministic parameters ``mean`` as a posterior of variance 0."""
         check_parameters("mean", mean)
         zeros = {name: zeros_like(value) for name, value in mean.items()}
         return cls._of_checked(dict(mean), zeros, is_point_mass=True)
 
     @classmethod
-    def _of_checked(cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any) -> GaussianPosterior:
+    def _of_checked(
+        cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any
+    ) -> "GaussianPosterior":
         """Return a posterior of checked tensors, with ``known`` attributes."""
         posterior = object.__new__(cls)
         vars(posterior).update(mean=mean, variance=variance, **known)
@@ -122,17 +122,17 @@ class GaussianPosterior:
             sent += [value for value in self.variance.values() if not is_zero(value)]
         return sum(value.numel() * value.element_size() for value in sent)
 
-    def clone(self) -> GaussianPosterior:
+    def clone(self) -> "GaussianPosterior":
         """A copy that shares no memory with this posterior."""
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         mean = {name: value.detach().clone() for name, value in self.mean.items()}
         return self._of_checked(mean, variance, linearised=self.linearised)
 
-    def marked(self, linearised: bool) -> GaussianPosterior:
+    def marked(self, linearised: bool) -> "GaussianPosterior":
         """This posterior, with another value of ``linearised``. It shares its tensors."""
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
 
-    def flattened(self, flat: tuple[Tensor, Tensor] | None = None) -> GaussianPosterior:
+    def flattened(self, flat: tuple[Tensor, Tensor] | None = None) -> "GaussianPosterior":
         """This posterior with its present result of :meth:`flatten`, or ``flat``, even if its tensors change later."""
         if self._flat is not None and flat is None:
             return self
@@ -140,7 +140,7 @@ class GaussianPosterior:
         known = {name: getattr(self, name) for name in names}
         return self._of_checked(self.mean, self.variance, _flat=flat or self.flatten(), **known)
 
-    def owned(self) -> GaussianPosterior:
+    def owned(self) -> "GaussianPosterior":
         """A copy of this posterior, made of the stored result of :meth:`flatten` if there is one."""
         return self if self._flat is None else self.unflatten(*self._flat)
 
@@ -166,7 +166,7 @@ class GaussianPosterior:
                 cuts[-1].append((name, start, stop))
         return cuts
 
-    def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
+    def pieces(self, cuts: Cuts | None = None) -> "list[GaussianPosterior]":
         """This posterior in views that fit into a cache, by ``cuts`` (None: its :meth:`cuts`) of :meth:`flatten`."""
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
@@ -180,7 +180,7 @@ class GaussianPosterior:
         flat = zip(*(vector.split(lengths) for vector in self._flat))
         return [self._of_checked(*group, _flat=pair, **known) for group, pair in zip(groups, flat)]
 
-    def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
+    def joined(self, pieces: "Iterable[GaussianPosterior]") -> "GaussianPosterior":
         """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes. Takes pieces one by one."""
         means = {n: torch.empty_like(like, memory_format=torch.contiguous_format) for n, like in self.mean.items()}
         variances = {name: zeros_like(value) for name, value in means.items()}
@@ -196,7 +196,7 @@ class GaussianPosterior:
                 filled[name] = stop
         return self._of_checked(means, variances, linearised=self.linearised)
 
-    def unbind(self) -> Iterator[GaussianPosterior]:
+    def unbind(self) -> "Iterator[GaussianPosterior]":
         """Yield the posteriors of clients from a stack of them, as views. Small ones are flattened together."""
         count = len(next(iter(self.mean.values())))
         size = self.num_parameters // count
@@ -228,7 +228,7 @@ class GaussianPosterior:
             own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
             yield self._of_checked(*own, _flat=pair, **known)
 
-    def to(self, device: torch.device | str) -> GaussianPosterior:
+    def to(self, device: torch.device | str) -> "GaussianPosterior":
         """This posterior on another device."""
         mean = {name: value.to(device) for name, value in self.mean.items()}
         variance = {n: zeros_like(mean[n]) if is_zero(v) else v.to(device) for n, v in self.variance.items()}
@@ -246,7 +246,7 @@ class GaussianPosterior:
             return mean, zeros_like(mean)
         return mean, flatten((self.variance[name] for name in self.mean), dtype)
 
-    def ordered(self, names: Sequence[str]) -> GaussianPosterior:
+    def ordered(self, names: Sequence[str]) -> "GaussianPosterior":
         """This posterior with its parameters in the order of ``names``, so that flat vectors of two of them align."""
         names = check_strings("names", names, "give each name once", error=PosteriorError)
         if self.names == names:
@@ -256,7 +256,7 @@ class GaussianPosterior:
         mean, variance = {n: self.mean[n] for n in names}, {n: self.variance[n] for n in names}
         return self._of_checked(mean, variance, linearised=self.linearised)
 
-    def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
+    def unflatten(self, mean: Tensor, variance: Tensor | None) -> "GaussianPosterior":
         """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes. Vectors are of shape (P,).
 
         A tensor with variances that are all 0 takes no memory. None: a point mass. Raise PosteriorError if a vector has
@@ -284,7 +284,7 @@ class GaussianPosterior:
         posterior._check_not_negative()
         return posterior
 
-    def kl(self, other: GaussianPosterior) -> Tensor:
+    def kl(self, other: "GaussianPosterior") -> Tensor:
         r"""Kullback–Leibler divergence :math:`\mathrm{KL}(q\|p)` of this posterior q from ``other`` p, in nats.
 
         .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
@@ -315,7 +315,7 @@ class GaussianPosterior:
         return {"mean": dict(self.mean), "variance": variance, **kind}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "GaussianPosterior":
         """The posterior that :meth:`state_dict` stored. Raise PosteriorError, with the wrong part, for others."""
         if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
             raise PosteriorError(f"{shown(state)} is not a state of a posterior: give what state_dict() returned")

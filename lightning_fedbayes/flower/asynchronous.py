@@ -1,7 +1,5 @@
 """A federation without rounds over a network: every free client trains, and messages are fused as they arrive."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -51,7 +49,7 @@ class Course:
     run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or is the file to write.
     """
 
-    def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:
+    def __init__(self, strategy: "FusionStrategy", resumed: Mapping[str, Any]) -> None:
         assert strategy.schedule is not None
         self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.running
         self.clients, self.timeout = strategy._roster, strategy._timeout

@@ -1,7 +1,5 @@
 """Bases of Bayesian layers: Gaussian parameters with priors, layers that are linear in their weight, a wrapper."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,7 +112,7 @@ class BayesianLayer(BaseVariationalLayer_):
         KLWatch.note()
         return sum_kl(self.gaussian_parameters())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> BayesianLayer:
+    def _apply(self, fn: Any, recurse: bool = True) -> "BayesianLayer":
         super()._apply(fn, recurse)
         for priors in (self.priors, self.replaced_priors):
             priors.update({path: map_tensors(prior, fn) for path, prior in priors.items()})

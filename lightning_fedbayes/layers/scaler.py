@@ -1,7 +1,5 @@
 """Mean and standard deviation of all clients' data by one exchange of sums, and numbers in these units."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class ScaleSums:
                 )
 
     @classmethod
-    def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> ScaleSums:
+    def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> "ScaleSums":
         """Return the sums of a client's examples, in one pass that leaves random generators as they are.
 
         ``unpack`` of the ``module``, if any, tells inputs from targets. Only tensors of real numbers count.
@@ -272,7 +270,7 @@ class FederatedScaler(nn.Module):
         dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
         return ((values - units[0]) / units[1]).to(dtype) if units.numel() else values
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FederatedScaler:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FederatedScaler":
         """Move the buffers. They keep double precision where the device has it."""
         device = fn(torch.zeros(1)).device
         dtype = torch.float32 if device.type == "mps" else torch.float64

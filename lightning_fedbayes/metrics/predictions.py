@@ -4,8 +4,6 @@ Outputs are as torch's losses take them, (batch, channels, \*positions), targets
 labels, \*positions) where each channel has a label; (batch,) and (batch, 1) both mean one output per example.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from statistics import NormalDist
@@ -25,7 +23,7 @@ Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N
 (batch,), are the rows of each example, which follow one another.
 """
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {}
+LIKELIHOODS: "dict[str, type[Likelihood]]" = {}
 """Likelihoods that have a name."""
 
 

@@ -1,7 +1,5 @@
 """Hierarchical linear regression: a linear model for every client, from one exchange of sums over examples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -214,7 +212,7 @@ class HierarchicalLinearRegression:
             if max(self.random) >= columns:
                 raise FedBayesError(f"random={self.random}: the statistics have columns 0 to {columns - 1}")
 
-    def _check_identified(self, data: _Stacked) -> None:
+    def _check_identified(self, data: "_Stacked") -> None:
         """Raise FedBayesError unless the data determine β, Ψ and σ²."""
         for column in self.random:
             having = int((data.grams[:, column, column] > 0).sum())

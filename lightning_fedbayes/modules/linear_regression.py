@@ -1,7 +1,5 @@
 """Bayesian linear regression in closed form, of one data set or of many clients, from sums over examples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class LinearStatistics:
             raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor, bias: bool = True) -> LinearStatistics:
+    def of(cls, inputs: Tensor, targets: Tensor, bias: bool = True) -> "LinearStatistics":
         """Return statistics of a client's examples, computed in float64 on the inputs' device and kept on the CPU.
 
         Args:
@@ -79,14 +77,14 @@ class LinearStatistics:
         values, vectors = torch.linalg.eigh(self.gram)
         return values, vectors
 
-    def __add__(self, other: LinearStatistics) -> LinearStatistics:
+    def __add__(self, other: "LinearStatistics") -> "LinearStatistics":
         return self._plus(other, 1)
 
-    def __sub__(self, other: LinearStatistics) -> LinearStatistics:
+    def __sub__(self, other: "LinearStatistics") -> "LinearStatistics":
         """Return the sums without ``other``, a part of them. Raise FedBayesError for more examples or other columns."""
         return self._plus(other, -1)
 
-    def _plus(self, other: LinearStatistics, sign: int) -> LinearStatistics:
+    def _plus(self, other: "LinearStatistics", sign: int) -> "LinearStatistics":
         if not isinstance(other, LinearStatistics):
             return NotImplemented
         if self.moment.shape != other.moment.shape:
@@ -186,7 +184,7 @@ class BayesianLinearRegression:
     @classmethod
     def fit(
         cls, inputs: Tensor, targets: Tensor, prior_std: float = 1.0, noise: float | NoiseEstimate = "evidence"
-    ) -> BayesianLinearRegression:
+    ) -> "BayesianLinearRegression":
         """Return the posterior of ``inputs`` and ``targets``, computed in float64.
 
         Args:
@@ -212,7 +210,7 @@ class BayesianLinearRegression:
         return cls(design.T @ design, design.T @ targets, targets.square().sum(0), prior_std, noise)
 
     @staticmethod
-    def conflate(models: Sequence[BayesianLinearRegression]) -> BayesianLinearRegression:
+    def conflate(models: "Sequence[BayesianLinearRegression]") -> "BayesianLinearRegression":
         r"""Return the posterior of all clients' data: product of their posteriors, the shared prior counted once.
 
         .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k

@@ -1,7 +1,5 @@
 """Plan of a round: which clients train, and on which batches. It follows from (seed, round, client)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,14 +79,14 @@ class RoundPlan:
         return 1 / max(1, self.clients or len(self.cohort))
 
     @property
-    def senders(self) -> RoundPlan:
+    def senders(self) -> "RoundPlan":
         """The plan of the clients that send something: of each client's problems the first."""
         if not self.cohort or max(self.cohort) < STRIDE:
             return self
         return replace(self, cohort=tuple(client for client in self.cohort if client < STRIDE), starts=(0,))
 
     @property
-    def heard(self) -> RoundPlan:
+    def heard(self) -> "RoundPlan":
         """The plan of the clients with messages to be fused: the :attr:`senders`, or the clients that arrive."""
         if self.turn is None:
             return self.senders

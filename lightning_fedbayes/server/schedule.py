@@ -1,7 +1,5 @@
 """Federations without rounds: when clients start and messages arrive, in virtual time from the seed."""
 
-from __future__ import annotations
-
 import csv
 import heapq
 import json
@@ -121,7 +119,7 @@ class Delays:
                 raise FederationError(f"away: {shown(each)}: give (client, from, until) with 0 ≤ from < until")
 
     @classmethod
-    def from_file(cls, path: str | Path, **options: Any) -> Delays:
+    def from_file(cls, path: str | Path, **options: Any) -> "Delays":
         """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
 
         ``options`` are other arguments. Raise FederationError if the file or a column is missing.

@@ -1,7 +1,5 @@
 """Client weights: facts about the clients in, one weight per client out; and averages of buffers by these weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +32,7 @@ class ClientFacts:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, update: ClientUpdate, previous: GaussianPosterior) -> ClientFacts:
+    def of(cls, update: ClientUpdate, previous: GaussianPosterior) -> "ClientFacts":
         """Return the facts that follow from a client's update."""
         return cls(update.client, update.num_examples, update.posterior, previous, update.metrics)
 

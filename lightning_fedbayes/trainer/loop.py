@@ -1,7 +1,5 @@
 """The Trainer's fit loop, as a federation changes it, and the way back."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

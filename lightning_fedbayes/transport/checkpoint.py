@@ -1,7 +1,5 @@
 """Files of a federation over a network: the server's checkpoint, and each client's state, which stays at the client."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -76,7 +74,7 @@ class ServerState:
         write_whole(path, vars(self))
 
     @classmethod
-    def load(cls, path: Path) -> ServerState:
+    def load(cls, path: Path) -> "ServerState":
         """Read what :meth:`save` wrote. Raise FederationError for a damaged or foreign file."""
         try:
             if (reason := damage(path)) is not None:

@@ -1,7 +1,5 @@
 """Conformal sets and intervals of a federation: clients send histograms of scores, the server takes a quantile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -154,7 +152,7 @@ class FederatedConformal(CalibrationCallback):
         """Return a client's message, without noise. See :meth:`ScoreSketch.of`."""
         return ScoreSketch.of(scores, self.bins, GRIDS[self.kind])
 
-    def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> FederatedConformal:
+    def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> "FederatedConformal":
         """Take the thresholds from each client's scores or sketch. Return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
@@ -203,7 +201,7 @@ class FederatedConformal(CalibrationCallback):
         trained_on: Dataset | None = None,
         batch_size: int = 256,
         seed: int = 0,
-    ) -> FederatedConformal:
+    ) -> "FederatedConformal":
         """Take the thresholds from each client's calibration data set. Return self.
 
         Args:

@@ -1,7 +1,5 @@
 """Scores of conformal prediction, and their histograms: what a client sends in place of its data."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence
@@ -177,7 +175,7 @@ class ScoreSketch:
             raise FedBayesError(f"counts hold {total:.3g} scores, which cannot be told apart; give at most 2^53")
 
     @classmethod
-    def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
+    def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> "ScoreSketch":
         """Count the scores in each cell.
 
         Args:
@@ -210,7 +208,7 @@ class ScoreSketch:
         """Return the share of scores up to each upper edge, with one more score at infinity, float64, shape (bins,)."""
         return self.counts.cpu().cumsum(0).double() / (self.num_examples + 1)
 
-    def __add__(self, other: ScoreSketch) -> ScoreSketch:
+    def __add__(self, other: "ScoreSketch") -> "ScoreSketch":
         check_same_grid(self, other)
         return ScoreSketch(self.counts + other.counts.to(self.counts.device), self.grid)
 
@@ -226,7 +224,7 @@ class ScoreSketch:
         check_number("level", level, "(0, 1)", error=FedBayesError)
         return edge_at(level, self.distribution(), self.grid)
 
-    def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
+    def noisy(self, epsilon: float, seed: int) -> "ScoreSketch":
         r"""Return a sketch that is ε-differentially private for the presence of one example.
 
         Adds independent discrete Laplace noise to every count. One example changes one cell by 1. Clips at 0:

@@ -1,7 +1,5 @@
 """Temperature scaling of a federation: clients send sums of derivatives, the server takes Newton steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -56,7 +54,7 @@ class TemperatureMessage:
             check_number(name, getattr(self, name), error=FedBayesError, why="a client's message holds sums")
         check_at_least("num_examples", self.num_examples, 1, error=FedBayesError)
 
-    def __add__(self, other: TemperatureMessage) -> TemperatureMessage:
+    def __add__(self, other: "TemperatureMessage") -> "TemperatureMessage":
         parts = ((each.gradient, each.curvature, each.num_examples) for each in (self, other))
         return TemperatureMessage(*map(add, *parts))
 
@@ -206,7 +204,7 @@ class TemperatureSearch:
     last: tuple[float, float] | None = None
     step: float | None = None
 
-    def after(self, messages: Sequence[TemperatureMessage]) -> TemperatureSearch:
+    def after(self, messages: Sequence[TemperatureMessage]) -> "TemperatureSearch":
         """Return the state after the clients' messages at :attr:`temperature`. Raise FedBayesError once ``done``."""
         if not isinstance(messages, Sequence) or not messages:
             raise FedBayesError(f"messages={shown(messages)}: give a list of the clients' messages")
@@ -234,7 +232,7 @@ class TemperatureSearch:
             curvature = (gradient - slope) / (at - before)
         return search._newton(at, gradient, curvature)
 
-    def _newton(self, at: float, gradient: float, curvature: float) -> TemperatureSearch:
+    def _newton(self, at: float, gradient: float, curvature: float) -> "TemperatureSearch":
         """Return the state after a Newton step from log T = ``at``, or a safe step in its place."""
         step = -math.copysign(LONGEST, gradient)
         if curvature > 0 and abs(gradient) < LONGEST * curvature:
@@ -248,7 +246,7 @@ class TemperatureSearch:
         enough = ROUGH if self.outlying else TOLERANCE
         return self._moved(at, step, done=rate * step**2 < enough and curvature > 0)
 
-    def _moved(self, at: float, step: float, done: bool) -> TemperatureSearch:
+    def _moved(self, at: float, step: float, done: bool) -> "TemperatureSearch":
         """Return the state after a step from log T = ``at``, within the limits."""
         to = min(max(at + step, -LIMIT), LIMIT)
         end = done or self.exchanges >= MOST_EXCHANGES
@@ -318,7 +316,7 @@ class FederatedTemperature(CalibrationCallback):
         self.exchanges = 0
         self._scaled = ExitStack()
 
-    def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
+    def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> "FederatedTemperature":
         """Find T from held-out examples of each client, with a warning if no finite T is best. Return self.
 
         Args:
@@ -335,7 +333,7 @@ class FederatedTemperature(CalibrationCallback):
             search = search.after([message_of(pair, search.temperature) for pair in checked.values()])
         return self.take(search, list(checked))
 
-    def take(self, search: TemperatureSearch, names: Sequence[str]) -> FederatedTemperature:
+    def take(self, search: TemperatureSearch, names: Sequence[str]) -> "FederatedTemperature":
         """Take T from a search that has ended among the clients ``names``, with the warnings of :meth:`fit`."""
         if search.flat:
             rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
@@ -358,7 +356,7 @@ class FederatedTemperature(CalibrationCallback):
         trained_on: Dataset | None = None,
         batch_size: int = 256,
         seed: int = 0,
-    ) -> FederatedTemperature:
+    ) -> "FederatedTemperature":
         """Find T from each client's calibration data set. Return self.
 
         Args:

@@ -1,7 +1,5 @@
 """Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' priors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,7 +60,7 @@ class JointDraws:
         gaussians: GaussianParameters,
         parameters: Tensors,
         views: Mapping[str, Tensor],
-        local: StackedPriors | None = None,
+        local: "StackedPriors | None" = None,
     ) -> None:
         self._small = gaussians.small
         self._local = local
@@ -143,7 +141,7 @@ class StackedPriors:
             joined = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
             self._joint = with_own(replace(parts[0], mean=mean), joined)  # side by side, for joint draws
 
-    def rows(self, slots: Slots) -> StackedPriors:
+    def rows(self, slots: Slots) -> "StackedPriors":
         """Return the priors of the clients in ``slots``, with tallies."""
         key = tuple(slots)
         if key not in self._chosen:

@@ -1,7 +1,5 @@
 """Metrics that ``training_step`` feeds: in a stack their calls are noted, and made client by client after the step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +61,7 @@ class StandIn(nn.Module):
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self._metric)
 
-    def forward(self, *args: Any, **kwargs: Any) -> BatchValue | dict[str, BatchValue]:
+    def forward(self, *args: Any, **kwargs: Any) -> "BatchValue | dict[str, BatchValue]":
         """Note a call. Returns values that can be logged only."""
         call = self._note("forward", args, kwargs)
         values = {key: BatchValue(call, key) for key, _ in named(self._metric)}
@@ -73,7 +71,7 @@ class StandIn(nn.Module):
         """Note a call."""
         self._note("update", args, kwargs)
 
-    def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, Member]]:
+    def items(self, keep_base: bool = False, copy_state: bool = True) -> "list[tuple[str, Member]]":
         """Return the metrics of a collection, to be logged."""
         if not isinstance(self._metric, MetricCollection):
             return self.__getattr__("items")

@@ -1,7 +1,5 @@
 """Swap of a module's tensors and attributes for the time of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +44,7 @@ class ParameterSwap:
         tensors, attribute = self._locations[name][0]
         return tensors[attribute]
 
-    def using(self, tensors: Mapping[str, Tensor]) -> swapped:
+    def using(self, tensors: Mapping[str, Tensor]) -> "swapped":
         """Inside, the module holds ``tensors`` (dotted name → tensor of any shape)."""
         swaps: list[Swap] = [(each, tensor) for name, tensor in tensors.items() for each in self._locations[name]]
         for layer, weights in self._recurrent:

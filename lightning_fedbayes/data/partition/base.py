@@ -1,7 +1,5 @@
 """Base classes of partitions, the split that a partition returns, and partitions that ignore labels."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class Split:
     classes: tuple[int, ...] = ()
 
     @classmethod
-    def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
+    def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> "Split":
         """Make a split from any sequence of index lists. Count the classes if the labels are integers."""
         remedy = "give a list of indices for each client"
         errors.check_kind("indices", indices, list | tuple, remedy, error=PartitionError)

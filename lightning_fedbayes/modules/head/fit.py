@@ -1,7 +1,5 @@
 """The state of a head at the server, what clients send, and the step that an exchange allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,7 +49,7 @@ class HeadSlopes:
             raise FedBayesError(f"{given}: give {wanted}")
 
     @classmethod
-    def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
+    def at_zero(cls, sums: LinearStatistics, pairs: bool) -> "HeadSlopes":
         """Return the sums at W = 0, where every class is as probable, from the sums of the first exchange."""
         gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
         eye = torch.eye(classes).to(gram)
@@ -65,7 +63,7 @@ class HeadSlopes:
         )
 
     @classmethod
-    def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:
+    def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> "HeadSlopes":
         """Return the sums for draws of the logits, (draws, examples, classes), and a design, (examples, columns)."""
         logs = logits.log_softmax(-1)
         probs, classes = logs.exp(), logits.shape[-1]
@@ -77,7 +75,7 @@ class HeadSlopes:
         curvature = torch.stack(found) if found else design.new_zeros(0, *2 * design.shape[1:])
         return cls(-(logs.mean(0) * truth).sum(), (mean - truth).T @ design, spread, curvature, len(labels))
 
-    def __add__(self, other: HeadSlopes) -> HeadSlopes:
+    def __add__(self, other: "HeadSlopes") -> "HeadSlopes":
         if not isinstance(other, HeadSlopes):
             return NotImplemented
         if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
@@ -195,7 +193,7 @@ class HeadFit:
         return told
 
     @classmethod
-    def from_told(cls, told: Mapping[str, Tensor], takes_pairs: bool) -> HeadFit:
+    def from_told(cls, told: Mapping[str, Tensor], takes_pairs: bool) -> "HeadFit":
         """Return the fit of a softmax, as far as clients know it."""
         weights = told["weights"]
         outputs, columns = weights.shape

@@ -1,7 +1,5 @@
 r"""One-shot federation: Laplace posteriors with Kronecker factors, the server that solves for their sum, the result."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,7 +132,7 @@ class KroneckerLaplace:
         _check_finite("KroneckerLaplace: ", site)
         return site
 
-    def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
+    def fuse(self, sites: Sequence[KroneckerSite]) -> "KroneckerPosterior":
         """Return the global posterior of the clients' sites and the prior.
 
         Raises FederationError: ``sites`` is empty, sites differ in names, shapes or units (of a
@@ -317,7 +315,7 @@ class KroneckerPosterior:
                     sets[name][draw] += value
         return sets
 
-    def to(self, device: torch.device | str) -> KroneckerPosterior:
+    def to(self, device: torch.device | str) -> "KroneckerPosterior":
         """This posterior on another device."""
         return KroneckerPosterior(
             {name: value.to(device) for name, value in self.mean.items()},
@@ -336,7 +334,7 @@ class KroneckerPosterior:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> KroneckerPosterior:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "KroneckerPosterior":
         """The posterior that :meth:`state_dict` stored."""
         terms = {layer: [(a, b) for a, b in pairs] for layer, pairs in state["terms"].items()}
         return cls(dict(state["mean"]), terms, dict(state["prior_precisions"]), dict(state["buffers"]))

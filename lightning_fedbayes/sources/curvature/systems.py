@@ -4,8 +4,6 @@ The standard deviation :math:`s = a^{-1/2}` has a half-Cauchy prior of scale 1, 
 maximum at s = 0 with few data. Per log a that is :math:`\sqrt{a} / (1 + a)`, negligible with many parameters.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -75,7 +73,7 @@ class KroneckerSystem:
         scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + self.prior_precision
         return outer[1], inner[1], scale
 
-    def with_prior(self, prior_precision: float) -> KroneckerSystem:
+    def with_prior(self, prior_precision: float) -> "KroneckerSystem":
         """Return this system with another p. It shares what was computed of the terms."""
         other = KroneckerSystem(self.terms, prior_precision, self.inner)
         known = vars(self)
