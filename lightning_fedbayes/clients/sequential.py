@@ -174,7 +174,7 @@ class SequentialEngine(Engine):
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
             start, _ = self.span(self._batch_idx)
-            rest = self.sizes[self._client.job] - (self._batch_idx - start) * self._loader.batch_size
+            rest = self.sizes[self.plan.cohort[self._position]] - (self._batch_idx - start) * self._loader.batch_size
             self._losses.append(loss.flatten() * min(rest, self._loader.batch_size))
             self._examples += min(rest, self._loader.batch_size)
         return outputs

@@ -102,7 +102,13 @@ class FitLoop:
         """Ignore warnings of this pattern until :meth:`restore`."""
         warnings.filterwarnings("ignore", message=message)
         mine = warnings.filters[0]
-        self._undo.callback(lambda: mine in warnings.filters and warnings.filters.remove(mine))
+
+        def forget() -> None:
+            filters: Any = warnings.filters
+            if mine in filters:
+                filters.remove(mine)
+
+        self._undo.callback(forget)
 
     def setup_data(self) -> None:
         """Let the Trainer ask for its training loader now."""
