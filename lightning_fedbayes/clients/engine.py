@@ -252,7 +252,8 @@ class Engine(ABC):
     ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
         """Return what a client that has trained sends, and what it keeps for the method and of its posterior.
 
-        ``measured`` is the result of :meth:`found`. Raise FusionError if a value is not finite, and FederationError if
+        ``measured`` is the result of :meth:`found`. The posterior has views of the network. The server copies them, and
+        refuses values that are not finite. Raise FusionError if the method has nothing to send, and FederationError if
         training has changed what is frozen.
         """
         if self.model.frozen:

@@ -39,8 +39,9 @@ class ProcessNote:
 class Federation:
     """Drives an engine and a server through the rounds of a federation.
 
-    A round: :meth:`begin`. The loop trains the clients through :attr:`engine` and passes their updates to
-    :meth:`receive`. When :attr:`is_complete`, :meth:`land` and :meth:`finish`.
+    A round: :meth:`begin`. The loop trains the clients through ``engine``, and passes what ``engine.end_batch`` returns
+    to :meth:`receive`, which brings it to ``Server.admit``. When :attr:`is_complete`, :meth:`finish` (under a schedule
+    after :meth:`land`) lets ``Server.finish`` fuse, and loads the result by ``ResidentModel.load_posterior``.
 
     Args:
         settings, engine: of the federation. The engine trains the clients and holds the resident network.
@@ -49,7 +50,8 @@ class Federation:
 
     Attributes:
         server: holds the global posterior, the history and the rule's state.
-        stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
+        stage: "between" rounds, "training" clients, or "fused": the round is done, even if it failed, but the epoch is
+            not.
         plan, round: of the last round that was begun, None and −1 before it. ``share`` is this process's part.
         result: of the last round that :meth:`finish` has ended. None before, and after an error.
         in_flight: messages under way, where there is a schedule. Empty between rounds.
