@@ -36,13 +36,8 @@ class Course:
     Every client begins at the position of the round. After the round they stand where the client that has made most
     steps has left them, the first of such. So with one client they move as without a federation.
 
-    Args:
-        optimizers: of the Trainer.
-        schedulers: of the Trainer with ``interval="step"``, and those that the module steps itself.
-
-    Attributes:
-        done: steps of these clients in all rounds so far.
-        longest: steps of the longest client of this round, the schedulers' states after it, and its options.
+    The ``schedulers`` are the Trainer's with ``interval="step"``, and those that the module steps itself. ``done`` are
+    the steps of such clients in all rounds so far, ``longest`` has the steps of this round's, and its position.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:

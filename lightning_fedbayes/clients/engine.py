@@ -45,16 +45,13 @@ class Engine(ABC):
         context, model, loader, log: of the training loop, the resident network, the clients and their batches, and the
             figures that ``training_step`` logs.
         method: the federated method, which says what clients minimise, send and keep.
-        keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
-        keep_posteriors: let every client keep the posterior that it has trained last.
+        keep_optimizer, keep_posteriors: clients keep the state of their optimizers, and what they have trained last.
         folder, writes: see :class:`~lightning_fedbayes.clients.states.States`.
-        seed: of all random draws.
 
     Attributes:
         states: what every client keeps.
-        plan: the clients of the round that this process trains.
+        plan, shared: the clients of the round that this process trains, and what the server has sent to all of them.
         prepare: brings the loop's batch to the device. None: the loop does.
-        shared: what the server has sent to all clients of the round.
         local: puts the clients' priors into the network in this round. None where there is no need for it.
     """
 

@@ -32,9 +32,8 @@ class ResidentModel:
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, in addition to
             the module's attribute ``local_parameters``.
         learned: the posterior of parameters outside of Bayesian layers, with ``variances``. None: point masses.
-        buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
-            "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
-            their average) or "frozen" (they never change).
+        buffers: treatment of buffers, such as BatchNorm's statistics: "average", "local" (every client keeps its own,
+            the global model gets their average) or "frozen" (they never change).
         own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
         frozen: posterior names of parameters that do not train: they are not read, sent, fused, noised, copied or kept.
 

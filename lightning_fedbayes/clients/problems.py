@@ -129,10 +129,7 @@ def pull_of(quadratics: Sequence[Quadratic | None], model: ResidentModel, *, sta
 class LocalPriors:
     """Puts the clients' quadratics of one round into the network, as priors of its Gaussian parameters.
 
-    Args:
-        like: the problem of any client of the round. All have quadratics of the same names.
-        names: of the federated tensors.
-        model: the resident network.
+    ``like`` is the problem of any client of the round: all have quadratics of the same ``names``.
 
     Attributes:
         layers: the Gaussian parameters of layers, by name, with ``num_entries`` entries.

@@ -162,13 +162,8 @@ class RoundState:
     generators, buffers that are not ``federated``, every module's mode and every parameter's ``requires_grad``. Clients
     share other attributes, such as lists, and torchmetrics, which collect over all clients of a round.
 
-    Args:
-        module, federated: the network before its first client, and the names of buffers that clients send.
-        watchers: objects, such as callbacks, of which changed attributes are noted and not restored.
-
-    Attributes:
-        dropped: names of attributes and buffers with changes by clients that were undone.
-        shared: names of attributes that clients have changed and that cannot be restored.
+    Of ``watchers``, such as callbacks, changed attributes are noted and not restored. ``dropped`` names what was undone,
+    ``shared`` what clients have changed and cannot be restored.
     """
 
     def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
