@@ -162,8 +162,8 @@ class RoundState:
     generators, buffers that are not ``federated``, every module's mode and every parameter's ``requires_grad``. Clients
     share other attributes, such as lists, and torchmetrics, which collect over all clients of a round.
 
-    Of ``watchers``, such as callbacks, changed attributes are noted and not restored. ``dropped`` names what was undone,
-    ``shared`` what clients have changed and cannot be restored.
+    Of ``watchers``, such as callbacks, changed attributes are noted and not restored. ``dropped`` names what was
+    undone, ``shared`` what clients have changed and cannot be restored.
     """
 
     def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
