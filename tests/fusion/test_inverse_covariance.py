@@ -135,10 +135,7 @@ def test_four_of_eight_clients_share_an_error(variance, seed):
 
 
 def regression(rule, shared, seed, rounds=8):
-    """Squared error of linear regression by five parties, three of whom hold the same data; ``rule`` None: the average.
-
-    Noise of the labels: ``shared`` for all who hold an example, and 1 to 5 of the parties' own.
-    """
+    """Squared error of linear regression by five parties, three with the same data; ``rule`` None: the average."""
     inputs, truth = normal(750, 50, seed=seed), normal(50, seed=1000 + seed)
     labels, own = inputs @ truth + shared * normal(750, seed=2000 + seed), normal(5, 250, seed=3000 + seed)
     windows = [slice(begin, begin + 250) for begin in (0, 0, 0, 250, 500)]
