@@ -15,6 +15,7 @@ from lightning_fedbayes.data.partition.label_skew import (
     draw_proportions,
     split_labels,
 )
+from tests.refusals import refusals
 
 labels_with_gaps = st.lists(st.sampled_from([-3, 0, 7, 40, 41]), min_size=20, max_size=120).map(torch.tensor)
 seeds = st.integers(0, 2**31)
@@ -165,12 +166,8 @@ def test_clients_with_ample_data_have_dirichlet_multinomial_moments(alpha):
 @pytest.mark.parametrize("alpha", [1e-3, 0.5, 100.0])
 def test_dealing_without_replacement_uses_up_the_data_and_prefers_no_client(alpha):
     supply, clients, generator = np.array([50, 30, 20]), 5, np.random.default_rng(2)
-    deals = np.stack(
-        [
-            deal_by_proportions(draw_proportions(clients, alpha, supply, generator), 20, supply, generator)
-            for _ in range(2000)
-        ]
-    )
+    proportions = (draw_proportions(clients, alpha, supply, generator) for _ in range(2000))
+    deals = np.stack([deal_by_proportions(each, 20, supply, generator) for each in proportions])
     assert (deals.sum(1) == supply).all()
     assert (deals.sum(2) == 20).all()
     error = deals.std(0) / np.sqrt(len(deals))
@@ -217,29 +214,24 @@ def test_balance_closes_clients_that_hold_an_equal_share(seed, clients, alpha):
     assert np.array_equal(counts.sum(0), supply)
 
 
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (lambda: fb.IIDPartition(5).split(None, 0, 4), "5 clients cannot share 4.*fewer clients"),
-        (lambda: fb.IIDPartition(5).split(None, 0), "pass one of them"),
-        (lambda: fb.IIDPartition(5).split(torch.zeros(7), 0, 8), "num_examples is 8.*7 labels"),
-        (lambda: fb.SizesPartition(()), r"sizes=\(\)"),
-        (lambda: fb.SizesPartition((3, 0.5)), "mix"),
-        (lambda: fb.SizesPartition((0.7, 0.5)), "sum to 1.2"),
-        (lambda: fb.SizesPartition((7, 5)).split(None, 0, 10), "sum to 12.*10 examples"),
-        (lambda: fb.SizesPartition((0.99, 0.01)).split(None, 0, 10), "client 1 of 2 would get none"),
-        (lambda: fb.DirichletPartition(3, 0.0), "alpha=0.0.*above 0"),
-        (lambda: fb.DirichletPartition(3, float("inf")), "IIDPartition"),
-        (lambda: fb.DirichletPartition(3, 1.0, per="clients"), "did you mean 'client'"),
-        (lambda: fb.DirichletPartition(3, 1.0, min_examples=0), "min_examples=0"),
-        (lambda: fb.DirichletPartition(3, 1.0).split(None, 0, 10), "labels are unknown.*labels="),
-        (lambda: fb.DirichletPartition(3, 1.0, min_examples=50).split(balanced(2, 50), 0), "50 × 3.*100.*lower"),
-        (lambda: fb.DirichletPartition(30, 1e-3).split(balanced(3, 200), 0), "1000 draws.*raise alpha.*per='client'"),
-        (lambda: fb.ClassPartition(3, 5).split(balanced(4, 9), 0), "5.*4 classes"),
-        (lambda: fb.ClassPartition(3, 2).split(balanced(10, 9), 0), "only 6 of the 10.*raise clients"),
-        (lambda: fb.ClassPartition(9, 2).split(balanced(2, 5), 0), "need 18 shards.*only 10"),
-    ],
+test_errors_name_value_rule_and_remedy = refusals(
+    PartitionError,
+    (lambda: fb.IIDPartition(5).split(None, 0, 4), "5 clients cannot share 4.*fewer clients"),
+    (lambda: fb.IIDPartition(5).split(None, 0), "pass one of them"),
+    (lambda: fb.IIDPartition(5).split(torch.zeros(7), 0, 8), "num_examples is 8.*7 labels"),
+    (lambda: fb.SizesPartition(()), r"sizes=\(\)"),
+    (lambda: fb.SizesPartition((3, 0.5)), "mix"),
+    (lambda: fb.SizesPartition((0.7, 0.5)), "sum to 1.2"),
+    (lambda: fb.SizesPartition((7, 5)).split(None, 0, 10), "sum to 12.*10 examples"),
+    (lambda: fb.SizesPartition((0.99, 0.01)).split(None, 0, 10), "client 1 of 2 would get none"),
+    (lambda: fb.DirichletPartition(3, 0.0), "alpha=0.0.*above 0"),
+    (lambda: fb.DirichletPartition(3, float("inf")), "IIDPartition"),
+    (lambda: fb.DirichletPartition(3, 1.0, per="clients"), "did you mean 'client'"),
+    (lambda: fb.DirichletPartition(3, 1.0, min_examples=0), "min_examples=0"),
+    (lambda: fb.DirichletPartition(3, 1.0).split(None, 0, 10), "labels are unknown.*labels="),
+    (lambda: fb.DirichletPartition(3, 1.0, min_examples=50).split(balanced(2, 50), 0), "50 × 3.*100.*lower"),
+    (lambda: fb.DirichletPartition(30, 1e-3).split(balanced(3, 200), 0), "1000 draws.*raise alpha.*per='client'"),
+    (lambda: fb.ClassPartition(3, 5).split(balanced(4, 9), 0), "5.*4 classes"),
+    (lambda: fb.ClassPartition(3, 2).split(balanced(10, 9), 0), "only 6 of the 10.*raise clients"),
+    (lambda: fb.ClassPartition(9, 2).split(balanced(2, 5), 0), "need 18 shards.*only 10"),
 )
-def test_errors_name_value_rule_and_remedy(build, says):
-    with pytest.raises(PartitionError, match=says):
-        build()
