@@ -70,10 +70,8 @@ def ready(folder, **options):
 
 
 def values_of(folder):
-    return torch.tensor(
-        [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()],
-        dtype=torch.float64,
-    )
+    rows = [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def indices_of(folder, part, split=0):

@@ -44,16 +44,8 @@ SETTINGS = {
     "keep": [],
 }
 COLUMNS = [
-    "client",
-    "examples",
-    "rounds",
-    "failures",
-    "weight",
-    "train_loss",
-    "accuracy",
-    "seconds",
-    "megabytes_up",
-    "last_failure",
+    *("client", "examples", "rounds", "failures", "weight", "train_loss"),
+    *("accuracy", "seconds", "megabytes_up", "last_failure"),
 ]
 PNG = b"\x89PNG"
 

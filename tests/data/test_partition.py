@@ -76,11 +76,6 @@ def test_split_of_own_indices_is_sorted():
     assert split.counts.tolist() == [[1, 1], [1, 0]]
 
 
-def test_labels_that_are_no_numbers_are_refused():
-    with pytest.raises(PartitionError, match=r"labels of type list cannot be read as numbers.*one integer per example"):
-        fb.IIDPartition(2).split(["cat", "dog"], seed=0)
-
-
 def test_iid_sizes_differ_by_at_most_one_and_seeds_differ():
     first, second = fb.IIDPartition(7).split(None, 0, 100), fb.IIDPartition(7).split(None, 1, 100)
     assert max(first.sizes) - min(first.sizes) <= 1
@@ -219,6 +214,7 @@ test_errors_name_value_rule_and_remedy = refusals(
     (lambda: fb.IIDPartition(5).split(None, 0, 4), "5 clients cannot share 4.*fewer clients"),
     (lambda: fb.IIDPartition(5).split(None, 0), "pass one of them"),
     (lambda: fb.IIDPartition(5).split(torch.zeros(7), 0, 8), "num_examples is 8.*7 labels"),
+    (lambda: fb.IIDPartition(2).split(["cat"] * 2, 0), "type list cannot be read as numbers.*one integer per example"),
     (lambda: fb.SizesPartition(()), r"sizes=\(\)"),
     (lambda: fb.SizesPartition((3, 0.5)), "mix"),
     (lambda: fb.SizesPartition((0.7, 0.5)), "sum to 1.2"),

@@ -214,10 +214,8 @@ def products_of(gains, noise, shared=0.0, first=0):
 )
 def test_a_client_lacks_y_where_most_say_so(gains, shared, first, size, expected):
     products = products_of(gains, 0.5, shared, first)
-    assert (
-        icov.lacking(products, torch.ones(len(gains), dtype=torch.float64), size).nonzero().flatten().tolist()
-        == expected
-    )
+    found = icov.lacking(products, torch.ones(len(gains), dtype=torch.float64), size)
+    assert found.nonzero().flatten().tolist() == expected
 
 
 RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)

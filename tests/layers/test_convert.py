@@ -146,10 +146,8 @@ def test_other_modules_become_reparameterized():
     assert bayes.kl_divergence(bayesian).isfinite()
     assert type(bayes.bayesianize(network, types=[nn.LSTM])["lstm"]) is bayes.Reparameterized
     # attention reads its projection without calling it, so types do not reach inside
-    assert (
-        type(bayes.bayesianize(network, types=[nn.Linear])["attention"].out_proj)
-        is not bayes.LinearLocalReparameterization
-    )
+    projection = bayes.bayesianize(network, types=[nn.Linear])["attention"].out_proj
+    assert type(projection) is not bayes.LinearLocalReparameterization
 
 
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():

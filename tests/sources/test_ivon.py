@@ -127,7 +127,7 @@ THEIRS = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "theirs"), enumerate(THEIRS))
+@pytest.mark.parametrize(("seed", "theirs"), [*enumerate(THEIRS)])
 def test_steps_are_those_of_the_authors_package(seed, theirs):
     """ivon-opt 0.1.3 after 50 steps with the same draws: ess 640, hess_init .01, weight_decay 1 / (640 * .3 ** 2)."""
     torch.manual_seed(seed)

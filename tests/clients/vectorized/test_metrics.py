@@ -42,14 +42,9 @@ def accuracy() -> classification.MulticlassAccuracy:
 
 
 def collection() -> MetricCollection:
-    return MetricCollection(
-        {
-            "f1": classification.MulticlassF1Score(CLASSES),
-            "accuracy": accuracy(),
-            "precision": classification.MulticlassPrecision(CLASSES, average="micro"),
-        },
-        prefix="train/",
-    )
+    precision = classification.MulticlassPrecision(CLASSES, average="micro")
+    metrics = {"f1": classification.MulticlassF1Score(CLASSES), "accuracy": accuracy(), "precision": precision}
+    return MetricCollection(metrics, prefix="train/")
 
 
 def logged(feeds):
