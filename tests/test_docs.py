@@ -170,14 +170,9 @@ def below(prefix, anchors):
 def site(tmp_path_factory):
     """Built page → its content. Warnings, such as a link that leads nowhere, fail the build."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    options = {"env": os.environ | {"NO_MKDOCS_2_WARNING": "1"}, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, check=False, **options)
     assert done.returncode == 0, done.stderr
     return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}
 

@@ -99,14 +99,8 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
 def test_a_checkpoint_resumes_on_the_other_device(tmp_path, first, then, engine):
     def fit(rounds, where, ckpt_path=None):
         module = Plain(network(batch_norm=True), optimizer=partial(torch.optim.SGD, momentum=0.9))
-        federation = fb.FederatedBayes(
-            fb.SizesPartition((32, 24, 18, 16)),
-            engine=engine,
-            fusion="sites",
-            posterior=fb.Laplace(),
-            keep=["optimizer"],
-            buffers="local",
-        )
+        settings = {"fusion": "sites", "posterior": fb.Laplace(), "keep": ["optimizer"], "buffers": "local"}
+        federation = fb.FederatedBayes(fb.SizesPartition((32, 24, 18, 16)), engine=engine, **settings)
         return federation, federate(module, federation, rounds, loader(), ckpt_path=ckpt_path, **where)
 
     whole, _ = fit(4, {})
@@ -159,15 +153,9 @@ def test_metrics_take_tensors_of_the_gpu(case):
     metric.update(*(value.to(DEVICE) for value in inputs))
     found, here = metric.compute(), expected(*inputs)
     pairs = zip(found, here, strict=True) if isinstance(here, tuple) else [(found, here)]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5, "check_dtype": False, "equal_nan": True}
     for first, second in pairs:
-        torch.testing.assert_close(
-            torch.as_tensor(first).cpu(),
-            torch.as_tensor(second),
-            rtol=1e-4,
-            atol=1e-5,
-            check_dtype=False,
-            equal_nan=True,
-        )
+        torch.testing.assert_close(torch.as_tensor(first).cpu(), torch.as_tensor(second), **tolerance)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

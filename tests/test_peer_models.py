@@ -296,10 +296,8 @@ def test_batch_encodings_and_no_mask():
 def test_a_bayesian_head_on_lora(engine):
     """``last=1`` is the classifier that trains, not the frozen copy that peft keeps and nobody calls."""
     network = fb.bayesianize(lora_bert(), last=1)
-    head, gaussians = (
-        "base_model.model.classifier.modules_to_save.default",
-        [name for name, _ in network.named_parameters() if "rho" in name],
-    )
+    head = "base_model.model.classifier.modules_to_save.default"
+    gaussians = [name for name, _ in network.named_parameters() if "rho" in name]
     assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
     posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
     assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34

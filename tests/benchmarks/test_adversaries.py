@@ -10,34 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import (
-    ALittleIsEnough,
-    FalseVariance,
-    GaussianVector,
-    HonestMoments,
-    InnerProductManipulation,
-    Knowledge,
-    NotANumber,
-    RandomUpdate,
-    ScaledUpdate,
-    SignFlip,
-    assign,
-    flip_labels,
-    largest_unnoticed_shift,
-)
+from benchmarks.untrusted import adversaries as untrusted
 from benchmarks.untrusted.attacks import RULES, attacks_of, run
 from benchmarks.untrusted.images import derivatives, oriented_gradients
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import is_zero
 
 UPDATE_ATTACKS = (
-    GaussianVector(0.5),
-    SignFlip(0.5),
-    ScaledUpdate(0.5),
-    RandomUpdate(0.5),
-    ALittleIsEnough(0.5),
-    InnerProductManipulation(0.5),
-    NotANumber(0.5),
+    untrusted.GaussianVector(0.5),
+    untrusted.SignFlip(0.5),
+    untrusted.ScaledUpdate(0.5),
+    untrusted.RandomUpdate(0.5),
+    untrusted.ALittleIsEnough(0.5),
+    untrusted.InnerProductManipulation(0.5),
+    untrusted.NotANumber(0.5),
 )
 
 
@@ -53,11 +39,13 @@ def posterior(size: int = 10) -> fb.GaussianPosterior:
     return fb.GaussianPosterior(mean, {"w": torch.full((size - 4,), 0.25), "b": point.variance["b"]})
 
 
-def knowledge(honest: int = 0, seed: int = 0, cohort: int = 12, adversaries: int = 3, size: int = 10) -> Knowledge:
-    moments = HonestMoments(vector(0, size))
+def knowledge(
+    honest: int = 0, seed: int = 0, cohort: int = 12, adversaries: int = 3, size: int = 10
+) -> untrusted.Knowledge:
+    moments = untrusted.HonestMoments(vector(0, size))
     for client in range(honest):
         moments.add(vector(100 + client, size))
-    return Knowledge(vector(0, size), torch.Generator().manual_seed(seed), moments, cohort, adversaries)
+    return untrusted.Knowledge(vector(0, size), torch.Generator().manual_seed(seed), moments, cohort, adversaries)
 
 
 def falsify(attack, **known) -> Tensor:
@@ -77,27 +65,27 @@ def test_structure_stays_that_of_the_client(attack):
         assert sent.mean[name].dtype == mean.dtype
         assert torch.equal(mean, before.mean[name]), "the client's own tensors are untouched"
         assert not torch.equal(sent.mean[name], mean)
-    if not isinstance(attack, NotANumber):
+    if not isinstance(attack, untrusted.NotANumber):
         assert torch.equal(sent.variance["w"], honest.variance["w"])
 
 
 def test_sign_flip_reflects_the_update():
     update = vector(1) - vector(0)
-    torch.testing.assert_close(falsify(SignFlip(0.5)) - vector(0), -update)
-    torch.testing.assert_close(falsify(SignFlip(0.5, scale=3.0)) - vector(0), -3 * update)
-    twice = SignFlip(0.5).falsify(falsify(SignFlip(0.5)), knowledge())
+    torch.testing.assert_close(falsify(untrusted.SignFlip(0.5)) - vector(0), -update)
+    torch.testing.assert_close(falsify(untrusted.SignFlip(0.5, scale=3.0)) - vector(0), -3 * update)
+    twice = untrusted.SignFlip(0.5).falsify(falsify(untrusted.SignFlip(0.5)), knowledge())
     torch.testing.assert_close(twice, vector(1))
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.0, 10.0])
 def test_scaled_update_scales(factor):
-    sent = falsify(ScaledUpdate(0.5, factor=factor))
+    sent = falsify(untrusted.ScaledUpdate(0.5, factor=factor))
     torch.testing.assert_close(sent - vector(0), factor * (vector(1) - vector(0)))
 
 
 def test_random_update_has_honest_length_and_no_direction():
     update = vector(1) - vector(0)
-    sent = torch.stack([falsify(RandomUpdate(0.5), seed=seed) - vector(0) for seed in range(4000)])
+    sent = torch.stack([falsify(untrusted.RandomUpdate(0.5), seed=seed) - vector(0) for seed in range(4000)])
     torch.testing.assert_close(sent.norm(dim=1), update.norm().expand(4000))
     # a uniform direction has mean 0 and covariance ‖u‖²/P · I
     second = sent.T @ sent / 4000
@@ -109,14 +97,14 @@ def test_random_update_has_honest_length_and_no_direction():
 def test_gaussian_vector_has_its_moments_and_ignores_the_model(std):
     size = 40_000
     known = knowledge(seed=3, size=size)
-    sent = GaussianVector(0.5, std=std).falsify(vector(1, size), known)
+    sent = untrusted.GaussianVector(0.5, std=std).falsify(vector(1, size), known)
     assert abs(sent.mean()) < 4 * std / math.sqrt(size)
     assert sent.std() == pytest.approx(std, rel=4 / math.sqrt(2 * size))
-    other = GaussianVector(0.5, std=std).falsify(vector(2, size) + 7, knowledge(seed=3, size=size))
+    other = untrusted.GaussianVector(0.5, std=std).falsify(vector(2, size) + 7, knowledge(seed=3, size=size))
     assert torch.equal(sent, other)
 
 
-@pytest.mark.parametrize("attack", [GaussianVector(0.5), RandomUpdate(0.5)], ids=repr)
+@pytest.mark.parametrize("attack", [untrusted.GaussianVector(0.5), untrusted.RandomUpdate(0.5)], ids=repr)
 def test_draws_come_from_the_generator_alone(attack):
     state = torch.random.get_rng_state()
     assert torch.equal(falsify(attack, seed=1), falsify(attack, seed=1))
@@ -125,7 +113,7 @@ def test_draws_come_from_the_generator_alone(attack):
 
 
 def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
-    sent = NotANumber(0.5).send(posterior(), knowledge())
+    sent = untrusted.NotANumber(0.5).send(posterior(), knowledge())
     assert all(mean.isnan().all() for mean in sent.mean.values())
     assert sent.variance["w"].isnan().all()
     assert not sent.variance["b"].any()
@@ -134,7 +122,7 @@ def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
 @pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
 def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
     honest = posterior()
-    sent = FalseVariance(0.5, factor=factor).send(honest, knowledge())
+    sent = untrusted.FalseVariance(0.5, factor=factor).send(honest, knowledge())
     torch.testing.assert_close(sent.variance["w"], factor * honest.variance["w"])
     assert is_zero(sent.variance["b"])
     assert all(torch.equal(sent.mean[name], mean) for name, mean in honest.mean.items())
@@ -144,14 +132,14 @@ def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
 def test_a_little_is_enough_shifts_the_honest_mean(z):
     honest = torch.stack([vector(100 + client) for client in range(5)])
     expected = honest.mean(0) - z * honest.std(0, correction=0)
-    torch.testing.assert_close(falsify(ALittleIsEnough(0.5, z=z), honest=5), expected)
+    torch.testing.assert_close(falsify(untrusted.ALittleIsEnough(0.5, z=z), honest=5), expected)
 
 
 def test_a_little_is_enough_takes_the_largest_unnoticed_shift():
     """n = 12 and m = 3: s = 7 − 3 = 4 of 9."""
     z = NormalDist().inv_cdf(5 / 9)
-    expected = falsify(ALittleIsEnough(0.5, z=z), honest=5)
-    torch.testing.assert_close(falsify(ALittleIsEnough(0.5), honest=5), expected)
+    expected = falsify(untrusted.ALittleIsEnough(0.5, z=z), honest=5)
+    torch.testing.assert_close(falsify(untrusted.ALittleIsEnough(0.5), honest=5), expected)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +148,12 @@ def test_a_little_is_enough_takes_the_largest_unnoticed_shift():
 )
 def test_largest_unnoticed_shift(cohort, adversaries, quantile):
     """The last three are a majority, or one short of it: one honest supporter."""
-    assert NormalDist().cdf(largest_unnoticed_shift(cohort, adversaries)) == pytest.approx(quantile)
+    assert NormalDist().cdf(untrusted.largest_unnoticed_shift(cohort, adversaries)) == pytest.approx(quantile)
 
 
 def test_inner_product_manipulation_reverses_the_mean_honest_update():
     updates = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
-    sent = falsify(InnerProductManipulation(0.5, epsilon=0.5), honest=5)
+    sent = falsify(untrusted.InnerProductManipulation(0.5, epsilon=0.5), honest=5)
     torch.testing.assert_close(sent - vector(0), -0.5 * updates.mean(0))
 
 
@@ -173,12 +161,12 @@ def test_inner_product_of_an_average_turns_negative_at_the_documented_strength()
     """n = 8, m = 3: ε m > n − m from ε = 5/3 on."""
     honest = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
     for epsilon, sign in ((1.6, 1), (1.7, -1)):
-        sent = falsify(InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
+        sent = falsify(untrusted.InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
         fused = (honest.sum(0) + 3 * sent) / 8
         assert torch.sign(fused @ honest.mean(0)) == sign
 
 
-@pytest.mark.parametrize("attack", [ALittleIsEnough(0.5), InnerProductManipulation(0.5)], ids=repr)
+@pytest.mark.parametrize("attack", [untrusted.ALittleIsEnough(0.5), untrusted.InnerProductManipulation(0.5)], ids=repr)
 def test_without_an_honest_client_the_own_update_is_sent(attack):
     honest = posterior()
     assert attack.send(honest, knowledge(honest=0)) is honest
@@ -191,21 +179,21 @@ def test_without_an_honest_client_the_own_update_is_sent(attack):
 @settings(deadline=None)
 def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, picks):
     labels = torch.tensor([classes[pick % len(classes)] for pick in picks], dtype=torch.int32)
-    flipped = flip_labels(labels, classes)
+    flipped = untrusted.flip_labels(labels, classes)
     assert flipped.dtype == labels.dtype
     assert flipped.tolist() == [classes[-1 - classes.index(label)] for label in labels.tolist()]
-    assert torch.equal(flip_labels(flipped, classes), labels)
+    assert torch.equal(untrusted.flip_labels(flipped, classes), labels)
 
 
 @pytest.mark.parametrize(
     ("attack", "options"),
     [
-        (GaussianVector, {"std": 0.0}),
-        (SignFlip, {"scale": -1.0}),
-        (FalseVariance, {"factor": -1.0}),
-        (ScaledUpdate, {"factor": float("nan")}),
-        (ALittleIsEnough, {"z": float("inf")}),
-        (InnerProductManipulation, {"epsilon": 0.0}),
+        (untrusted.GaussianVector, {"std": 0.0}),
+        (untrusted.SignFlip, {"scale": -1.0}),
+        (untrusted.FalseVariance, {"factor": -1.0}),
+        (untrusted.ScaledUpdate, {"factor": float("nan")}),
+        (untrusted.ALittleIsEnough, {"z": float("inf")}),
+        (untrusted.InnerProductManipulation, {"epsilon": 0.0}),
     ],
 )
 def test_invalid_strengths_are_refused(attack, options):
@@ -215,23 +203,30 @@ def test_invalid_strengths_are_refused(attack, options):
 
 def test_shares_are_disjoint_draws_and_names_are_numbers():
     names = [f"site {k}" for k in range(20)]
-    first, second = SignFlip(0.3), ScaledUpdate(0.5)
-    found = assign([first, second], names, seed=0)
+    first, second = untrusted.SignFlip(0.3), untrusted.ScaledUpdate(0.5)
+    found = untrusted.assign([first, second], names, seed=0)
     assert sorted(len([c for c, own in found.items() if own == (each,)]) for each in (first, second)) == [6, 10]
     counts = torch.zeros(20)
     for seed in range(2000):
-        counts[list(assign([first], names, seed))] += 1
+        counts[list(untrusted.assign([first], names, seed))] += 1
     assert (counts / 2000 - 0.3).abs().max() < 4 * math.sqrt(0.21 / 2000)
-    named = [SignFlip(["site 3", 5]), ScaledUpdate([5])]
-    assert assign(named, names, 0) == {3: (named[0],), 5: (named[0], named[1])}
+    named = [untrusted.SignFlip(["site 3", 5]), untrusted.ScaledUpdate([5])]
+    assert untrusted.assign(named, names, 0) == {3: (named[0],), 5: (named[0], named[1])}
 
 
 @pytest.mark.parametrize(
-    "attacks", [[SignFlip([20])], [SignFlip(["nobody"])], [SignFlip(0.01)], [SignFlip(0.6), ScaledUpdate(0.6)]], ids=str
+    "attacks",
+    [
+        [untrusted.SignFlip([20])],
+        [untrusted.SignFlip(["nobody"])],
+        [untrusted.SignFlip(0.01)],
+        [untrusted.SignFlip(0.6), untrusted.ScaledUpdate(0.6)],
+    ],
+    ids=str,
 )
 def test_what_cannot_be_assigned_is_refused(attacks):
     with pytest.raises(FederationError, match=r"there is no client|of 20 clients"):
-        assign(attacks, [str(k) for k in range(20)], 0)
+        untrusted.assign(attacks, [str(k) for k in range(20)], 0)
 
 
 @pytest.mark.parametrize("slope", [(1.0, 0.0), (0.0, -2.0), (0.5, 0.3)])

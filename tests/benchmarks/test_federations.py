@@ -183,10 +183,7 @@ def constant(module, logit):
 
 
 def test_validation_parts_are_not_flattered_by_the_choice_of_lambda():
-    """Fair coins, and two posteriors that say heads or tails with logit c: both cost the same, log(1 + e^c) − c/2.
-
-    With k heads among n coins the better of the two gains c |k/n − 1/2|, k binomial.
-    """
+    """Fair coins: the better of two posteriors with logit ±c gains c |k/n − 1/2|, k binomial; both cost the same."""
     count, n, logit = 800, 6, 2.0
     random = torch.Generator().manual_seed(0)
     clients = {}

@@ -70,10 +70,8 @@ def ready(folder, **options):
 
 
 def values_of(folder):
-    return torch.tensor(
-        [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()],
-        dtype=torch.float64,
-    )
+    rows = [[float(v) for v in line.split()] for line in (folder / "data.txt").read_text().splitlines()]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def indices_of(folder, part, split=0):
@@ -109,11 +107,8 @@ def test_scores_go_to_original_units(folder):
 
 
 def test_validation_is_the_test_split_or_a_part_of_training(folder):
-    published, tuning, again = (
-        ready(folder),
-        ready(folder, validation_fraction=0.25),
-        ready(folder, seed=1, validation_fraction=0.25),
-    )
+    published, tuning = ready(folder), ready(folder, validation_fraction=0.25)
+    again = ready(folder, seed=1, validation_fraction=0.25)
     targets = {
         name: torch.cat([y for _, y in getattr(published, f"{name}_dataloader")()])
         for name in ("val", "test", "predict")

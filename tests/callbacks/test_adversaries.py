@@ -5,18 +5,7 @@ import torch
 from torch import nn
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import (
-    ALittleIsEnough,
-    Attacks,
-    GaussianVector,
-    InnerProductManipulation,
-    NotANumber,
-    RandomUpdate,
-    ScaledUpdate,
-    SignFlip,
-    assign,
-    with_flipped_labels,
-)
+from benchmarks.untrusted import adversaries as untrusted
 from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from tests import federations
@@ -25,11 +14,13 @@ from tests.federations import Crash, Plain, assert_equal, bayesian, blobs, feder
 ENGINES = ["sequential", "vectorized"]
 SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
 ATTACKS = {
-    "random": RandomUpdate(0.3),
-    "a little": ALittleIsEnough([0, 5], z=1.5),
-    "inner product": InnerProductManipulation([5, 1], epsilon=2.0),
-    "not a number": NotANumber(["2"]),
-    "several": Attacks([ALittleIsEnough([3, 2]), SignFlip([3]), RandomUpdate(0.3)]),
+    "random": untrusted.RandomUpdate(0.3),
+    "a little": untrusted.ALittleIsEnough([0, 5], z=1.5),
+    "inner product": untrusted.InnerProductManipulation([5, 1], epsilon=2.0),
+    "not a number": untrusted.NotANumber(["2"]),
+    "several": untrusted.Attacks(
+        [untrusted.ALittleIsEnough([3, 2]), untrusted.SignFlip([3]), untrusted.RandomUpdate(0.3)]
+    ),
 }
 
 
@@ -65,12 +56,12 @@ def averaged(updates, weights) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_average_under_flipped_signs_is_that_by_hand(engine):
     start, sizes = parameters(Plain()), SIZES.sizes
-    flipped = assign([SignFlip(0.3)], [str(k) for k in range(6)], 0)
+    flipped = untrusted.assign([untrusted.SignFlip(0.3)], [str(k) for k in range(6)], 0)
     assert len(flipped) == 2
     updates = [honest_update(client) for client in range(6)]
     for client in flipped:
         updates[client] = {name: 2 * start[name] - value for name, value in updates[client].items()}
-    module, _ = run(SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
+    module, _ = run(untrusted.SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
     assert_close(module, averaged(updates, sizes))
 
 
@@ -98,7 +89,7 @@ def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine):
     data = blobs()
     y = data.tensors[1].clone()
     updates = [honest_update(k, federations.CLASSES - 1 - y if k in (1, 4) else y) for k in range(6)]
-    train = loader(with_flipped_labels(data, SIZES, [1, 4]), batch_size=90)
+    train = loader(untrusted.with_flipped_labels(data, SIZES, [1, 4]), batch_size=90)
     module, _ = run(None, engine, 1, train=train, partition=None)
     assert_close(module, averaged(updates, SIZES.sizes))
     assert torch.equal(data.tensors[1], y)
@@ -120,9 +111,9 @@ def test_both_engines_agree(name, stack):
 
 def test_attacks_follow_each_other():
     """Reflecting twice changes nothing; scaling by 2 and by 3 is scaling by 6."""
-    both = run(Attacks([ScaledUpdate([1], factor=2.0), ScaledUpdate([1], factor=3.0)]))[0]
-    assert_close(both, run(ScaledUpdate([1], factor=6.0))[0], 1e-4, 1e-5)
-    assert_close(run(Attacks([SignFlip([1]), SignFlip([1])]))[0], run()[0], 1e-4, 1e-5)
+    both = run(untrusted.Attacks([untrusted.ScaledUpdate([1], factor=2.0), untrusted.ScaledUpdate([1], factor=3.0)]))[0]
+    assert_close(both, run(untrusted.ScaledUpdate([1], factor=6.0))[0], 1e-4, 1e-5)
+    assert_close(run(untrusted.Attacks([untrusted.SignFlip([1]), untrusted.SignFlip([1])]))[0], run()[0], 1e-4, 1e-5)
 
 
 class Sick(Plain):
@@ -136,7 +127,7 @@ class Sick(Plain):
 
 
 def test_invalid_clients_are_not_seen_and_fail_as_before():
-    attack = InnerProductManipulation([0, 3])
+    attack = untrusted.InnerProductManipulation([0, 3])
     module, fed = run(attack, module=Sick(), rounds=1, train=loader(batch_size=90), weighting="equal")
     start, updates = parameters(Plain()), [honest_update(client) for client in range(6)]
     seen = averaged([updates[k] for k in (1, 4, 5)], [1, 1, 1])
@@ -158,7 +149,7 @@ def test_honest_draws_do_not_depend_on_attacks(engine):
         return [0.0 if each.client == 5 else 1.0 for each in facts]
 
     cohorts = []
-    attacked, _ = run(RandomUpdate([5]), engine, 3, bayesian(), weighting=weighting, fraction=0.8)
+    attacked, _ = run(untrusted.RandomUpdate([5]), engine, 3, bayesian(), weighting=weighting, fraction=0.8)
     untouched, _ = run(None, engine, 3, bayesian(), weighting=weighting, fraction=0.8)
     assert_equal(parameters(attacked), parameters(untouched))
     assert cohorts[:3] == cohorts[3:]
@@ -173,7 +164,9 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
 
     def fit(folder, callbacks=(), ckpt_path=None):
         module = bayesian()
-        attacks = Attacks([RandomUpdate(0.3), GaussianVector([0], std=0.1), ALittleIsEnough([1], z=1.0)])
+        attacks = untrusted.Attacks(
+            [untrusted.RandomUpdate(0.3), untrusted.GaussianVector([0], std=0.1), untrusted.ALittleIsEnough([1], z=1.0)]
+        )
         fed = fb.FederatedBayes(SIZES, fraction=0.8, engine=engine, adversaries=attacks)
         federate(module, fed, 4, ckpt_path=ckpt_path, **saving(tmp_path / folder, *callbacks))
         assert fed.history[-1]["valid_clients"] == 5
@@ -185,7 +178,7 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
     assert_equal(parameters(fit("parts", ckpt_path="last")), parameters(whole))
 
 
-@pytest.mark.parametrize("adversaries", ["sign_flip", [SignFlip], 3])
+@pytest.mark.parametrize("adversaries", ["sign_flip", [untrusted.SignFlip], 3])
 def test_adversaries_that_are_no_function_are_refused_at_once(adversaries):
     with pytest.raises(FederationError, match=r"adversaries=.*: give a function of a round"):
         fb.FederatedBayes(SIZES, adversaries=adversaries)

@@ -29,14 +29,8 @@ def held_out(**options):
 
 def everything(folder=None):
     saver = [] if folder is None else [ModelCheckpoint(folder, monitor="val/clients/nll")]
-    return [
-        fb.UncertaintyReport(10),
-        fb.ClientReport(),
-        fb.FederatedTemperature(),
-        fb.FederatedConformal(0.8),
-        fb.FederatedConformal(0.8, kind="aps"),
-        *saver,
-    ]
+    sets = fb.FederatedConformal(0.8), fb.FederatedConformal(0.8, kind="aps")
+    return [fb.UncertaintyReport(10), fb.ClientReport(), fb.FederatedTemperature(), *sets, *saver]
 
 
 def deterministic(seed=0):

@@ -14,6 +14,7 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import LinearFlipout, Reparameterized, kl_divergence
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
+from tests.refusals import refusals
 
 pytest.importorskip("opacus")
 
@@ -229,16 +230,12 @@ class WithKL(Plain):
         return super().training_step(batch, batch_idx) + self.net[0].kl_loss() / 30
 
 
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        (Penalised(), r"reaches 'net\.0\.weight' past the layers.*weight_decay"),
-        (WithKL(nn.Sequential(LinearFlipout(6, 3))), "BayesianModule"),
-    ],
+test_a_penalty_or_a_divergence_in_the_loss_is_found_in_the_first_step = refusals(
+    FederationError,
+    (Penalised(), r"reaches 'net\.0\.weight' past the layers.*weight_decay"),
+    (WithKL(nn.Sequential(LinearFlipout(6, 3))), "BayesianModule"),
+    call=lambda module: run(module, ExamplePrivacy()),
 )
-def test_a_penalty_or_a_divergence_in_the_loss_is_found_in_the_first_step(module, named):
-    with pytest.raises(FederationError, match=named):
-        run(module, ExamplePrivacy())
 
 
 def test_a_parameter_without_use_is_found():

@@ -44,16 +44,8 @@ SETTINGS = {
     "keep": [],
 }
 COLUMNS = [
-    "client",
-    "examples",
-    "rounds",
-    "failures",
-    "weight",
-    "train_loss",
-    "accuracy",
-    "seconds",
-    "megabytes_up",
-    "last_failure",
+    *("client", "examples", "rounds", "failures", "weight", "train_loss"),
+    *("accuracy", "seconds", "megabytes_up", "last_failure"),
 ]
 PNG = b"\x89PNG"
 
@@ -102,12 +94,8 @@ def logged(home):
     """Folder, callback and figures of one federation with all three loggers."""
     import wandb
 
-    loggers = [
-        WandbLogger(project="fedbayes", save_dir=str(home), offline=True),
-        CSVLogger(str(home), name="csv"),
-        TensorBoardLogger(str(home), name="tensorboard"),
-    ]
-    federation, rounds = federate(loggers)
+    files = CSVLogger(str(home), name="csv"), TensorBoardLogger(str(home), name="tensorboard")
+    federation, rounds = federate([WandbLogger(project="fedbayes", save_dir=str(home), offline=True), *files])
     wandb.finish()
     return home, federation, rounds
 
@@ -200,9 +188,8 @@ def check_table(rows, logged):
     assert loss == pytest.approx(rounds[-1]["federation/train_loss"])
     mean = math.fsum(n * float(a) for n, a in zip(sizes, columns["accuracy"], strict=True)) / sum(sizes)
     assert mean == pytest.approx(rounds[-1]["val/client_accuracy"], rel=1e-5)
-    assert min(float(a) for a in columns["accuracy"]) == pytest.approx(
-        rounds[-1]["val/worst_client_accuracy"], rel=1e-5
-    )
+    worst = min(float(a) for a in columns["accuracy"])
+    assert worst == pytest.approx(rounds[-1]["val/worst_client_accuracy"], rel=1e-5)
     assert list(columns["last_failure"]) == [""] * CLIENTS
 
 
@@ -267,9 +254,6 @@ def test_tensorboard_has_the_images(events, name):
     (image,) = events.Images(name)
     assert image.step == IMAGES[name]
     assert image.encoded_image_string.startswith(PNG)
-
-
-# -- no logger, no account ---------------------------------------------------------------------------------------------
 
 
 def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):

@@ -8,22 +8,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.evaluator import Evaluator, evaluator_of
-from lightning_fedbayes.metrics.functional import (
-    accuracy_retained_area,
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    predictive_entropy,
-)
+from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import mlp
 from tests.federations import Plain, bayesian, blobs, federate, loader, trainer
 
 CLASSES, EXAMPLES = 3, 120
 AREAS = {
-    "entropy": predictive_entropy,
-    "epistemic": mutual_information,
-    "kwon_aleatoric": kwon_aleatoric,
-    "kwon_epistemic": kwon_epistemic,
+    "entropy": functional.predictive_entropy,
+    "epistemic": functional.mutual_information,
+    "kwon_aleatoric": functional.kwon_aleatoric,
+    "kwon_epistemic": functional.kwon_epistemic,
 }
 
 
@@ -73,7 +67,9 @@ def test_areas_are_those_of_all_predictions(samples, stage):
     evaluate(Own(probs), loaders(target), verbose=False)
     by_sample = probs.view(-1, EXAMPLES, CLASSES)
     expected = {
-        f"{stage}/retained_area_{name}": float(accuracy_retained_area(correct_of(probs, target), measure(by_sample)))
+        f"{stage}/retained_area_{name}": float(
+            functional.accuracy_retained_area(correct_of(probs, target), measure(by_sample))
+        )
         for name, measure in AREAS.items()
     }
     assert logged(run) == pytest.approx(expected, abs=2e-3)  # the metric keeps a histogram

@@ -1,7 +1,4 @@
-"""Reads the file of an offline W&B run: a LevelDB log of ``wandb_internal_pb2.Record``, whose header has 7 bytes.
-
-Blocks of 32 KiB hold chunks of (checksum u32, length u16, type u8, payload), little-endian, which join to records.
-"""
+"""Reads the file of an offline W&B run: blocks of 32 KiB of (checksum u32, length u16, type u8, payload)."""
 
 import json
 import os

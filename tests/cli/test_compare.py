@@ -118,20 +118,9 @@ NAN = math.nan
 
 def test_the_table_has_moments_over_seeds_of_the_last_round():
     scores = [0.2, 0.5, 0.9]
-    runs = [
-        Run(
-            "a",
-            seed,
-            {
-                "val/nll": [5.0, score, NAN],
-                "val/retained_area_entropy": [1.0],
-                "federation/seconds": [9.0, 1.0, 2.0],
-                "federation/megabytes_up": [1.0, 2.0, 3.0],
-                "federation/megabytes_down": [4.0, 4.0, 4.0],
-            },
-        )
-        for seed, score in enumerate(scores)
-    ]
+    cost = {"seconds": [9.0, 1.0, 2.0], "megabytes_up": [1.0, 2.0, 3.0], "megabytes_down": [4.0, 4.0, 4.0]}
+    same = {"val/retained_area_entropy": [1.0], **{f"federation/{name}": value for name, value in cost.items()}}
+    runs = [Run("a", seed, {"val/nll": [5.0, score, NAN], **same}) for seed, score in enumerate(scores)]
     columns, rows = results.table([*runs, Run("b", 0, {"val/ece": [0.125]})])
     assert columns == ["fusion", "seeds", "ece", "nll", "s per round", "MB per round"]
     moments = f"{statistics.fmean(scores):.4g} ± {statistics.stdev(scores):.2g}"

@@ -14,6 +14,7 @@ from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from tests.federations import FEATURES, Plain, bayesian, blobs, clients, network
+from tests.refusals import refusals
 
 
 def point(module: nn.Module) -> GaussianPosterior:
@@ -121,32 +122,27 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     assert math.isnan(scores[0.0])
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
-        (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
-        (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
-        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
-        (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
-        (
-            lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
-            "no example",
-        ),
-        (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
-        (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
-        (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
-        (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
-        (
-            lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
-            "the noise is not known",
-        ),
-        (
-            lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)),
-            "not finite by e",
-        ),
-    ],
+test_what_cannot_be_scored_is_refused = refusals(
+    FedBayesError,
+    (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
+    (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
+    (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
+    (
+        lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
+        "no example",
+    ),
+    (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
+    (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
+    (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
+    (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
+    (
+        lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
+        "the noise is not known",
+    ),
+    (
+        lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)),
+        "not finite by e",
+    ),
 )
-def test_what_cannot_be_scored_is_refused(call, says):
-    with pytest.raises(FedBayesError, match=says):
-        call()

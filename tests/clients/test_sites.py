@@ -313,13 +313,8 @@ def em(rounds, prior_std=1.0):
         means, variances = [], []
         for part in schools().datasets:
             x, y = part.tensors
-            gram = x.T @ x / NOISE**2
-            means.append(
-                torch.linalg.solve(
-                    gram + torch.diag(1 / population_variance),
-                    x.T @ y / NOISE**2 + population_mean / population_variance,
-                )
-            )
+            gram, moment = x.T @ x / NOISE**2, x.T @ y / NOISE**2 + population_mean / population_variance
+            means.append(torch.linalg.solve(gram + torch.diag(1 / population_variance), moment))
             variances.append(1 / (1 / population_variance + gram.diagonal()))
         mean, variance = torch.stack(means), torch.stack(variances)
         population_mean = mean.mean(0)

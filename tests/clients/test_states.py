@@ -13,6 +13,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.states import ClientState, States, after_absence, with_counts
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_close, bayesian, federate, loader
+from tests.refusals import refusals
 
 
 def test_a_client_that_keeps_nothing_takes_no_memory_and_one_that_ceases_to_is_forgotten():
@@ -33,25 +34,13 @@ META = torch.device("meta")
 def test_states_of_a_checkpoint_come_to_the_device_and_counts_stay_where_optimizers_have_them():
     entries = {"step": torch.ones(()), "exp_avg": torch.ones(2), "signal": torch.ones(())}
     states = States(device=META)
-    states.load_state_dict(
-        {
-            3: vars(
-                ClientState(
-                    local={"head": torch.ones(2)},
-                    optimizers=[{0: entries}],
-                    kept={"shift": torch.ones(2)},
-                    own={"mean": {"w": torch.ones(2)}},
-                )
-            )
-        }
-    )
+    one = torch.ones(2)
+    state = ClientState(local={"head": one}, optimizers=[{0: entries}], kept={"shift": one}, own={"mean": {"w": one}})
+    states.load_state_dict({3: vars(state)})
     found = states.of(3)
     (kept,) = found.optimizers
-    assert {name: value.device for name, value in kept[0].items()} == {
-        "step": torch.device("cpu"),
-        "exp_avg": META,
-        "signal": META,
-    }
+    devices = {name: value.device for name, value in kept[0].items()}
+    assert devices == {"step": torch.device("cpu"), "exp_avg": META, "signal": META}
     assert [found.local["head"].device, found.kept["shift"].device, found.own["mean"]["w"].device] == [META] * 3
 
 
@@ -191,18 +180,14 @@ def test_a_client_that_has_not_trained_has_the_global_posterior():
     assert not torch.equal(made.posterior_of(0).mean[name], made.posterior.mean[name])
 
 
-@pytest.mark.parametrize(
-    ("client", "weight", "says"),
-    [
-        (3, 1.0, "client=3: give a number below 3 or a name"),
-        ("nobody", 1.0, "Known: 0, 1, 2"),
-        (0, 1.5, "weight=1.5"),
-        (True, 0.5, "client=True"),
-    ],
+test_what_is_no_client_or_weight_is_refused = refusals(
+    FederationError,
+    (3, 1.0, "client=3: give a number below 3 or a name"),
+    ("nobody", 1.0, "Known: 0, 1, 2"),
+    (0, 1.5, "weight=1.5"),
+    (True, 0.5, "client=True"),
+    call=federation().posterior_of,
 )
-def test_what_is_no_client_or_weight_is_refused(client, weight, says):
-    with pytest.raises(FederationError, match=says):
-        federation().posterior_of(client, weight)
 
 
 def test_clients_that_keep_nothing_have_no_posterior_of_their_own():

@@ -12,19 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from tests.federations import Plain, blobs, federate, network
-
-
-def parts(*sizes):
-    split = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
-    return fb.ClientDatasets({str(k): part for k, part in enumerate(split)})
+from tests.federations import Plain, blobs, clients, federate, network
 
 
 @pytest.mark.parametrize(
-    ("drop_last", "sizes", "told"), [(False, (9, 8, 17), "clients 0, 2 "), (True, (9, 8), ""), (False, (8, 10), "")]
+    ("drop_last", "sizes", "told"), [(False, (9, 8, 17), "clients c0, c2 "), (True, (9, 8), ""), (False, (8, 10), "")]
 )
 def test_batchnorm_and_a_last_batch_of_one_example(drop_last, sizes, told, recwarn):
-    module, loader = Plain(network(batch_norm=True)), DataLoader(parts(*sizes), batch_size=4, drop_last=drop_last)
+    module, loader = Plain(network(batch_norm=True)), DataLoader(clients(*sizes), batch_size=4, drop_last=drop_last)
     federate(module, fb.FederatedBayes(), 1, loader)
     found = [str(each.message) for each in recwarn if "BatchNorm needs more" in str(each.message)]
     assert len(found) == bool(told)

@@ -10,6 +10,7 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.batches import Whole, number_of_examples, output_of, unpacked
+from tests.refusals import refusals
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
 Named = namedtuple("Named", ["x", "y"])
@@ -46,28 +47,24 @@ def test_a_function_or_a_method_says_it_instead():
     assert unpacked(Whole((X, Y))) == (X, Y)
 
 
-@pytest.mark.parametrize(
-    ("batch", "options", "message"),
-    [
-        ([], {}, "a batch is empty"),
-        (
-            {"x": X, "y": Y, "labels": Y},
-            {},
-            r"'x', 'y', 'labels', and 'labels', 'y' may each be its targets: say what is",
-        ),
-        (
-            {"x": X},
-            {"needs_targets": True},
-            "a batch is a dict with the keys 'x', and not inputs with a tensor of targets",
-        ),
-        ((X, [0, 1]), {"needs_targets": True}, r"a tuple, .*unpack=lambda batch: \(inputs, targets\)"),
-        ((X, Y), {"unpack": lambda batch: X}, r"unpack makes Tensor of shape \(4, 3\) of a batch: let it return two"),
-        ((X, Y), {"unpack": lambda batch: batch["x"]}, "unpack cannot take a batch that is a tuple: TypeError"),
-    ],
+test_what_is_not_known_is_an_error = refusals(
+    fb.FedBayesError,
+    ([], {}, "a batch is empty"),
+    (
+        {"x": X, "y": Y, "labels": Y},
+        {},
+        r"'x', 'y', 'labels', and 'labels', 'y' may each be its targets: say what is",
+    ),
+    (
+        {"x": X},
+        {"needs_targets": True},
+        "a batch is a dict with the keys 'x', and not inputs with a tensor of targets",
+    ),
+    ((X, [0, 1]), {"needs_targets": True}, r"a tuple, .*unpack=lambda batch: \(inputs, targets\)"),
+    ((X, Y), {"unpack": lambda batch: X}, r"unpack makes Tensor of shape \(4, 3\) of a batch: let it return two"),
+    ((X, Y), {"unpack": lambda batch: batch["x"]}, "unpack cannot take a batch that is a tuple: TypeError"),
+    call=lambda batch, options: unpacked(batch, **options),
 )
-def test_what_is_not_known_is_an_error(batch, options, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        unpacked(batch, **options)
 
 
 class Takes(nn.Module):
@@ -104,19 +101,15 @@ def test_inputs_are_given_as_the_signature_of_forward_takes_them(forward, inputs
     assert torch.equal(output_of(Takes(forward), inputs), X)
 
 
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (lambda x: x, "forward takes x, and the inputs are a mapping with the keys 'x', 'mask'"),
-        (lambda ids, length: ids, "forward takes ids, length"),
-        (lambda **batch: "nothing", "gives a str: wrap it"),
-        (lambda batch: [X], "gives a list: wrap it"),
-        (lambda batch: {"logits": None}, "gives a dict: wrap it"),
-    ],
+test_a_forward_that_takes_other_inputs_is_an_error = refusals(
+    fb.FedBayesError,
+    (lambda x: x, "forward takes x, and the inputs are a mapping with the keys 'x', 'mask'"),
+    (lambda ids, length: ids, "forward takes ids, length"),
+    (lambda **batch: "nothing", "gives a str: wrap it"),
+    (lambda batch: [X], "gives a list: wrap it"),
+    (lambda batch: {"logits": None}, "gives a dict: wrap it"),
+    call=lambda forward: output_of(Takes(forward), {"x": X, "mask": Y}),
 )
-def test_a_forward_that_takes_other_inputs_is_an_error(forward, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        output_of(Takes(forward), {"x": X, "mask": Y})
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,8 @@ def bytes_of(tensor):
 @MANY
 def test_kl_is_the_sum_over_parameters(shapes, seed):
     q, p = draw_posterior(shapes, seed), draw_posterior(shapes, seed + 1)
-    terms = [
-        kl_divergence(Normal(q.mean[n], q.variance[n].sqrt()), Normal(p.mean[n], p.variance[n].sqrt())).sum()
-        for n in q.names
-    ]
+    ours, theirs = ({n: Normal(each.mean[n], each.variance[n].sqrt()) for n in each.names} for each in (q, p))
+    terms = [kl_divergence(ours[n], theirs[n]).sum() for n in q.names]
     torch.testing.assert_close(q.kl(p), torch.stack(terms).sum(), rtol=1e-9, atol=1e-12)
 
 

@@ -86,14 +86,7 @@ def kill(processes: Sequence[subprocess.Popen]) -> None:
 
 
 class Deployment:
-    """A SuperLink, and what it reaches the clients by.
-
-    Args:
-        folder: for certificates, keys, logs and Flower's own files.
-
-    Attributes:
-        nodes: number → the process of the SuperNode.
-    """
+    """A SuperLink, what it reaches the clients by, and ``nodes``: number → the process of the SuperNode."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -15,18 +15,7 @@ Change = Callable[[Message], "Message | None"]
 
 
 class LocalGrid:
-    """Every client has its ClientApp; what it answers can be changed on the way, or lost.
-
-    Args:
-        apps: one per client.
-        change: client → what becomes of its replies; None loses them.
-        numbers: the numbers that nodes go by, if they are not those of the clients.
-        kinds: types of messages whose replies are changed; None: all.
-
-    Attributes:
-        asked: type of each batch of messages, and the clients that it went to.
-        seen: client, message and reply, in their order.
-    """
+    """Every client has its ClientApp; ``change`` alters the replies of ``kinds`` (None: of all), or loses them."""
 
     def __init__(
         self,
@@ -73,17 +62,7 @@ class LocalGrid:
 
 
 class SlowGrid(LocalGrid):
-    """Replies to messages that are pushed arrive one by one, in an order that is drawn.
-
-    Args:
-        apps, change: see :class:`LocalGrid`.
-        seed: of the order.
-        slow: client → how many replies of others arrive before each of its own, if there are so many.
-
-    Attributes:
-        away: clients that are not connected.
-        delivered: clients whose training replies have arrived, in their order.
-    """
+    """Replies arrive one by one in an order drawn from ``seed``; ``slow``: client → how many of others come before."""
 
     def __init__(self, apps: Iterable[App], change: Any = None, seed: int = 0, slow: Any = None) -> None:
         super().__init__(apps, change)

@@ -177,12 +177,8 @@ def test_a_private_client_sends_no_exact_figures(tmp_path):
         with pytest.raises(FederationError, match=r"client 0 failed in calibration: NotSent .The client's"):
             strategy.calibrate(grid, result.arrays, [callback], timeout=1)
     strategy.evaluate = True
-    assert (
-        strategy.aggregate_evaluate(
-            1, grid.send_and_receive(strategy.configure_evaluate(1, result.arrays, ConfigRecord(), grid))
-        )
-        is None
-    )
+    replies = grid.send_and_receive(strategy.configure_evaluate(1, result.arrays, ConfigRecord(), grid))
+    assert strategy.aggregate_evaluate(1, replies) is None
     assert not strategy.client_scores.names
     allowing = LocalGrid(apps(**private, exact=["temperature", "counts", "scores"]))
     strategy.calibrate(allowing, result.arrays, [fb.FederatedTemperature(), fb.FederatedConformal()], timeout=1)

@@ -40,15 +40,7 @@ def posterior(mean, variance):
 
 @st.composite
 def cohorts(draw, clients=UP_TO_FIVE, dtype=torch.float64, atoms=("none",), orders=(-20, 6)):
-    """Cohorts of any shapes, with variances and weights log-uniform over many orders of magnitude.
-
-    Args:
-        clients: strategy of the number of clients.
-        dtype: of means and variances.
-        atoms: kinds of :data:`ATOMS`, one of which is drawn: no point mass; the same tensors of all clients;
-            entries that differ from client to client; or everything.
-        orders: least and largest power of ten of a variance.
-    """
+    """Cohorts of any shapes with point masses by one of :data:`ATOMS`, variances and weights log-uniform."""
     shapes = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3))
     count, kind = draw(clients), draw(st.sampled_from(atoms))
     weights = draw(st.lists(st.floats(-3, 3).map(lambda power: 10.0**power), min_size=count, max_size=count))

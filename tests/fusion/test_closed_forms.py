@@ -108,14 +108,9 @@ def test_table_is_complete_and_aliases_are_the_same_rules():
 @pytest.mark.parametrize("rule", KINDS)
 def test_dtype_and_shape_are_kept_and_no_parameters_are_none(rule, dtype):
     shapes = {"scalar": (), "vector": (3,), "empty": (0,), "flat": (2, 0), "image": (1, 2, 2)}
-    clients = [
-        GaussianPosterior(
-            {n: torch.full(s, mean, dtype=dtype) for n, s in shapes.items()},
-            {n: torch.full(s, 0.5, dtype=dtype) for n, s in shapes.items()},
-        )
-        for mean in (1.0, 2.0)
-    ]
-    previous = GaussianPosterior(clients[0].mean, {n: torch.ones(s, dtype=dtype) for n, s in shapes.items()})
+    full = {value: {n: torch.full(s, value, dtype=dtype) for n, s in shapes.items()} for value in (0.5, 1.0, 2.0)}
+    clients = [GaussianPosterior(full[mean], full[0.5]) for mean in (1.0, 2.0)]
+    previous = GaussianPosterior(full[1.0], full[1.0])
     fused = fuse(rule, clients, previous=previous)
     for name, shape in shapes.items():
         for tensor in (fused.mean[name], fused.variance[name]):

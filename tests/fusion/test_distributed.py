@@ -65,12 +65,8 @@ def several(rule, cohort, state):
 
     def one(rank):
         own = [k for k, process in enumerate(WHERE) if process == rank]
-        part = fusion.Cohort(
-            [cohort.posteriors[k] for k in own],
-            cohort.weights[own],
-            cohort.previous,
-            tuple(cohort.clients[k] for k in own),
-        )
+        posteriors, names = [cohort.posteriors[k] for k in own], tuple(cohort.clients[k] for k in own)
+        part = fusion.Cohort(posteriors, cohort.weights[own], cohort.previous, names)
         return fuse_distributed(rule, part, cohort.posteriors[0], state, Threads(rank, inbox, barrier))
 
     with ThreadPoolExecutor(PROCESSES) as pool:

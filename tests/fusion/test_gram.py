@@ -35,11 +35,7 @@ SIZES = (3, 50, 9001)
 
 
 def cohort(size, dtype, offset, far, hidden):
-    """Four clients that send values of size ``far``, then five around ``offset``.
-
-    Args:
-        hidden: the four are like an honest client in the coordinates that are looked at first.
-    """
+    """Four clients of size ``far`` (``hidden``: not where one looks first), then five around ``offset``."""
     random = torch.Generator().manual_seed(size)
     rows = (offset + torch.randn(OUTLIERS + HONEST, size, generator=random, dtype=torch.float64)).to(dtype)
     bad = far * torch.randn(OUTLIERS, size, generator=random, dtype=torch.float64)

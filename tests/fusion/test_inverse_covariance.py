@@ -135,10 +135,7 @@ def test_four_of_eight_clients_share_an_error(variance, seed):
 
 
 def regression(rule, shared, seed, rounds=8):
-    """Squared error of linear regression by five parties, three of whom hold the same data; ``rule`` None: the average.
-
-    Noise of the labels: ``shared`` for all who hold an example, and 1 to 5 of the parties' own.
-    """
+    """Squared error of linear regression by five parties, three with the same data; ``rule`` None: the average."""
     inputs, truth = normal(750, 50, seed=seed), normal(50, seed=1000 + seed)
     labels, own = inputs @ truth + shared * normal(750, seed=2000 + seed), normal(5, 250, seed=3000 + seed)
     windows = [slice(begin, begin + 250) for begin in (0, 0, 0, 250, 500)]
@@ -217,10 +214,8 @@ def products_of(gains, noise, shared=0.0, first=0):
 )
 def test_a_client_lacks_y_where_most_say_so(gains, shared, first, size, expected):
     products = products_of(gains, 0.5, shared, first)
-    assert (
-        icov.lacking(products, torch.ones(len(gains), dtype=torch.float64), size).nonzero().flatten().tolist()
-        == expected
-    )
+    found = icov.lacking(products, torch.ones(len(gains), dtype=torch.float64), size)
+    assert found.nonzero().flatten().tolist() == expected
 
 
 RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)

@@ -15,15 +15,8 @@ from .strategies import assert_same, posterior
 
 SEEDS = st.integers(0, 2**32 - 1)
 INNER = (
-    "nwa",
-    "rklb",
-    "linear_pool",
-    "gaussian_fit",
-    "coordinate_median",
-    "trimmed_mean",
-    "geometric_median",
-    "krum",
-    "multi_krum",
+    *("nwa", "rklb", "linear_pool", "gaussian_fit"),
+    *("coordinate_median", "trimmed_mean", "geometric_median", "krum", "multi_krum"),
 )
 
 
@@ -36,13 +29,11 @@ def draw(count, seed):
 
 def clients_of(means, variances):
     """Two parameters each, so that their order counts."""
-    return [
-        GaussianPosterior(
-            {"a": torch.tensor(m[:3]).view(1, 3), "b": torch.tensor(m[3])},
-            {"a": torch.tensor(v[:3]).view(1, 3), "b": torch.tensor(v[3])},
-        )
-        for m, v in zip(means, variances, strict=True)
-    ]
+    parts = (
+        [{"a": torch.tensor(row[:3]).view(1, 3), "b": torch.tensor(row[3])} for row in rows]
+        for rows in (means, variances)
+    )
+    return [GaussianPosterior(m, v) for m, v in zip(*parts, strict=True)]
 
 
 def mixed(means, variances, byzantine):

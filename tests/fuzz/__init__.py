@@ -27,13 +27,8 @@ SECONDS = 20
 
 def many(kind):
     """Settings of ``EXAMPLES[kind]`` examples, the same in every run."""
-    return settings(
-        max_examples=TIMES * EXAMPLES[kind],
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    unhurried = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=TIMES * EXAMPLES[kind], derandomize=True, database=None, **unhurried)
 
 
 @contextmanager

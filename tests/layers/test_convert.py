@@ -4,22 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fedbayes import layers as bayes
 from lightning_fedbayes import with_mc_dropout
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import (
-    BayesianLayer,
-    Conv2dLocalReparameterization,
-    LinearFlipout,
-    LinearLocalReparameterization,
-    LinearReparameterization,
-    MCDropout,
-    Reparameterized,
-    TiedMeanPrior,
-    bayesianize,
-    gaussian_parameters,
-    kl_divergence,
-    mean_only,
-)
 from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
 from tests.refusals import refusals
 
@@ -39,9 +26,9 @@ class LeNet(nn.Module):
 def test_pretrained_keeps_the_function_at_the_mean(kind, estimator):
     positional, keywords, _ = KINDS[kind]
     network = nn.Sequential(getattr(nn, kind)(*positional, **keywords)).double().eval()
-    bayesian = bayesianize(network, last=1, init="pretrained", estimator=estimator)
+    bayesian = bayes.bayesianize(network, last=1, init="pretrained", estimator=estimator)
     x = example(kind).double()
-    with mean_only(bayesian):
+    with bayes.mean_only(bayesian):
         assert torch.equal(bayesian(x), network(x))
     assert bayesian[0].estimator == estimator
     assert not bayesian[0].training
@@ -53,17 +40,17 @@ def test_moped_is_delta_times_the_weight_around_a_centred_prior():
     network = LeNet()
     with torch.no_grad():
         network.head[0].weight[0, 0] = 0.0
-    bayesian = bayesianize(network, last=3, init="pretrained", delta=0.2, prior_std=0.5)
-    for name, each in gaussian_parameters(bayesian).items():
+    bayesian = bayes.bayesianize(network, last=3, init="pretrained", delta=0.2, prior_std=0.5)
+    for name, each in bayes.gaussian_parameters(bayesian).items():
         w = network.get_parameter(name.replace("kernel", "weight"))
         assert torch.equal(each.mean, w)
         typical = w.abs() > 0.02 * w.std()
         torch.testing.assert_close(each.std[typical], 0.2 * w.abs()[typical], rtol=1e-4, atol=0)
         assert torch.equal(each.prior.mean, w)
         assert each.prior.std == 0.5
-    assert gaussian_parameters(bayesian)["head.0.weight"].std[0, 0] > 1e-5
-    tied = bayesianize(network, last=1, init="pretrained", prior=TiedMeanPrior(0.1))
-    assert isinstance(tied.head[2].priors["weight"], TiedMeanPrior)
+    assert bayes.gaussian_parameters(bayesian)["head.0.weight"].std[0, 0] > 1e-5
+    tied = bayes.bayesianize(network, last=1, init="pretrained", prior=bayes.TiedMeanPrior(0.1))
+    assert isinstance(tied.head[2].priors["weight"], bayes.TiedMeanPrior)
 
 
 def test_fresh_keeps_nothing_and_takes_the_std():
@@ -71,9 +58,9 @@ def test_fresh_keeps_nothing_and_takes_the_std():
     with torch.no_grad():
         for p in network.parameters():
             p.fill_(100.0)
-    bayesian = bayesianize(network, last=2, posterior_std=0.02, prior_std=3.0)
+    bayesian = bayes.bayesianize(network, last=2, posterior_std=0.02, prior_std=3.0)
     assert torch.equal(bayesian.conv.weight, network.conv.weight)
-    for each in gaussian_parameters(bayesian).values():
+    for each in bayes.gaussian_parameters(bayesian).values():
         assert each.mean.abs().max() < 1
         torch.testing.assert_close(each.std, torch.full_like(each.std, 0.02))
         assert (each.prior.mean, each.prior.std) == (0.0, 3.0)
@@ -90,13 +77,13 @@ def test_fresh_keeps_nothing_and_takes_the_std():
 def test_last_counts_from_the_end_and_leaves_the_network_alone(last, expected):
     network = LeNet()
     state = copy.deepcopy(network.state_dict())
-    bayesian = bayesianize(network, last=last)
+    bayesian = bayes.bayesianize(network, last=last)
     assert [type(m).__name__ for m in (bayesian.conv, bayesian.head[0], bayesian.head[2])] == expected
     assert type(network.head[2]) is nn.Linear
     assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     bayesian(torch.randn(2, 1, 4, 4))
     if last == 0:
-        assert kl_divergence(bayesian) == 0
+        assert bayes.kl_divergence(bayesian) == 0
         assert all(torch.equal(state[name], value) for name, value in bayesian.state_dict().items())
 
 
@@ -117,26 +104,26 @@ def test_last_does_not_count_a_frozen_original_beside_its_active_copy(original_l
     head = Wrapped(nn.Linear(6, 3))
     if original_last:
         head.original = head._modules.pop("original")  # now behind the copy
-    bayesian = bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=2)
-    assert {name: type(each) for name, each in bayesian.named_modules() if isinstance(each, BayesianLayer)} == {
-        "0": LinearLocalReparameterization,
-        "2.copies.default": LinearLocalReparameterization,
+    bayesian = bayes.bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=2)
+    assert {name: type(each) for name, each in bayesian.named_modules() if isinstance(each, bayes.BayesianLayer)} == {
+        "0": bayes.LinearLocalReparameterization,
+        "2.copies.default": bayes.LinearLocalReparameterization,
     }
     assert type(bayesian[2].original) is nn.Linear
     assert all(p.requires_grad for name, p in bayesian.named_parameters() if "rho" in name)
     with pytest.raises(ConversionError, match=r"last=3, but only 2 .* 0, 2\.copies\.default; frozen.*: 2\.original"):
-        bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=3)
+        bayes.bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=3)
 
 
 def test_names_and_types():
-    bayesian = bayesianize(LeNet(), names=["conv"], estimator="local_reparameterization")
-    assert type(bayesian.conv) is Conv2dLocalReparameterization
+    bayesian = bayes.bayesianize(LeNet(), names=["conv"], estimator="local_reparameterization")
+    assert type(bayesian.conv) is bayes.Conv2dLocalReparameterization
     assert bayesian.conv.padding_mode == "reflect"
-    bayesian = bayesianize(LeNet(), types=[nn.Linear], estimator="flipout", bayesian_bias=False)
-    assert type(bayesian.head[0]) is LinearFlipout
+    bayesian = bayes.bayesianize(LeNet(), types=[nn.Linear], estimator="flipout", bayesian_bias=False)
+    assert type(bayesian.head[0]) is bayes.LinearFlipout
     assert bayesian.head[0].bias is not None
     assert bayesian.head[2].bias is None
-    assert type(bayesianize(nn.Linear(2, 1), last=1)) is LinearLocalReparameterization
+    assert type(bayes.bayesianize(nn.Linear(2, 1), last=1)) is bayes.LinearLocalReparameterization
 
 
 def test_other_modules_become_reparameterized():
@@ -150,16 +137,17 @@ def test_other_modules_become_reparameterized():
         }
     )
     for init in ("fresh", "pretrained"):
-        bayesian = bayesianize(network, names=["embed", "lstm", "norm", "attention"], init=init)
+        bayesian = bayes.bayesianize(network, names=["embed", "lstm", "norm", "attention"], init=init)
         for name in ("embed", "lstm", "norm", "attention"):
-            assert type(bayesian[name]) is Reparameterized
+            assert type(bayesian[name]) is bayes.Reparameterized
             same = torch.equal(next(bayesian[name].module.parameters()), next(network[name].parameters()))
             assert same == (init == "pretrained" or name == "norm")
         assert type(bayesian["out"]) is nn.Linear
-    assert kl_divergence(bayesian).isfinite()
-    assert type(bayesianize(network, types=[nn.LSTM])["lstm"]) is Reparameterized
+    assert bayes.kl_divergence(bayesian).isfinite()
+    assert type(bayes.bayesianize(network, types=[nn.LSTM])["lstm"]) is bayes.Reparameterized
     # attention reads its projection without calling it, so types do not reach inside
-    assert type(bayesianize(network, types=[nn.Linear])["attention"].out_proj) is not LinearLocalReparameterization
+    projection = bayes.bayesianize(network, types=[nn.Linear])["attention"].out_proj
+    assert type(projection) is not bayes.LinearLocalReparameterization
 
 
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():
@@ -167,9 +155,9 @@ def test_tied_layers_stay_tied_and_frozen_ones_frozen():
     layer.weight.requires_grad_(False)
     network = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     for choice in ({"last": 1}, {"names": ["b.0"]}, {"names": ["a", "b.0"]}, {"types": [nn.Linear]}):
-        bayesian = bayesianize(network, **choice)
+        bayesian = bayes.bayesianize(network, **choice)
         assert bayesian["a"] is bayesian["b"][0]
-        assert isinstance(bayesian["a"], LinearReparameterization)
+        assert isinstance(bayesian["a"], bayes.LinearReparameterization)
         assert not bayesian["a"].mu_weight.requires_grad
         assert not bayesian["a"].rho_weight.requires_grad
         assert bayesian["a"].rho_bias.requires_grad
@@ -211,10 +199,10 @@ test_what_cannot_be_converted_is_refused_with_the_reason = refusals(
     (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
     (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
     (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
-    (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
+    (LeNet(), {"last": 1, "prior": bayes.TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
     (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
-    (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
-    (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
+    (nn.Sequential(bayes.LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
+    (nn.Sequential(nn.Linear(2, 2), bayes.LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
     (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
     (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
     (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
@@ -223,25 +211,25 @@ test_what_cannot_be_converted_is_refused_with_the_reason = refusals(
     (hooked(), {"last": 1}, "hooks"),
     (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
     (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
-    call=lambda network, arguments: bayesianize(network, **arguments),
+    call=lambda network, arguments: bayes.bayesianize(network, **arguments),
 )
 
 
 def masked(network):
     """Names of the layers whose output is dropped."""
-    return [name.removesuffix(".mc_dropout") for name, m in network.named_modules() if isinstance(m, MCDropout)]
+    return [name.removesuffix(".mc_dropout") for name, m in network.named_modules() if isinstance(m, bayes.MCDropout)]
 
 
 def test_dropout_is_on_at_prediction_and_off_at_the_mean():
-    dropout, x = MCDropout(0.4).eval(), torch.ones(20_000)
+    dropout, x = bayes.MCDropout(0.4).eval(), torch.ones(20_000)
     y = dropout(x)
     torch.testing.assert_close(y.unique(), torch.tensor([0.0, 1 / 0.6]))
     assert abs(float((y == 0).float().mean()) - 0.4) < 0.02
-    with mean_only(dropout):
+    with bayes.mean_only(dropout):
         assert torch.equal(dropout(x), x)
     assert not torch.equal(dropout(x), dropout(x))
     with pytest.raises(ConversionError, match="p=1"):
-        MCDropout(1.0)
+        bayes.MCDropout(1.0)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -269,7 +257,7 @@ def test_all_layers_but_the_last_are_masked_and_all_names_are_kept(network, shap
         target.load_state_dict({name: value + 1 for name, value in source.state_dict().items()})
     dropped.load_state_dict(network.state_dict())
     x = torch.randn(shape)
-    with mean_only(dropped):
+    with bayes.mean_only(dropped):
         assert torch.equal(dropped(x), network(x))
     assert torch.equal(with_mc_dropout(network, 0.0)(x), network(x))
     assert is_stochastic(dropped)
@@ -285,6 +273,6 @@ test_what_cannot_be_converted_is_refused = refusals(
     (nn.Sequential(nn.Linear(2, 2)), 0.2, "at least two"),
     (TWO, 1.0, r"p=1.0: .* in \[0, 1\)"),
     (with_mc_dropout(TWO), 0.2, r"'0' \(Linear\) has Monte Carlo dropout already"),
-    (bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
+    (bayes.bayesianize(TWO, last=1), 0.2, r"\['1'\] are Bayesian already"),
     call=with_mc_dropout,
 )

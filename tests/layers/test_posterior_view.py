@@ -28,18 +28,8 @@ def dnn_to_bnn_network():
 
 def test_names_order_and_kinds():
     posterior = layers.read_posterior(hybrid())
-    assert posterior.names == (
-        "0.weight",
-        "0.bias",
-        "1.kernel",
-        "1.bias",
-        "2.weight",
-        "2.bias",
-        "4.module.weight",
-        "4.module.bias",
-        "5.weight",
-        "5.bias",
-    )
+    kinds = {"0": "weight", "1": "kernel", "2": "weight", "4.module": "weight", "5": "weight"}
+    assert posterior.names == tuple(f"{at}.{each}" for at, kind in kinds.items() for each in (kind, "bias"))
     point_masses = {name for name, variance in posterior.variance.items() if is_zero(variance)}
     assert point_masses == {"0.weight", "0.bias", "2.weight", "2.bias", "5.bias"}
 
@@ -125,16 +115,12 @@ def test_excluded_parameters_are_neither_read_nor_written():
 
 
 def test_foreign_posteriors_are_refused_by_name_and_shape():
-    network = nn.Linear(2, 1)
+    network, point = nn.Linear(2, 1), GaussianPosterior.point_mass
     good = layers.read_posterior(network)
     with pytest.raises(PosteriorError, match=r"lacks bias and has bia that"):
-        layers.load_posterior(
-            network, GaussianPosterior.point_mass({"weight": good.mean["weight"], "bia": torch.zeros(1)})
-        )
+        layers.load_posterior(network, point({"weight": good.mean["weight"], "bia": torch.zeros(1)}))
     with pytest.raises(PosteriorError, match=r"'weight' has shape \(1, 1\)"):
-        layers.load_posterior(
-            network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
-        )
+        layers.load_posterior(network, point({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
 
 
 def test_bayesian_torch_parameters_have_its_mean_and_std():

@@ -92,12 +92,8 @@ every_metric = pytest.mark.parametrize(
 
 
 def assert_equal(value, expected):
-    torch.testing.assert_close(
-        tuple(value) if isinstance(value, tuple) else value,
-        tuple(expected) if isinstance(expected, tuple) else expected,
-        equal_nan=True,
-        check_dtype=False,
-    )
+    pair = (tuple(each) if isinstance(each, tuple) else each for each in (value, expected))
+    torch.testing.assert_close(*pair, equal_nan=True, check_dtype=False)
 
 
 @every_metric

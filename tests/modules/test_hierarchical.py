@@ -51,10 +51,7 @@ def stacked(data, random):
 
 
 def restricted_likelihood(data, random, covariance, noise):
-    """Density of those combinations of the targets that do not depend on β, from the pooled data.
-
-    An orthonormal basis K of the complement of X leaves out log |XᵀX|, which does not depend on the variances.
-    """
+    """Density of what does not depend on β, in an orthonormal basis of the complement of X."""
     x, y, z = stacked(data, random)
     marginal = z @ torch.block_diag(*[covariance] * len(data)) @ z.T + noise * torch.eye(len(y)).double()
     complement = torch.linalg.qr(x, mode="complete").Q[:, x.shape[1] :]

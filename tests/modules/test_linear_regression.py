@@ -46,12 +46,8 @@ def test_prediction_is_the_conditional_of_the_joint_gaussian(count):
     new, s, variance = torch.randn(6, FEATURES, dtype=torch.float64), 1.3, 0.25
     prediction = BayesianLinearRegression.fit(x, y, prior_std=s, noise=variance).predict(new)
     old_design, new_design = with_bias(x), with_bias(new)
-    gain = (
-        s**2
-        * new_design
-        @ old_design.T
-        @ torch.linalg.inv(s**2 * old_design @ old_design.T + variance * torch.eye(len(x), dtype=x.dtype))
-    )
+    marginal = s**2 * old_design @ old_design.T + variance * torch.eye(len(x), dtype=x.dtype)
+    gain = s**2 * new_design @ old_design.T @ torch.linalg.inv(marginal)
     torch.testing.assert_close(prediction.mean, gain @ y)
     covariance = s**2 * (new_design @ new_design.T - gain @ old_design @ new_design.T)
     torch.testing.assert_close(prediction.epistemic, covariance.diagonal().unsqueeze(1).expand(6, TARGETS))

@@ -24,18 +24,10 @@ def examples(count=60, seed=0):
 
 def federated(network=None, rounds=2, engine="auto", clients=4, seed=0, **options):
     torch.manual_seed(seed)
-    options = {
-        "predictive": "bootstrap",
-        "noise": "none",
-        "samples": 200,
-        "learning_rate": 0.05,
-        "scaler": False,
-        **options,
-    }
-    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1) if network is None else network, **options)
-    federation = fb.FederatedBayes(
-        fb.IIDPartition(clients), fusion="gaussian_fit", engine=engine, local_epochs=3, seed=seed
-    )
+    defaults = {"predictive": "bootstrap", "noise": "none", "samples": 200, "learning_rate": 0.05, "scaler": False}
+    model = HybridBayesianRegressor(network or nn.Linear(FEATURES, 1), **{**defaults, **options})
+    settings = {"fusion": "gaussian_fit", "engine": engine, "local_epochs": 3, "seed": seed}
+    federation = fb.FederatedBayes(fb.IIDPartition(clients), **settings)
     run = trainer(rounds, [federation])
     run.fit(model, DataLoader(examples(), 5, shuffle=True))
     return model.eval(), federation, run

@@ -170,14 +170,9 @@ def data():
 
 
 def trained(x, y, **options):
-    model = Averaged(
-        nn.Linear(3, 1),
-        bayesian_last=1,
-        prior_std=PRIOR_STD,
-        noise_std=LINE_NOISE_STD,
-        optimizer=functools.partial(torch.optim.Adam, lr=0.03),
-        **options,
-    )
+    options |= {"prior_std": PRIOR_STD, "noise_std": LINE_NOISE_STD}
+    optimizer = functools.partial(torch.optim.Adam, lr=0.03)
+    model = Averaged(nn.Linear(3, 1), bayesian_last=1, optimizer=optimizer, **options)
     model.num_examples = N
     trainer(1).fit(model, torch.utils.data.DataLoader(FullBatches(x, y), batch_size=None))
     return model

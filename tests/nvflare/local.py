@@ -39,14 +39,7 @@ def prepared(
     sent: list[FLModel] | None = None,
     **options: Any,
 ) -> FusionController:
-    """Return the controller of a federation.
-
-    Args:
-        answering: the clients, of site-1, site-2, …; or site → client.
-        fusion, make, rounds, options: of the controller.
-        change: client → what becomes of what it sends; None loses it.
-        sent: takes what clients send.
-    """
+    """Return the controller of a federation; ``change`` is client → what becomes of what it sends, None loses it."""
     sites = (
         dict(answering)
         if isinstance(answering, dict)

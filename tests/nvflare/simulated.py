@@ -119,13 +119,7 @@ def changed(text: str, old: str, new: str) -> str:
 
 
 def started(folder: Path, *names: str, alone: bool = False) -> subprocess.Popen:
-    """Start the page's example in a simulation, with other federations after its own.
-
-    Args:
-        folder: home of the processes, where the checkpoints lie; what they say goes to ``folder/log``.
-        names: of the other federations.
-        alone: no rounds of the page's own.
-    """
+    """Start the page's example in a simulation in ``folder``, with federations by ``names`` after its own."""
     code, files = folder / "code", files_of_the_page()
     code.mkdir(parents=True, exist_ok=True)
     loop = "while flare.is_running():"

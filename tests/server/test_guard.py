@@ -32,11 +32,8 @@ def honest(client, examples=10):
 def lie(client, mean=1.0, variance=1.0, examples=10):
     """An honest update with means and variances multiplied."""
     q = honest(client).posterior
-    return ClientUpdate(
-        client,
-        examples,
-        GaussianPosterior({n: m * mean for n, m in q.mean.items()}, {n: v * variance for n, v in q.variance.items()}),
-    )
+    means, variances = {n: m * mean for n, m in q.mean.items()}, {n: v * variance for n, v in q.variance.items()}
+    return ClientUpdate(client, examples, GaussianPosterior(means, variances))
 
 
 def fuse(rule, updates, start=START, **options):

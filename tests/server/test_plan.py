@@ -20,6 +20,7 @@ from lightning_fedbayes.server.plan import (
     plan_round,
 )
 from lightning_fedbayes.server.schedule import Timeline
+from tests.refusals import refusals
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 MANY = settings(deadline=None)
@@ -234,21 +235,16 @@ def test_one_that_never_answers_holds_a_place_until_it_is_given_up():
     assert all(0 not in held.turn(round).starts for round in range(40))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: fb.Delays(typical=-1.0), "typical=-1"),
-        (lambda: fb.Delays(trace={0: []}), r"trace\[0\]=\[\]: give times"),
-        (lambda: fb.Delays(away=((0, 3.0, 1.0),)), r"away: \(0, 3\.0, 1\.0\): give \(client, from, until\)"),
-        (lambda: fb.Asynchronous(buffer=0), "buffer=0"),
-        (lambda: fb.Asynchronous(2, 3), "buffer=3 with concurrency=2: no more messages can arrive"),
-        (lambda: fb.Asynchronous(delays=3.0), r"give fb\.Delays"),
-        (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.methods\.FedBuff"),
-        (lambda: Timeline(fb.Asynchronous(5), [1] * 4, 0), "concurrency=5, but there are 4 clients"),
-        (lambda: Timeline(fb.Asynchronous(delays=fb.Delays(slow={4: 2.0})), [1] * 4, 0), "names client 4"),
-        (lambda: Timeline(fb.Asynchronous(buffer=1), [1] * 4, 0, min_clients=2), "min_clients=2 with a buffer of 1"),
-    ],
+test_impossible_schedules_are_refused = refusals(
+    FederationError,
+    (lambda: fb.Delays(typical=-1.0), "typical=-1"),
+    (lambda: fb.Delays(trace={0: []}), r"trace\[0\]=\[\]: give times"),
+    (lambda: fb.Delays(away=((0, 3.0, 1.0),)), r"away: \(0, 3\.0, 1\.0\): give \(client, from, until\)"),
+    (lambda: fb.Asynchronous(buffer=0), "buffer=0"),
+    (lambda: fb.Asynchronous(2, 3), "buffer=3 with concurrency=2: no more messages can arrive"),
+    (lambda: fb.Asynchronous(delays=3.0), r"give fb\.Delays"),
+    (lambda: fb.Asynchronous(late="fedbuff"), r"give fb\.methods\.FedBuff"),
+    (lambda: Timeline(fb.Asynchronous(5), [1] * 4, 0), "concurrency=5, but there are 4 clients"),
+    (lambda: Timeline(fb.Asynchronous(delays=fb.Delays(slow={4: 2.0})), [1] * 4, 0), "names client 4"),
+    (lambda: Timeline(fb.Asynchronous(buffer=1), [1] * 4, 0, min_clients=2), "min_clients=2 with a buffer of 1"),
 )
-def test_impossible_schedules_are_refused(wrong, message):
-    with pytest.raises(FederationError, match=message):
-        wrong()

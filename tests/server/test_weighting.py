@@ -113,10 +113,8 @@ def test_weights_sum_to_one_and_follow_the_clients(name, data, count):
 
 
 def test_function_of_all_facts():
-    facts = [
-        ClientFacts(k, n, normal([0.0]), normal([0.0]), {"loss": loss})
-        for k, (n, loss) in enumerate([(10, 2.0), (20, 0.5)])
-    ]
+    still = normal([0.0])
+    facts = [ClientFacts(k, n, still, still, {"loss": loss}) for k, n, loss in ((0, 10, 2.0), (1, 20, 0.5))]
 
     def by_loss(cohort):
         return [each.num_examples / each.metrics["loss"] for each in cohort]

@@ -54,11 +54,8 @@ KINDS = ("squares", "ivon")
 def test_a_quadratic_loss_gives_the_exact_posterior(kind):
     """Squared gradients give the shape up to the prior's share, and their unit has a shorter memory: 0.06, not 0.02."""
     torch.manual_seed(0)
-    options = [
-        {"prior_std": 0.5, "temperature": 1.0},
-        {"prior_std": 2.0, "temperature": 0.5},
-        {"prior_std": math.inf, "temperature": 1.0},
-    ]
+    priors = ((0.5, 1.0), (2.0, 0.5), (math.inf, 1.0))
+    options = [{"prior_std": std, "temperature": temperature} for std, temperature in priors]
     groups = [{"params": [nn.Parameter(torch.zeros(3))], **each} for each in options]
     optimizer = fb.IVON(groups, num_examples=200, curvature=kind)
     found = minimise(optimizer, lambda p: (CURVATURE * (p - CENTRE) ** 2).sum() / 2, 24_000)
@@ -123,14 +120,14 @@ def digits(seed):
     return float(accuracy), float(F.nll_loss(prediction.probs.log(), labels[test])), float(std)
 
 
-@pytest.mark.parametrize(
-    ("seed", "theirs"),
-    [
-        (0, [0.294898, -1.073131, 0.178337, 0.085188]),
-        (1, [0.709636, -1.083895, 0.419357, 0.085315]),
-        (2, [0.685467, -1.102933, 1.279991, 0.093335]),
-    ],
-)
+THEIRS = [
+    [0.294898, -1.073131, 0.178337, 0.085188],
+    [0.709636, -1.083895, 0.419357, 0.085315],
+    [0.685467, -1.102933, 1.279991, 0.093335],
+]
+
+
+@pytest.mark.parametrize(("seed", "theirs"), [*enumerate(THEIRS)])
 def test_steps_are_those_of_the_authors_package(seed, theirs):
     """ivon-opt 0.1.3 after 50 steps with the same draws: ess 640, hess_init .01, weight_decay 1 / (640 * .3 ** 2)."""
     torch.manual_seed(seed)
@@ -172,15 +169,8 @@ def test_a_precision_stays_positive_whatever_the_gradients(
     """It loses at most half of itself in a step, and with squares at most 1/(2t), or a fiftieth, in the t-th."""
     torch.manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = fb.IVON(
-        [parameter],
-        0.0,
-        num_examples=10,
-        prior_std=prior_std,
-        hessian_init=hessian_init,
-        betas=(0.9, second),
-        curvature=kind,
-    )
+    options = {"prior_std": prior_std, "hessian_init": hessian_init, "betas": (0.9, second), "curvature": kind}
+    optimizer = fb.IVON([parameter], 0.0, num_examples=10, **options)
     if improper and kind == "squares":
         with optimizer.sampled():
             pass

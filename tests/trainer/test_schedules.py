@@ -81,12 +81,12 @@ class Own(Told):
             self.own["schedule"].step()
 
 
-def fit(module, federation, sizes=(24,), rounds=3, batch=4, **options):
+def fit(module, federation, sizes=(24,), rounds=3, ckpt_path=None, **options):
     callbacks = [] if federation is None else [federation]
     made = trainer(rounds, callbacks, **options)
     parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
     data = parts[0] if federation is None else fb.ClientDatasets({str(k): part for k, part in enumerate(parts)})
-    made.fit(module, DataLoader(data, batch_size=batch))
+    made.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
     return made
 
 
@@ -137,12 +137,8 @@ def test_the_trainers_steps_are_those_of_the_longest_client_of_each_earlier_roun
 def test_a_stack_of_clients_trains_as_one_after_another(schedule, options):
     made = {engine: Scheduled(schedule, "AdamW", notes=False) for engine in ("sequential", "vectorized", 2)}
     for engine, module in made.items():
-        fit(
-            module,
-            fb.FederatedBayes(engine=engine, **options),
-            (12, 20, 28),
-            rounds=1 if "local_epochs" in options else 2,
-        )
+        rounds = 1 if "local_epochs" in options else 2
+        fit(module, fb.FederatedBayes(engine=engine, **options), (12, 20, 28), rounds=rounds)
     for engine in ("vectorized", 2):
         for one, other in zip(made["sequential"].parameters(), made[engine].parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -154,10 +150,7 @@ def test_a_resumed_fit_goes_on_at_its_position(module, tmp_path):
     fit(whole, fb.FederatedBayes(engine="sequential"), (12, 20), rounds=3)
     made = fit(parts[0], fb.FederatedBayes(engine="sequential"), (12, 20), rounds=1)
     made.save_checkpoint(tmp_path / "one.ckpt")
-    made = trainer(3, [fb.FederatedBayes(engine="sequential")])
-    parts_of = torch.utils.data.random_split(blobs(32), (12, 20), torch.Generator().manual_seed(0))
-    data = fb.ClientDatasets({str(k): part for k, part in enumerate(parts_of)})
-    made.fit(parts[1], DataLoader(data, batch_size=4), ckpt_path=tmp_path / "one.ckpt")
+    fit(parts[1], fb.FederatedBayes(engine="sequential"), (12, 20), ckpt_path=tmp_path / "one.ckpt")
     assert_equal(parameters(whole), parameters(parts[1]))
 
 

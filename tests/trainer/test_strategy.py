@@ -25,16 +25,8 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 OF_TWO = {
-    "ivon_stacked",
-    "laplace",
-    "laplace_stacked",
-    "swag_stacked",
-    "scaffold_stacked",
-    "ditto_stacked",
-    "own_method",
-    "on_disk",
-    "on_disk_stacked",
-    "bounded",
+    *("laplace", "own_method", "on_disk", "bounded"),
+    *(f"{name}_stacked" for name in ("ivon", "laplace", "swag", "scaffold", "ditto", "on_disk")),
 }
 """Scenarios that differ from another one in what each process does by itself, not in what it exchanges."""
 CASES = [

@@ -61,23 +61,7 @@ def callback(**hooks: Any) -> Callable[[], list[L.Callback]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the zoo.
-
-    Args:
-        group, name: where the case stands in the documentation, and what it does.
-        make: makes the module.
-        callbacks: makes the user's callbacks.
-        trainer: further options of the Trainer.
-        federation: further options of the federation.
-        loading: further options of the loader.
-        dataset: makes a client's data set of its rows of the examples.
-        rounds: number of rounds.
-        sequential, vectorized: "equal" or "refused".
-        noisy: noise is drawn: engines agree in distribution only.
-        validates: a validation loader is given.
-        tolerance: largest difference of parameters, absolute and relative.
-        keeps: the optimizer's state can be kept for each client; else it starts anew in every round.
-    """
+    """One row of the zoo; what is further than its group and name are options."""
 
     group: str
     name: str
@@ -90,10 +74,10 @@ class Case:
     rounds: int = 2
     sequential: str = EQUAL
     vectorized: str = EQUAL
-    noisy: bool = False
+    noisy: bool = False  # noise is drawn: engines agree in distribution only
     validates: bool = False
-    tolerance: float = 1e-5
-    keeps: bool = True
+    tolerance: float = 1e-5  # of parameters, absolute and relative
+    keeps: bool = True  # the optimizer's state for each client; else it starts anew in every round
 
     def module(self) -> L.LightningModule:
         """Make the module with its first parameters."""

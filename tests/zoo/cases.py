@@ -48,11 +48,11 @@ def case(group: str, name: str, **options: Any) -> Callable[[Any], Any]:
     return keep
 
 
-def hook(name: str, method: str, **options: Any) -> Callable[[Any], Any]:
-    """Decorate a method of the module of a case."""
+def hook(name: str, method: str = "", **options: Any) -> Callable[[Any], Any]:
+    """Decorate a method of the module of a case, by default the one that its name begins with."""
 
     def keep(function: Any) -> Any:
-        add(HOOKS, name, net(**{method: function}), **options)
+        add(HOOKS, name, net(**{method or name.split()[0]: function}), **options)
         return function
 
     return keep
@@ -582,18 +582,16 @@ add(HOOKS, "on_fit_start changes the weights", net(on_fit_start=lambda self: sca
 add(HOOKS, "on_train_start changes the weights", net(on_train_start=lambda self: scale(self, 0.5)), rounds=1)
 add(HOOKS, "on_train_epoch_start changes the weights", net(on_train_epoch_start=lambda self: scale(self, 0.9)))
 add(HOOKS, "on_train_epoch_end changes the weights", net(on_train_epoch_end=lambda self: scale(self, 0.9)))
-hook("on_validation_epoch_end changes the weights", "on_validation_epoch_end", validates=True)(
-    lambda self: scale(self, 0.9)
-)
+hook("on_validation_epoch_end changes the weights", validates=True)(lambda self: scale(self, 0.9))
 
 
-@hook("on_train_epoch_start sets the learning rate", "on_train_epoch_start", rounds=3)
+@hook("on_train_epoch_start sets the learning rate", rounds=3)
 def on_train_epoch_start(self):
     for group in self.optimizers().param_groups:
         group["lr"] = 0.1 / (1 + self.current_epoch)
 
 
-@hook("on_train_epoch_start unfreezes a layer", "on_train_epoch_start", rounds=3)
+@hook("on_train_epoch_start unfreezes a layer", rounds=3)
 def unfreezes(self):
     self.net[0].requires_grad_(self.current_epoch > 0)
 
@@ -617,30 +615,28 @@ class Resets(Hidden):
             self.hidden = torch.zeros(FEATURES)
 
 
-hook("on_train_batch_start returns -1 at batch 1", "on_train_batch_start", **ALONE)(
+hook("on_train_batch_start returns -1 at batch 1", **ALONE)(
     lambda self, batch, batch_idx: -1 if batch_idx == 1 else None
 )
-hook("on_train_batch_start returns -1 at once", "on_train_batch_start", **ALONE)(lambda self, batch, batch_idx: -1)
-hook("on_train_batch_end clamps the weights", "on_train_batch_end", **ALONE)(
-    lambda self, outputs, batch, batch_idx: clamp(self)
-)
+hook("on_train_batch_start returns -1 at once", **ALONE)(lambda self, batch, batch_idx: -1)
+hook("on_train_batch_end clamps the weights", **ALONE)(lambda self, outputs, batch, batch_idx: clamp(self))
 
 
-@hook("on_before_optimizer_step changes gradients", "on_before_optimizer_step", **ALONE)
+@hook("on_before_optimizer_step changes gradients", **ALONE)
 def halves_gradients(self, *_):
     for parameter in self.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
 
 
-@hook("optimizer_step warms the learning rate up", "optimizer_step", **ALONE)
+@hook("optimizer_step warms the learning rate up", **ALONE)
 def warm_up(self, epoch, batch_idx, optimizer, closure):
     for group in optimizer.param_groups:
         group["lr"] = 0.1 * min(1.0, (1 + batch_idx) / 3)
     optimizer.step(closure=closure)
 
 
-@hook("optimizer_step steps at every second batch", "optimizer_step", **ALONE)
+@hook("optimizer_step steps at every second batch", **ALONE)
 def every_second(self, epoch, batch_idx, optimizer, closure):
     if batch_idx % 2 == 0:
         optimizer.step(closure=closure)
@@ -648,18 +644,16 @@ def every_second(self, epoch, batch_idx, optimizer, closure):
         closure()
 
 
-hook("optimizer_zero_grad keeps the gradients at odd batches", "optimizer_zero_grad", **ALONE)(
+hook("optimizer_zero_grad keeps the gradients at odd batches", **ALONE)(
     lambda self, epoch, batch_idx, optimizer: None if batch_idx % 2 else optimizer.zero_grad()
 )
-hook("configure_gradient_clipping", "configure_gradient_clipping", **ALONE)(
+hook("configure_gradient_clipping", **ALONE)(
     lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: nn.utils.clip_grad_norm_(
         self.parameters(), 0.1
     )
 )
 add(HOOKS, "backward", net(backward=lambda self, loss: (2 * loss).backward()), **ALONE)
-hook("on_after_batch_transfer changes the batch", "on_after_batch_transfer", **ALONE)(
-    lambda self, batch, dataloader_idx: (2 * batch[0], batch[1])
-)
+hook("on_after_batch_transfer changes the batch", **ALONE)(lambda self, batch, dataloader_idx: (2 * batch[0], batch[1]))
 
 
 @hook("a hook on a parameter's gradient", "on_fit_start", **ALONE)
@@ -699,32 +693,26 @@ class Iterates(Net):
 CALLBACKS = "Callbacks"
 
 
-def reacts(name: str, method: str, **options: Any) -> Callable[[Any], None]:
-    """Decorate a method of a callback."""
-    return lambda function: add(CALLBACKS, name, callbacks=callback(**{method: function}), **options)
+def reacts(name: str, **options: Any) -> Callable[[Any], None]:
+    """Decorate the method of a callback that the name begins with."""
+    return lambda function: add(CALLBACKS, name, callbacks=callback(**{name.split()[0]: function}), **options)
 
 
-reacts("on_train_start changes the weights", "on_train_start", rounds=1)(
-    lambda self, trainer, module: scale(module, 0.5)
-)
-reacts("on_train_epoch_start changes the weights", "on_train_epoch_start")(
-    lambda self, trainer, module: scale(module, 0.9)
-)
-reacts("on_validation_epoch_end changes the weights", "on_validation_epoch_end", validates=True)(
-    lambda self, trainer, module: scale(module, 0.9)
-)
-reacts("on_train_batch_start changes the weights", "on_train_batch_start", **ALONE)(
+reacts("on_train_start changes the weights", rounds=1)(lambda self, trainer, module: scale(module, 0.5))
+reacts("on_train_epoch_start changes the weights")(lambda self, trainer, module: scale(module, 0.9))
+reacts("on_validation_epoch_end changes the weights", validates=True)(lambda self, trainer, module: scale(module, 0.9))
+reacts("on_train_batch_start changes the weights", **ALONE)(
     lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)
 )
-reacts("on_train_batch_start changes the batch in place", "on_train_batch_start", **ALONE)(
+reacts("on_train_batch_start changes the batch in place", **ALONE)(
     lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)
 )
-reacts("on_train_batch_start sets the learning rate by batch_idx", "on_train_batch_start", **ALONE)(
+reacts("on_train_batch_start sets the learning rate by batch_idx", **ALONE)(
     lambda self, trainer, module, batch, batch_idx: (
         trainer.optimizers[0].param_groups[0].update(lr=0.1 / (1 + batch_idx))
     )
 )
-reacts("on_train_batch_end clamps the weights", "on_train_batch_end", **ALONE)(
+reacts("on_train_batch_end clamps the weights", **ALONE)(
     lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)
 )
 

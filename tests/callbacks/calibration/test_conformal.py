@@ -21,6 +21,7 @@ from lightning_fedbayes.callbacks.calibration import (
     predictions_of,
 )
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from tests.refusals import refusals
 
 LEVELS = st.sampled_from([0.05, 0.5, 0.8, 0.9, 0.95, 0.99])
 
@@ -337,35 +338,30 @@ def test_from_a_regressor():
         FederatedConformal(kind="interval").fit_from(network, data)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: class_scores(torch.zeros(2, 3), torch.tensor([0, 1])), "probs are no probabilities"),
-        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 2])), "targets run from 0 to 2"),
-        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "lac", torch.Generator()), "to draw"),
-        (lambda: interval_scores(torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a std is not above 0"),
-        (lambda: interval_scores(torch.zeros(2), torch.ones(2, 1), torch.zeros(2)), "shapes differ"),
-        (lambda: ScoreSketch.of(torch.tensor([1.5])), r"not all finite and in \[0, 1\]"),
-        (lambda: ScoreSketch(torch.tensor([1, -1])), "counts hold -1"),
-        (lambda: ScoreSketch(torch.tensor([2**62, 2**62])), r"counts hold 9\.22e\+18 scores.*at most 2\^53"),
-        (lambda: ScoreSketch(torch.tensor([2**53])) + ScoreSketch(torch.tensor([2**53])), r"at most 2\^53"),
-        (lambda: FederatedConformal(pooling="mean"), "pooling='mean'"),
-        (lambda: FederatedConformal(max_influence=0.5), r"max_influence=0\.5.* None turns the bound off"),
-        (lambda: ScoreSketch.of(torch.rand(2)) + ScoreSketch.of(torch.rand(2), 8), "1024 cells .* and 8"),
-        (lambda: ScoreSketch.of(torch.rand(2)).noisy(0.0, 1), "epsilon=0.0"),
-        (lambda: FederatedConformal(level=1.0), "level=1.0"),
-        (lambda: FederatedConformal().fit({}), "give a dict"),
-        (lambda: FederatedConformal().fit({"a": torch.rand(9), "b": torch.rand(0)}), "client b has no held-out"),
-        (lambda: FederatedConformal().sets(torch.full((1, 2), 0.5)), "call fit"),
-        (lambda: FederatedConformal().intervals(torch.zeros(1), torch.ones(1)), "has no intervals"),
-        (lambda: FederatedConformal(kind="interval").sets(torch.full((1, 2), 0.5)), "has no sets"),
-        (lambda: FederatedConformal().fit({"a": torch.rand(20)}).threshold_of("a"), "give per_client=True"),
-        (lambda: FederatedConformal(per_client=True).fit({"a": torch.rand(20)}).threshold_of("b"), "no client 'b'"),
-    ],
+test_bad_input_is_refused = refusals(
+    FedBayesError,
+    (lambda: class_scores(torch.zeros(2, 3), torch.tensor([0, 1])), "probs are no probabilities"),
+    (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 2])), "targets run from 0 to 2"),
+    (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "lac", torch.Generator()), "to draw"),
+    (lambda: interval_scores(torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a std is not above 0"),
+    (lambda: interval_scores(torch.zeros(2), torch.ones(2, 1), torch.zeros(2)), "shapes differ"),
+    (lambda: ScoreSketch.of(torch.tensor([1.5])), r"not all finite and in \[0, 1\]"),
+    (lambda: ScoreSketch(torch.tensor([1, -1])), "counts hold -1"),
+    (lambda: ScoreSketch(torch.tensor([2**62, 2**62])), r"counts hold 9\.22e\+18 scores.*at most 2\^53"),
+    (lambda: ScoreSketch(torch.tensor([2**53])) + ScoreSketch(torch.tensor([2**53])), r"at most 2\^53"),
+    (lambda: FederatedConformal(pooling="mean"), "pooling='mean'"),
+    (lambda: FederatedConformal(max_influence=0.5), r"max_influence=0\.5.* None turns the bound off"),
+    (lambda: ScoreSketch.of(torch.rand(2)) + ScoreSketch.of(torch.rand(2), 8), "1024 cells .* and 8"),
+    (lambda: ScoreSketch.of(torch.rand(2)).noisy(0.0, 1), "epsilon=0.0"),
+    (lambda: FederatedConformal(level=1.0), "level=1.0"),
+    (lambda: FederatedConformal().fit({}), "give a dict"),
+    (lambda: FederatedConformal().fit({"a": torch.rand(9), "b": torch.rand(0)}), "client b has no held-out"),
+    (lambda: FederatedConformal().sets(torch.full((1, 2), 0.5)), "call fit"),
+    (lambda: FederatedConformal().intervals(torch.zeros(1), torch.ones(1)), "has no intervals"),
+    (lambda: FederatedConformal(kind="interval").sets(torch.full((1, 2), 0.5)), "has no sets"),
+    (lambda: FederatedConformal().fit({"a": torch.rand(20)}).threshold_of("a"), "give per_client=True"),
+    (lambda: FederatedConformal(per_client=True).fit({"a": torch.rand(20)}).threshold_of("b"), "no client 'b'"),
 )
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(FedBayesError, match=message):
-        call()
 
 
 def test_each_client_is_scored_by_its_own_threshold():

@@ -9,6 +9,7 @@ from scipy.stats import norm
 
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, accountant, epsilon_of, noise_multiplier_for
 from lightning_fedbayes.core.errors import FederationError
+from tests.refusals import refusals
 
 opacus = pytest.importorskip("opacus")
 DELTA = 1e-5
@@ -97,21 +98,16 @@ def test_kinds_of_messages_add_up_as_their_renyi_divergences():
     assert accountant.epsilon_spent([], DELTA) == 0
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: epsilon_of(-1.0, DELTA, 1), "noise_multiplier=-1.0"),
-        (lambda: epsilon_of(1.0, 0.0, 1), "delta=0.0"),
-        (lambda: epsilon_of(1.0, DELTA, -1), "rounds=-1"),
-        (lambda: epsilon_of(1.0, DELTA, 1, 0.0), "fraction=0.0"),
-        (lambda: noise_multiplier_for(0.0, DELTA, 1), "epsilon=0.0"),
-        (lambda: noise_multiplier_for(1.0, DELTA, 0), "rounds=0"),
-        (lambda: noise_multiplier_for(1e-3, 1e-300, 10**15), "no noise is enough"),
-    ],
+test_arguments_out_of_range_are_refused_by_name = refusals(
+    FederationError,
+    (lambda: epsilon_of(-1.0, DELTA, 1), "noise_multiplier=-1.0"),
+    (lambda: epsilon_of(1.0, 0.0, 1), "delta=0.0"),
+    (lambda: epsilon_of(1.0, DELTA, -1), "rounds=-1"),
+    (lambda: epsilon_of(1.0, DELTA, 1, 0.0), "fraction=0.0"),
+    (lambda: noise_multiplier_for(0.0, DELTA, 1), "epsilon=0.0"),
+    (lambda: noise_multiplier_for(1.0, DELTA, 0), "rounds=0"),
+    (lambda: noise_multiplier_for(1e-3, 1e-300, 10**15), "no noise is enough"),
 )
-def test_arguments_out_of_range_are_refused_by_name(call, named):
-    with pytest.raises(FederationError, match=named):
-        call()
 
 
 def test_without_opacus_the_error_says_what_to_install(monkeypatch):

@@ -17,6 +17,7 @@ from lightning_fedbayes.layers import read_posterior
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import RoundPlan
 from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters
+from tests.refusals import refusals
 
 pytest.importorskip("opacus")
 
@@ -191,18 +192,14 @@ def test_another_network_and_what_is_not_finite_are_refused_by_the_fusion():
     assert "is not finite" in str(outcome.error)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"clip": 0.0}, "clip=0.0"),
-        ({"clip": math.inf}, "clip=inf"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"delta": 0.0}, "delta=0.0"),
-    ],
+test_arguments_are_checked_at_once = refusals(
+    FederationError,
+    ({"clip": 0.0}, "clip=0.0"),
+    ({"clip": math.inf}, "clip=inf"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    ({"delta": 0.0}, "delta=0.0"),
+    call=lambda options: UpdatePrivacy(**options),
 )
-def test_arguments_are_checked_at_once(options, named):
-    with pytest.raises(FederationError, match=named):
-        UpdatePrivacy(**options)
 
 
 HUGE = UpdatePrivacy(clip=1e6, noise_multiplier=0.0)
@@ -257,15 +254,10 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 def test_adversaries_begin_with_what_they_would_have_sent():
     """A free rider sends the global posterior's means; its variances are protected as those of any client."""
-    free_riders = ScaledUpdate(clients=1.0, factor=0.0)
-    (_, fed), (_, honest), (_, unprotected) = (
-        run(bayesian(), privacy, rounds=1, adversaries=adversaries)
-        for privacy, adversaries in (
-            (UpdatePrivacy(1.0, 1.0), free_riders),
-            (UpdatePrivacy(1.0, 1.0), None),
-            (None, None),
-        )
-    )
+    free_riders, privacy = ScaledUpdate(clients=1.0, factor=0.0), UpdatePrivacy(1.0, 1.0)
+    _, fed = run(bayesian(), privacy, rounds=1, adversaries=free_riders)
+    _, honest = run(bayesian(), privacy, rounds=1, adversaries=None)
+    _, unprotected = run(bayesian(), None, rounds=1, adversaries=None)
     torch.testing.assert_close(dict(fed.posterior.mean), dict(read_posterior(bayesian()).mean))
     torch.testing.assert_close(dict(fed.posterior.variance), dict(honest.posterior.variance))
     name = "network.2.weight"

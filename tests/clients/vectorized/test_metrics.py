@@ -6,15 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, classification
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-    MulticlassPrecision,
-)
 from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
@@ -44,19 +37,14 @@ class Fed(Plain):
             self.at_end(self)
 
 
-def accuracy() -> MulticlassAccuracy:
-    return MulticlassAccuracy(CLASSES, average="micro")
+def accuracy() -> classification.MulticlassAccuracy:
+    return classification.MulticlassAccuracy(CLASSES, average="micro")
 
 
 def collection() -> MetricCollection:
-    return MetricCollection(
-        {
-            "f1": MulticlassF1Score(CLASSES),
-            "accuracy": accuracy(),
-            "precision": MulticlassPrecision(CLASSES, average="micro"),
-        },
-        prefix="train/",
-    )
+    precision = classification.MulticlassPrecision(CLASSES, average="micro")
+    metrics = {"f1": classification.MulticlassF1Score(CLASSES), "accuracy": accuracy(), "precision": precision}
+    return MetricCollection(metrics, prefix="train/")
 
 
 def logged(feeds):
@@ -129,12 +117,12 @@ SAME = {
     "maximum": (MaxMetric, of_the_loss),
     "weighted mean": (MeanMetric, logged(lambda metric, z, y, loss: metric.update(loss, len(y)))),
     "twice in a step": (MeanMetric, logged(lambda metric, z, y, loss: [metric.update(k * loss) for k in (1, 2)])),
-    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
+    "states that grow": (lambda: classification.MulticlassAUROC(CLASSES), updates_and_logs),
     "collection": (collection, logs_members),
     "by class": (collection, logs_by_class),
     "values of a collection": (collection, lambda module, z, y, loss: module.log_dict(module.metric(z, y), **EPOCH)),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
-    "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
+    "a matrix": (lambda: classification.MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
     "collection, end of the epoch": (collection, only_updates, computes_and_resets),
     "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict),
     "in a layer": (Deep, in_a_dict),
@@ -222,7 +210,11 @@ REFUSED = {
     "value by torch": (accuracy, lambda m, z, y, loss: torch.maximum(loss, m.metric(z, y)), "not BatchValue"),
     "value returned": (accuracy, lambda m, z, y, loss: {"loss": loss, "x": m.metric(z, y)}, "computes with what"),
     "a number": (accuracy, lambda m, z, y, loss: m.log("x", float(m.metric(z, y))), "computes with what"),
-    "several values": (lambda: MulticlassConfusionMatrix(CLASSES), logs_what_it_returns, "cannot run for several"),
+    "several values": (
+        lambda: classification.MulticlassConfusionMatrix(CLASSES),
+        logs_what_it_returns,
+        "cannot run for several",
+    ),
     "in a list": (lambda: [Discounted("sum")], lambda m, z, y, loss: m.metric[0].update(loss), "changes self.metric."),
 }
 

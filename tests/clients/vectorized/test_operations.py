@@ -6,13 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from lightning_fedbayes.clients.vectorized import operations
 from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
-from lightning_fedbayes.clients.vectorized.operations import (
-    CrossEntropy,
-    StackedOperations,
-    mean_cross_entropy,
-    mean_squared_error,
-)
 from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior
 from lightning_fedbayes.layers.functional import softplus_std
@@ -22,10 +17,12 @@ from tests.clients.vectorized.modules import Divergence
 CLIENTS = 4
 
 
-def operations_for(level: int, module: nn.Module | None = None, tensors=None, views=None) -> StackedOperations:
+def operations_for(
+    level: int, module: nn.Module | None = None, tensors=None, views=None
+) -> operations.StackedOperations:
     """The operations of a step of ``module``, whose stacked parameters are ``tensors``."""
     gaussians = GaussianParameters(module or nn.Module())
-    return StackedOperations(level, gaussians, JointDraws(gaussians, tensors or {}, views or {}))
+    return operations.StackedOperations(level, gaussians, JointDraws(gaussians, tensors or {}, views or {}))
 
 
 def both_ways(function, *stacks: Tensor):
@@ -56,14 +53,14 @@ def _seed():
 
 def spy(monkeypatch, function) -> list:
     """Record for each call of ``function`` whether its stacked form applied."""
-    original, applied = StackedOperations.replacements[function], []
+    original, applied = operations.StackedOperations.replacements[function], []
 
     def wrapped(*args, **kwargs):
         result = original(*args, **kwargs)
         applied.append(result is not None)
         return result
 
-    monkeypatch.setitem(StackedOperations.replacements, function, wrapped)
+    monkeypatch.setitem(operations.StackedOperations.replacements, function, wrapped)
     return applied
 
 
@@ -94,12 +91,9 @@ def test_linear_inside_another_transform(monkeypatch):
     def jacobian(x, w):
         return torch.func.jacrev(lambda z: F.linear(z, w).tanh())(x)
 
-    assert_agree(jacobian, torch.randn(CLIENTS, 5), torch.randn(CLIENTS, 6, 5))
-    assert_agree(
-        lambda x, w: torch.func.vmap(lambda z: F.linear(z, w))(x),
-        torch.randn(CLIENTS, 3, 5),
-        torch.randn(CLIENTS, 6, 5),
-    )
+    weights = torch.randn(CLIENTS, 6, 5)
+    assert_agree(jacobian, torch.randn(CLIENTS, 5), weights)
+    assert_agree(lambda x, w: torch.func.vmap(lambda z: F.linear(z, w))(x), torch.randn(CLIENTS, 3, 5), weights)
     assert not any(applied)
 
 
@@ -285,7 +279,7 @@ def test_cross_entropy_is_that_of_torch(classes, scale):
     """Also where a probability is 0 in float32."""
     logits, labels = scale * torch.randn(3, 7, classes), torch.randint(0, classes, (3, 7))
     first, second = (logits.clone().requires_grad_() for _ in range(2))
-    found = mean_cross_entropy(first, labels, -100)
+    found = operations.mean_cross_entropy(first, labels, -100)
     expected = torch.stack([F.cross_entropy(z, y) for z, y in zip(second, labels)])
     torch.testing.assert_close(found, expected)
     weights = torch.tensor([1.0, -2.0, 0.5])
@@ -298,7 +292,7 @@ def test_impossible_classes_and_logits_that_are_not_finite():
     logits = torch.tensor([[[0.0, -torch.inf], [1.0, 2.0]], [[0.0, torch.nan], [1.0, 2.0]]])
     labels = torch.zeros(2, 2, dtype=torch.int64)
     expected = torch.stack([F.cross_entropy(z, y) for z, y in zip(logits, labels)])
-    torch.testing.assert_close(mean_cross_entropy(logits, labels, -100), expected, equal_nan=True)
+    torch.testing.assert_close(operations.mean_cross_entropy(logits, labels, -100), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("label", [10, -1])
@@ -306,7 +300,7 @@ def test_a_label_that_is_no_class_is_refused(label):
     labels = torch.zeros(2, 3, dtype=torch.int64)
     labels[1, 1] = label
     with pytest.raises(RuntimeError, match="out of bounds"):
-        mean_cross_entropy(torch.randn(2, 3, 10), labels, -100)
+        operations.mean_cross_entropy(torch.randn(2, 3, 10), labels, -100)
 
 
 @pytest.mark.parametrize("ignored", [-100, -1, 0, 2])
@@ -315,7 +309,7 @@ def test_ignored_labels_do_not_count(ignored):
     logits, labels = torch.randn(3, 7, 3, requires_grad=True), torch.randint(0, 3, (3, 7))
     labels[0, 2:4], labels[2] = ignored, ignored
     expected = torch.stack([F.cross_entropy(z, y, ignore_index=ignored) for z, y in zip(logits, labels)])
-    found = mean_cross_entropy(logits, labels, ignored)
+    found = operations.mean_cross_entropy(logits, labels, ignored)
     torch.testing.assert_close(found, expected, equal_nan=True)
     ours, theirs = (torch.autograd.grad(loss[:2].sum(), logits)[0] for loss in (found, expected))
     torch.testing.assert_close(ours, theirs)
@@ -323,15 +317,15 @@ def test_ignored_labels_do_not_count(ignored):
 
 def test_derivatives():
     logits, labels = torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.tensor([0, 3, 1])
-    assert gradcheck(lambda z: CrossEntropy.apply(z, labels), [logits])
-    assert gradgradcheck(lambda z: CrossEntropy.apply(z, labels), [logits])
+    assert gradcheck(lambda z: operations.CrossEntropy.apply(z, labels), [logits])
+    assert gradgradcheck(lambda z: operations.CrossEntropy.apply(z, labels), [logits])
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 5, 2), (3, 1, 1)])
 def test_squared_error_is_that_of_torch(shape):
     outputs, targets = torch.randn(shape, requires_grad=True), torch.randn(shape)
     expected = torch.stack([F.mse_loss(x, y) for x, y in zip(outputs, targets)])
-    found = mean_squared_error(outputs, targets)
+    found = operations.mean_squared_error(outputs, targets)
     torch.testing.assert_close(found, expected)
     ours, theirs = (torch.autograd.grad(loss.square().sum(), outputs)[0] for loss in (found, expected))
     torch.testing.assert_close(ours, theirs)

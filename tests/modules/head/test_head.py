@@ -69,18 +69,13 @@ def test_the_evidence_is_that_of_bayesian_ridge():
     x, y = numbers(outputs=1)
     fit = fb.BayesianHead(1, "gaussian").fit_clients([(x, y)])
     design = torch.cat([x, torch.ones(len(x), 1)], 1).numpy()
-    ridge = BayesianRidge(
-        max_iter=5000, tol=1e-13, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, fit_intercept=False
-    ).fit(design, y[:, 0].numpy())
+    flat = dict.fromkeys(("alpha_1", "alpha_2", "lambda_1", "lambda_2"), 0)
+    ridge = BayesianRidge(max_iter=5000, tol=1e-13, fit_intercept=False, **flat).fit(design, y[:, 0].numpy())
     assert fit.prior_precision == pytest.approx(ridge.lambda_, rel=1e-6)
     assert 1 / fit.noise == pytest.approx(ridge.alpha_, rel=1e-6)
     torch.testing.assert_close(fit.weights[0], torch.tensor(ridge.coef_), atol=1e-8, rtol=1e-6)
-    torch.testing.assert_close(
-        fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 1, 6))[0],
-        torch.tensor(ridge.sigma_),
-        atol=1e-9,
-        rtol=1e-5,
-    )
+    covariance = fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 1, 6))[0]
+    torch.testing.assert_close(covariance, torch.tensor(ridge.sigma_), atol=1e-9, rtol=1e-5)
 
 
 def test_the_mode_of_a_softmax_is_that_of_penalised_logistic_regression():
@@ -190,10 +185,8 @@ def test_a_message_comes_back_whole():
     fit = head.fit(head.sums(x, y))
     for sent in (head.sums(x, y), head.slopes(fit, x, y)):
         read = Message.of("statistics", 3, 0, sent).read(type(sent))
-        assert all(
-            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-            for a, b in zip(vars(sent).values(), vars(read).values(), strict=True)
-        )
+        for a, b in zip(vars(sent).values(), vars(read).values(), strict=True):
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
 test_arguments_out_of_range = refusals(

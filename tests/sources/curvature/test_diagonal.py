@@ -45,13 +45,8 @@ def test_is_the_diagonal_posterior_of_laplace_torch(name, task, curvature, noise
         module, x = cases()[name]
         y = torch.randint(0, 3, (40,)) if task == "classification" else torch.randn(40, 3)
         data = DataLoader(TensorDataset(x, y), batch_size=16)
-        peer = DiagLaplace(
-            module,
-            task,
-            sigma_noise=noise_std,
-            prior_precision=0.8**-2,
-            backend=AsdlGGN if curvature == "ggn" else AsdlEF,
-        )
+        options = {"sigma_noise": noise_std, "prior_precision": 0.8**-2}
+        peer = DiagLaplace(module, task, backend=AsdlGGN if curvature == "ggn" else AsdlEF, **options)
         peer.fit(data)
     known = "categorical" if task == "classification" else fb.Gaussian(noise_std)
     ours = fb.Laplace(known, curvature, prior_std=0.8).posterior(module, data)
@@ -300,14 +295,8 @@ class Path(L.Callback):
 
 def test_swag_is_the_mean_and_the_variance_of_the_path():
     path = Path()
-    federation, _ = run(
-        "sequential",
-        1,
-        partition=fb.IIDPartition(1),
-        source=fb.SWAG(start=0.25, scale=2.0, min_std=0.01),
-        local_epochs=4,
-        options={"callbacks": [path]},
-    )
+    settings = {"partition": fb.IIDPartition(1), "source": fb.SWAG(start=0.25, scale=2.0, min_std=0.01)}
+    federation, _ = run("sequential", 1, local_epochs=4, options={"callbacks": [path]}, **settings)
     assert len(path.seen) == 48
     late = torch.stack(path.seen[12:])
     mean = torch.cat([value.flatten() for value in federation.posterior.mean.values()])

@@ -88,8 +88,7 @@ def test_is_the_maximum_of_the_evidence_of_laplace_torch():
 
 
 def test_training_and_choosing_in_turn_end_at_the_evidence_of_a_linear_regression():
-    r"""With orthogonal inputs of one length, :math:`\hat w_j \sim N(0, s^2 + 1/F)`: s² = mean ŵ² − 1/F, a little more
-    by the half-Cauchy prior of s."""
+    r"""With orthogonal inputs :math:`\hat w_j \sim N(0, s^2 + 1/F)`: s² = mean ŵ² − 1/F, and a little by its prior."""
     torch.manual_seed(0)
     noise, x = 0.5, torch.linalg.qr(torch.randn(50, 12))[0] * 3
     weights = 0.7 * torch.randn(12)
