@@ -85,15 +85,13 @@ class Reader(L.Callback):
 class Evaluator:
     r"""Collects what a module predicts in one validation or test, for every :class:`Reader` of the Trainer.
 
-    ``validation_step`` (``test_step``) returns predictions as a dict with "target", (batch, \*positions), and "probs"
-    in the form of the outputs, (batch, classes, \*positions), for one logit the probability of 1, perhaps with draws
-    first, (samples, batch, \*), or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
-    of "probs", are needed to scale them. A module whose steps return no predictions predicts once more, batch by batch,
-    if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
-    ``forward``. The batch seeds these draws, and the global generators stay as they are.
+    ``validation_step`` (``test_step``) returns a dict with "target", (batch, \*positions), and "probs", (batch,
+    classes, \*positions), perhaps with draws first and with "logits" of that shape, or with "mean", "variance" and
+    "target", (batch, targets) each. Where it does not, the module predicts once more, batch by batch, if a reader asks:
+    by draws from the federation's posterior, its ``sample``, ``predict_step`` or ``forward``. Global generators stay as
+    they are.
 
-    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere the clients'
-    data sets are predicted in one further pass.
+    Where a loader gives all examples in order, their positions tell the clients. Elsewhere it takes one further pass.
     """
 
     def __init__(self) -> None:

@@ -31,10 +31,8 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 class ClientRecords:
     r"""Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
-    ``rounds`` and ``failures`` count where each took part, and was left out. ``first_loss`` is the mean training loss
-    of its first round, ``train_loss``, ``weight``, ``seconds`` and ``megabytes_up`` are of its last one. ``diverged``
-    is 1 if its loss has exceeded its first, ℓ, by more than :math:`\max(|\ell|, 1)`. ``last_failure`` has the reason
-    why it was left out last.
+    ``rounds`` and ``failures`` are counts, ``first_loss`` is of a client's first round, all others are of its last one.
+    ``diverged`` is 1 if its loss has exceeded its first, ℓ, by more than :math:`\max(|\ell|, 1)`.
     """
 
     def __init__(self, clients: int) -> None:
@@ -227,10 +225,8 @@ class FederationReport:
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
-        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Only the
-        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`). "round" in ``figures``, counted
-        from 1, becomes the x-axis, also of what the module has logged per epoch (``training_names``, not
-        ``step_names``).
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. The
+        x-axis is "round", from 1, also of what the module logs per epoch: ``training_names`` without ``step_names``.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})

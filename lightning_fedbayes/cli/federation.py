@@ -54,10 +54,7 @@ class FederationCLI(LightningCLI):
     """LightningCLI for one federation, with the keys ``trainer``, ``model``, ``data`` and ``federation``.
 
     ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, except its seed, which is
-    ``seed_everything``. Classes of this package need no import path.
-
-    ``arguments`` are of the command line, the stage first if ``run`` is true. Otherwise it only makes the objects.
-    Raises FedBayesError, in one line, for an option, key, class or value that cannot be used.
+    ``seed_everything``. ``arguments`` have the stage first if ``run`` is true. Raises FedBayesError, in one line.
     """
 
     def __init__(self, arguments: list[str], run: bool = True) -> None:

@@ -44,11 +44,11 @@ class Heard(NamedTuple):
 
 
 class Course:
-    """Messages under way, and messages that have arrived since the last fusion.
+    """Messages under way, and messages that have arrived since the last fusion. Late ones do not count.
 
-    Messages that are too late do not count. A client that does not answer in time is given up. A client whose message
-    has arrived, or that was given up, begins again after the next fusion. ``resumed`` is the :meth:`state_dict` of a
-    run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or is the file to write.
+    A client that has answered, or was given up, begins again after the next fusion. ``resumed`` is the
+    :meth:`state_dict` of a run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or
+    is the file to write.
     """
 
     def __init__(self, strategy: FusionStrategy, resumed: Mapping[str, Any]) -> None:

@@ -205,10 +205,9 @@ def average_rounds(
     r"""Return squared distances between clients and to the origin, averaged over the rounds so far, and the new state.
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
-    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
-    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
-    does not affect clients that missed it. Earlier rounds are discounted by ``memory``. "counts" and "rounds" are sums
-    of weights.
+    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both ([Untrusted] Remark 1),
+    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all. ``memory`` discounts earlier
+    rounds.
     """
     if memory == 0:
         return now, {}

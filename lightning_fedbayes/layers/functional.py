@@ -144,17 +144,13 @@ def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...
 def flipout_by_example(
     convolve: GroupedConvolution, x: Tensor, kernel: Normal, bias: Normal | None, noise: FlipoutNoise, groups: int
 ) -> Tensor:
-    r"""Compute :func:`flipout` of a convolution, up to rounding, by one convolution with a kernel per example.
-
-    Signs are constant along space, so they can change the kernel as well as the maps:
+    r"""Compute :func:`flipout` of a convolution, up to rounding, by one grouped convolution: a kernel per example.
 
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution. Source: Wen et al. 2018, equation (4), rearranged.
-
-    Shapes: x (batch, in_channels, \*space), kernel (out_channels, in_channels / groups, \*size), bias (out_channels,),
-    signs (batch, in_channels, 1, …) and (batch, out_channels, 1, …), output (batch, out_channels, \*space).
+    Signs, of shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …), are constant along space, so they can
+    change the kernel as well as the maps. Source: Wen et al. 2018, equation (4), rearranged.
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)

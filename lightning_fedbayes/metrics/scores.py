@@ -31,12 +31,8 @@ class Plotted(Metric):
 class ExampleMean(Plotted):
     """Mean over all examples of one value per example. A subclass passes the values to :meth:`add` in ``update``.
 
-    The state is one sum and one count, so batches and processes of any size combine exactly.
-
-    Args:
-        name: name of the state, unique to what the metric computes, by default the class name: a MetricCollection
-            takes two metrics for one if their states have equal names and, after the first batch, equal values.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Batches and processes of any size combine exactly. The state's ``name`` is by default the class's: a
+    MetricCollection takes two metrics for one if their states have equal names and values.
     """
 
     count: Tensor

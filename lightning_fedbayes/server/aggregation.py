@@ -224,9 +224,8 @@ class Aggregation:
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        The limits are set at 7 clients of this process (small networks: 14 or more), and set again at 14, 28, … A
-        client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than half
-        of the clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        The limits are set at 7 clients of this process (small networks: 14 or more), and again at 14, 28, … A client
+        that passes is then at most ``max_influence`` times as large as an honest one, if less than half so far are bad.
         """
         assert self.guard is not None
         if self._unmeasured:

@@ -97,18 +97,10 @@ class Limits:
 class Guard:
     """Measures updates against the global posterior of a round, refuses impossible variances and clips sizes.
 
-    Args:
-        previous: the global posterior that the clients started from.
-        probabilistic: names of the tensors to which the network gives a variance.
-        max_influence: multiple of the median size that is allowed, at least 1.
-        memory: after the round before. "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of
-            lengths,). Earlier rounds fade. Empty before the first.
-        is_alone: the federation has a single client, so there are no others to protect.
-        part: share of all clients in a fusion, in a federation without rounds. Otherwise 1.
-
-    Attributes:
-        counted: client → what the server counts in place of what it sent, where clients have to keep the same.
-        is_deterministic: True if the network has no variances, so that sizes follow from the means.
+    ``probabilistic`` names the tensors to which the network gives a variance. ``memory`` is the round before's: its
+    "sizes" are usual lengths of whole updates, (kinds of lengths,). ``is_alone``: there is a single client. ``part`` is
+    the share of all clients in a fusion without rounds. ``counted`` is what counts of a client that has to keep the
+    same.
     """
 
     num_lengths: ClassVar[int] = 2
@@ -235,15 +227,13 @@ class Guard:
         return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1).cpu()
 
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
-        r"""Return the largest sizes that are allowed.
+        r"""Return the largest sizes that are allowed: ``max_influence`` times the weighted medians over the clients.
 
-        They are ``max_influence`` times the weighted medians over the clients. Lengths of a tensor of n entries may be
-        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not move may
-        move as far per entry as the whole network does. There is no bound if the median client has not moved. Of fewer
-        than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times ``max_influence``
-        times the second longest whole update of at least three, or what was usual in the rounds before, if that is
-        more. ``sizes`` are of all clients, shape (clients, 4, tensors), and their numbers ``clients`` are needed where
-        they are few.
+        Lengths of a tensor of n entries may be :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A
+        tensor that most clients do not move may move as far per entry as the whole network. Of fewer than
+        :data:`FEWEST` clients only each tensor's lengths are bounded: by :data:`FEW` times ``max_influence`` times the
+        second longest whole update of at least three, or what was usual before, if that is more. ``sizes`` have shape
+        (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:

@@ -29,13 +29,10 @@ from lightning_fedbayes.methods.late import FedBuff, Late
 
 
 class Fusion(NamedTuple):
-    """Fusion in the log, one line of JSON.
+    """Fusion in the log, one line of JSON: ``began`` are the clients that began from the posterior before it.
 
-    Args:
-        clients: number of connected clients. Each has the share 1 / clients.
-        began: clients that began from the global posterior before it.
-        arrived: (client, version) of the admitted messages, in order. Version v is the posterior after v fusions.
-        refused: clients that failed, or sent a message that was too late or could not be used.
+    ``arrived`` are (client, version) of the admitted messages, in order, with version v the posterior after v fusions.
+    ``refused`` failed, were too late or could not be used. Each of the ``clients`` has the share 1 / clients.
     """
 
     clients: int
@@ -225,14 +222,10 @@ class Arrival(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Course of a federation between two fusions.
+    """Course of a federation between two fusions, with ``clients`` clients at the end (0: all).
 
-    Args:
-        starts: clients that begin from the present global posterior, ascending, without those that never answer.
-        arrivals: messages that arrive until the next fusion, in their order, with those that are too late.
-        refused: clients of the messages that are too late.
-        waiting: messages under way at the end, the next one first. The virtual ``time`` is then.
-        clients: number of clients in the federation then. 0: all.
+    Of the ``starts``, ascending, those that never answer are left out. ``arrivals`` come in their order, with the
+    ``refused``, which are too late. Messages ``waiting`` at the virtual ``time`` of the end have the next one first.
     """
 
     starts: tuple[int, ...]
@@ -283,12 +276,8 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 class Timeline:
     """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
 
-    Raises FederationError if the schedule does not suit that many clients. Sizes are the clients' numbers of examples.
-
-    Args:
-        min_clients: least number of messages of a fusion that counts.
-        first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
-        most: clients that may train at once, for a trial run. None: as the schedule says.
+    A fusion counts ``min_clients`` messages or more, the ``first`` one so many, and at most ``most`` clients train at
+    once. Raises FederationError if the schedule does not suit that many clients.
     """
 
     def __init__(

@@ -216,14 +216,7 @@ class Server:
         expected = joined(own, {name: tensors[name] for name in method.sent or tensors} if method.sends else {})
         self._aggregations = {
             name: Aggregation(
-                rule,
-                self.weighting,
-                previous,
-                expected,
-                self._rule_states[name],
-                self.collective,
-                guard,
-                method.adds,
+                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard, method.adds
             )
             for name, rule in self.rules.items()
         }

@@ -56,13 +56,7 @@ AGAINST = 4
 
 @dataclass(frozen=True)
 class SiteLimits(Limits):
-    """The largest sizes that are allowed: a client of many examples may be larger.
-
-    Args:
-        sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`. The weight is a number of examples.
-        examples_of: client → its number of examples.
-        opposes: tells whether nothing counts of a client.
-    """
+    """The largest sizes that are allowed. A client of many examples may be larger. Of one that opposes none counts."""
 
     examples_of: Mapping[int, float]
     opposes: Callable[[int], bool]
@@ -78,13 +72,7 @@ class SiteGuard(Guard):
     """Measures what the server would count of each client after the round, and bounds it.
 
     Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is not checked, and
-    the cosine of the move and the gradient of all data.
-
-    Args:
-        posterior: the global one that the clients started from.
-        slope: c, the gradient of all data and the prior there, shape (P,). Zeros before it is known.
-        max_influence, memory, is_alone, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
-        counted_of: returns what has been counted of a client in the rounds before. Empty in its first.
+    the cosine of the move and the gradient of all data, ``slope`` c, shape (P,), which is 0 before it is known.
     """
 
     num_lengths: ClassVar[int] = 3

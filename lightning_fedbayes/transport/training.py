@@ -30,15 +30,10 @@ from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a client in one round, from 0, as the server sets it.
+    """Task of a client in one round, from 0: the federation's seed, the global model, what the client has kept so far.
 
-    Args:
-        seed: source of all random draws of the federation.
-        posterior, buffers: the global model. Buffers by name, with the method's tensors, empty if they are frozen.
-        kept: the client's state after its earlier rounds (``States.state_dict``).
-        begun: True if the server has fused a round.
-        share: the client's share of all clients.
-        frozen: digest of the frozen parameters.
+    ``begun``: the server has fused a round. ``share`` is the client's of all clients, ``frozen`` a digest of the frozen
+    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen.
     """
 
     client: int

@@ -31,15 +31,10 @@ GRID = 50
 
 @dataclass(frozen=True)
 class KroneckerSystem:
-    r"""The equation :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in).
+    r"""The equation :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in), with p the ``prior_precision`` > 0.
 
-    The preconditioner is one Kronecker product of the sums of the factors. With a single term it is exact. Its
-    eigenvectors are computed once.
-
-    Args:
-        terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
-        prior_precision: p > 0.
-        inner: eigenvalues and eigenvectors of A, if known, for one term.
+    ``terms`` are symmetric, positive semidefinite (A, B), float64. The preconditioner is one Kronecker product of their
+    sums, exact for a single term. ``inner`` are the eigenvalues and eigenvectors of a single A, if they are known.
     """
 
     terms: Sequence[tuple[Tensor, Tensor]]
@@ -185,16 +180,14 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def chosen_precision(information: Iterable[Tensor], mean: Iterable[Tensor]) -> float:
-    r"""Return the most probable precision a of the prior N(0, 1/a), by Laplace's evidence.
+    r"""Return the most probable precision a of the prior N(0, 1/a), by Laplace's evidence. 1 without information.
 
     .. math:: \log p(D \mid a) \approx \log p(D \mid \hat\theta)
               + \tfrac12 \sum_i \left(\log a - a \hat\theta_i^2 - \log(F_i + a)\right)
 
-    with fixed mean and information F. There :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)`, with the number of
-    parameters that the data determine, :math:`\gamma = \sum_i F_i / (F_i + a)`. The right side falls with a, so
-    bisection finds the one solution. Without information it is 1. F and :math:`\hat\theta` have equal shapes.
-
-    Source: MacKay 1992; Immer, Bauer, Fortuin, Rätsch and Khan 2021, for networks; Gelman 2006 for the half-Cauchy.
+    with fixed mean and information F, of equal shapes: bisection finds the one solution of
+    :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)` with :math:`\gamma = \sum_i F_i / (F_i + a)`. Source: MacKay
+    1992; Immer, Bauer, Fortuin, Rätsch and Khan 2021, for networks; Gelman 2006 for the half-Cauchy.
     """
     information = torch.cat([each.flatten().double() for each in information])
     size = sum(float(each.detach().double().square().sum()) for each in mean)
@@ -213,13 +206,9 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
     .. math:: L(\theta) = \tfrac12 \theta^\top F \theta - t^\top \theta, \qquad
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
-    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`. Both have the same
-    fixed point.
-
-    ``information`` are the eigenvalues of F, (parameters,), and ``pull`` is t in their eigenvectors. The search is
-    within a ``factor`` of ``near``, if it is given.
-
-    Source: MacKay 1992.
+    ``information`` are F's eigenvalues, (parameters,), ``pull`` is t in their eigenvectors, and the search is within a
+    ``factor`` of ``near``. Unlike in :func:`chosen_precision` the mode moves with a, with the same fixed point (MacKay
+    1992).
     """
     known = information > information.max() * torch.finfo(torch.float64).eps * len(information)  # the rest is rounding
     information, squares = information[known].double(), pull[known].double().square()
