@@ -88,8 +88,7 @@ class Evaluator:
     ``validation_step`` (``test_step``) returns a dict with "target", (batch, \*positions), and "probs", (batch,
     classes, \*positions), perhaps with draws first and with "logits" of that shape, or with "mean", "variance" and
     "target", (batch, targets) each. Where it does not, the module predicts once more, batch by batch, if a reader asks:
-    by draws from the federation's posterior, its ``sample``, ``predict_step`` or ``forward``. Global generators stay as
-    they are.
+    by draws from the federation's posterior, its ``sample``, ``predict_step`` or ``forward``. Generators stay as is.
 
     Where a loader gives all examples in order, their positions tell the clients. Elsewhere it takes one further pass.
     """
@@ -302,10 +301,7 @@ class Evaluator:
                 return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
-        """Return every client's predictions, by its name, on the CPU. Raise FedBayesError if there are none.
-
-        A client is a part of a ``ClientDatasets`` or ``ConcatDataset``, a loader by its number, or "all".
-        """
+        """Return each client's or loader's predictions by name, on the CPU. Raise FedBayesError if there are none."""
         if self._found is None:
             self._open(trainer, module)
             try:

@@ -81,14 +81,6 @@ class ClientRecords:
         self.last_failure = dict(state["last_failure"])
 
 
-def divergence_of(names: Sequence[str]) -> str:
-    """Return the message that the training of clients has diverged."""
-    return (
-        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
-        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
-    )
-
-
 CLIENT_COLUMNS = ("client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds")
 CLIENT_COLUMNS += ("megabytes_up", "last_failure")
 MOST_CURVES = 20
@@ -193,7 +185,10 @@ class FederationReport:
         self.tell_failures(result.round)
         if self._diverged:
             names = [self._clients.names[client] for client in sorted(self._diverged)]
-            rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
+            who = f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged"
+            why = "the loss is far above that of the first round, which began without knowledge"
+            remedy = "Take a smaller learning rate or fewer local epochs"
+            rank_zero_info(f"Round {result.round + 1}: {who}: {why}. {remedy}")
         self._diverged = []
         if result.success and self._unheld and not KLWatch.seen:
             gaussian = f"but {self._unheld[0]} and {len(self._unheld) - 1} others are Gaussian"

@@ -39,10 +39,7 @@ class Parser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration into the folder of the run, if the logger has one.
-
-    LightningCLI would otherwise write ``config.yaml`` into the working directory, over a file of the user.
-    """
+    """Saves the configuration into the run's folder, if it has one. LightningCLI would write into the present one."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Save the configuration if the logger has a folder."""

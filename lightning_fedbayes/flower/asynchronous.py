@@ -82,10 +82,9 @@ class Course:
         return {job.client for job in self._jobs.values()}
 
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
-        """Run the federation until messages are to be fused, and admit them. Return outcomes in order of arrival.
+        """Run the federation after ``round`` fusions until messages are to be fused. Return outcomes as they arrived.
 
-        ``round`` is the number of earlier fusions, and ``fewest`` clients must be connected. Raises FederationError if
-        they are not, or a replay cannot go on.
+        Raises FederationError if fewer than ``fewest`` clients are connected, or a replay cannot go on.
         """
         began, turns = time.monotonic(), self._turns
         if turns is not None and round >= len(turns):

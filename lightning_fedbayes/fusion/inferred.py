@@ -184,11 +184,7 @@ def progress(distances: Tensor, moved: float | None) -> float:
 
 
 def alike(distances: Tensor) -> Tensor:
-    """Return a mask of clients that send nearly the same update, shape (K, K): each row is a group or empty.
-
-    A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
-    shorter update.
-    """
+    """Return a mask of nearly equal updates, (K, K): a client is in the row of the first within :data:`ALIKE` of it."""
     lengths, count = distances[:-1, -1], len(distances) - 1
     near = distances[:-1, :-1] <= ALIKE * torch.minimum(lengths[:, None], lengths)
     groups, left = torch.zeros(count, count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
@@ -206,8 +202,7 @@ def average_rounds(
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
     :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both ([Untrusted] Remark 1),
-    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all. ``memory`` discounts earlier
-    rounds.
+    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all. ``memory`` discounts.
     """
     if memory == 0:
         return now, {}

@@ -109,10 +109,7 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
 def climb(
     latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
 ) -> Latent:
-    """Maximise the free energy over the estimates ``moved``, with no noise below ``least``, by L-BFGS from ``latent``.
-
-    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
-    """
+    """Maximise the free energy over ``moved`` by L-BFGS, noise from ``least``: coordinate ascent is far too slow."""
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
     free = {name: begun[name].detach().clone().requires_grad_() for name in moved}

@@ -131,10 +131,7 @@ ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
-    """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
-
-    GPUs and other dtypes have no fast convolution of many groups.
-    """
+    """Return whether a kernel per example costs less than a second convolution: a rule fitted to measurements."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False
     positions = math.prod(x.shape[2:]) // math.prod(stride)

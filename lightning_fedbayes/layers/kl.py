@@ -136,11 +136,7 @@ def standardised(
 
 
 class JointKL(torch.autograd.Function):
-    """The divergence of several networks from a joint prior: (networks, entries) → (networks,).
-
-    A joint prior of several parameters has the methods ``values`` and ``gradients`` of
-    :class:`~lightning_fedbayes.layers.priors.LocalPrior`.
-    """
+    """Divergence from a joint prior with ``values`` and ``gradients``: (networks, entries) → (networks,)."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, std: Tensor, prior: Any) -> Tensor:

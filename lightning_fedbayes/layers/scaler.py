@@ -41,8 +41,7 @@ class ScaleSums:
     ``moments`` are stream → :math:`n = \sum_i 1`, :math:`m = \frac1n \sum_i x_i` and :math:`s = \sum_i (x_i - m)^2` for
     each entry of an example, without NaN and infinite values: float64, shape (3, \*example), (3, 1) for numbers.
     Streams are "inputs", "targets" and, if a target is one integer, "classes" 0 to 19 as zeros and ones. Sums of parts
-    add up exactly, also far from 0 (Chan, Golub and LeVeque 1983). Raises FedBayesError for values that examples cannot
-    have.
+    add up exactly, also far from 0 (Chan, Golub and LeVeque 1983). Raises FedBayesError for impossible values.
     """
 
     num_examples: int
@@ -62,10 +61,7 @@ class ScaleSums:
 
     @classmethod
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> ScaleSums:
-        """Return the sums of a client's examples, in one pass that leaves random generators as they are.
-
-        ``unpack`` of the ``module``, if any, tells inputs from targets. Only tensors of real numbers count.
-        """
+        """Return the sums of a client's tensors of real numbers, in one pass. Random generators stay as they are."""
         known = tensors_of(dataset) if collate in (None, default_collate) else None
         batches: Iterable[Any] = DataLoader(dataset, ROWS, collate_fn=collate)
         if known is not None:  # in memory

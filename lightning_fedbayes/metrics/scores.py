@@ -71,11 +71,7 @@ class HitCounts(Plotted):
 
 
 class ExampleMetric(Plotted):
-    """Base of metrics that keep vectors of all examples. A subclass implements ``update`` and :meth:`score`.
-
-    Attributes:
-        kept: names of the vectors, one number per example each: the state grows by so much.
-    """
+    """Base of metrics that keep vectors of all examples, ``kept``. A subclass has ``update`` and :meth:`score`."""
 
     kept: ClassVar[tuple[str, ...]]
 

@@ -99,8 +99,7 @@ class Guard:
 
     ``probabilistic`` names the tensors to which the network gives a variance. ``memory`` is the round before's: its
     "sizes" are usual lengths of whole updates, (kinds of lengths,). ``is_alone``: there is a single client. ``part`` is
-    the share of all clients in a fusion without rounds. ``counted`` is what counts of a client that has to keep the
-    same.
+    the share of all clients in a fusion without rounds. ``counted`` is what a client has to keep.
     """
 
     num_lengths: ClassVar[int] = 2
@@ -144,10 +143,10 @@ class Guard:
         return self.previous.flatten()[0]
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
-        """Raise FusionError for variances that cannot come from training.
+        """Raise FusionError for variances of client ``who`` that cannot come from training.
 
-        Such are a variance where the network has none, a zero where it has one, and a change by more than a factor of
-        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior. ``who`` names the client.
+        Such are one where the network has none, a 0 where it has one, and a change by a factor beyond
+        :data:`MOST_CHANGE`.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
@@ -190,10 +189,7 @@ class Guard:
         return MOST_MOVE * (1 + max(largest, default=0.0))
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
-
-        Each client is a mean and a variance in the order of the global posterior, shape (P,), float64.
-        """
+        """Return shift, pull, sureness and vagueness by client and tensor, in float64 on the CPU, of flat moments."""
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
         found = []
         for start in range(0, len(clients), at_once):
@@ -273,11 +269,7 @@ class Guard:
         return changed(update, posterior=update.posterior.flattened(self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance, shape (P,), float64, with every size within its limit. The rest does not change.
-
-        Each variance is set to the nearest allowed value. Then each tensor's update is shortened. ``limits`` and
-        ``sizes`` are of this client, shape (4, tensors).
-        """
+        """Return mean and variance, (P,), float64, with sizes within a client's limits, variances first."""
         mean, variance = update.posterior.flatten()
         limits, sizes = limits.to(mean.device), sizes.to(mean.device)
         lengths = self._numels.to(mean.device, torch.int64)

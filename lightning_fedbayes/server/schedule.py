@@ -355,10 +355,7 @@ class Timeline:
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time)
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
-        """Let free clients start until enough train at once. Return those that start, drawn as a cohort is.
-
-        Clients ``heard`` since the last fusion would start from the same global posterior again, so they wait.
-        """
+        """Let free clients start, drawn as a cohort is. Those ``heard`` wait: the posterior is still the same."""
         waited_for = sum(not self.schedule.is_too_late(started, round) for started in self._busy.values())
         free = self.concurrency - waited_for
         delays, chosen = self.schedule.delays, set[int]()

@@ -63,7 +63,9 @@ class SiteLimits(Limits):
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
         """Return the limits of clients, client → weight, shape (clients, 5, tensors + 1)."""
-        limits = self.sizes * _credits([self.examples_of[client] for client in clients], self.weight)
+        credits = [max(1.0, self.examples_of[client] / self.weight) for client in clients]
+        factors = torch.tensor(credits, dtype=torch.float64)
+        limits = self.sizes * torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
         limits[torch.tensor([self.opposes(client) for client in clients], dtype=torch.bool), AGAINST] = -torch.inf
         return limits
 
@@ -149,8 +151,8 @@ class SiteGuard(Guard):
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples.
 
-        Fewer than :data:`FEWEST` clients are compared with the last sizes of others, where there are no rounds, and
-        otherwise with earlier rounds of more clients. Before the first there is no bound.
+        Few clients are compared with earlier rounds of more, or without rounds with others' last sizes, if there are
+        any.
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
@@ -254,12 +256,6 @@ def _median(sizes: Tensor) -> Tensor:
     """Return the median sizes of clients of the median number of examples, shape (3, tensors + 1)."""
     shares = sizes[:, 3, 0] / sizes[:, 3, 0].quantile(0.5)
     return (sizes / shares.sqrt()[:, None, None])[:, :3].median(0).values
-
-
-def _credits(examples: Sequence[float], typical: float) -> Tensor:
-    """Return how much larger than a client of ``typical`` examples others may be, shape (clients, 1, 1)."""
-    factors = torch.tensor([max(1.0, each / typical) for each in examples], dtype=torch.float64)
-    return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
 
 
 def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:

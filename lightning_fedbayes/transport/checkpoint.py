@@ -152,8 +152,7 @@ class StateFile:
 
     The state after a round counts once the server has admitted that round's update: ``before`` is the last such state.
     If the file is damaged or foreign, the client warns, starts without a state, and counts a private message for each
-    earlier round. ``messages``, noise multiplier → number of private messages, is of all federations: no server can
-    reset it.
+    earlier round. ``messages``, noise multiplier → number of private messages, is of all federations.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:

@@ -117,10 +117,7 @@ def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
 
 
 def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any]]) -> dict[str, Tensor]:
-    """Return a server's buffers, with the scale from the clients' answers if its network asks for one.
-
-    A client without an answer gets the scale of the others. Raises FederationError if no client's sums can be used.
-    """
+    """Return a server's buffers, with a scale from the clients if it needs one. Raise FederationError without any."""
     scale = [value for name, value in buffers.items() if name.startswith(SCALE)]
     if not scale or any(value.numel() for value in scale):
         return dict(buffers)

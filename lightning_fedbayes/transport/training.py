@@ -114,10 +114,7 @@ class ClientTraining(L.Callback):
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train ``module``, as it was built or as an earlier task left it. Raise whatever the client's code raises.
-
-        Returns: the update, whose tensors the next task overwrites, and the client's state for its next round.
-        """
+        """Train ``module``. Return the update, which the next task overwrites, and the client's next state."""
         self._reset(module)
         self._task, self._result = task, None
         FitLoop(trainer, module).set_epoch(task.round)

@@ -288,8 +288,7 @@ def bounded_distribution(
     r"""Return the distribution of all clients' scores, (bins,), and which client exceeds its bound in which cell.
 
     With :math:`n_k` examples, :math:`e_k(t) = \#\{s \in k : s \le t\} - \mathrm{level} \cdot n_k` at the upper edge t
-    of a cell is clipped at :math:`\pm B(t)`. Beyond it :math:`n_k` counts as at most c times the median, and F is
-    clamped.
+    of a cell is clipped at :math:`\pm B(t)`. Beyond it :math:`n_k` counts as at most c times the median, F is clamped.
 
     .. math::
         B(t) = c \left(\operatorname{median}_k |e_k(t)|
@@ -336,10 +335,7 @@ def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tenso
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits, (batch, classes) or draws of them, as (samples, batch, classes) in float64, and targets in int64.
-
-    Raises FedBayesError for other logits, or targets that are not (batch,) classes of them.
-    """
+    """Return logits as float64 (samples, batch, classes), targets as int64. Raise FedBayesError if they do not fit."""
     check_tensor("logits", logits, error=FedBayesError)
     check_tensor("targets", targets, error=FedBayesError)
     draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"

@@ -107,11 +107,7 @@ class KroneckerSystem:
         return sum((b @ x @ a for a, b in self.terms), self.prior_precision * x)
 
     def covariance(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`J \Lambda^{-1} J^\top`, (batch, O, O), with :math:`\Lambda = \sum_k B_k \otimes A_k + p I`.
-
-        Args:
-            rows: J, shape (batch, O, out, in).
-        """
+        r"""Return :math:`J (\sum_k B_k \otimes A_k + p I)^{-1} J^\top`, (batch, O, O), of J, (batch, O, out, in)."""
         if len(self.terms) == 1:  # the preconditioner is the matrix
             outer, inner, scale = (each.to(rows) for each in self._eigenvectors)
             white = (outer.T @ rows @ inner / scale.sqrt()).flatten(2)
@@ -142,10 +138,7 @@ class KroneckerSystem:
         return found
 
     def solve(self, target: Tensor, converged: float = CONVERGED) -> Tensor:
-        r"""Return X for each T, both of shape (\*, out, in).
-
-        It warns if :data:`MAX_ITERATIONS` steps leave a residual with a norm above ``converged`` times the norm of T.
-        """
+        r"""Return X for each T, (\*, out, in). Warn of a residual above ``converged`` times the norm of T."""
         if self._whole is not None:
             flat = target.reshape(-1, len(self._whole))
             return torch.cholesky_solve(flat.T, self._root).T.reshape(target.shape)
@@ -207,8 +200,7 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
     ``information`` are F's eigenvalues, (parameters,), ``pull`` is t in their eigenvectors, and the search is within a
-    ``factor`` of ``near``. Unlike in :func:`chosen_precision` the mode moves with a, with the same fixed point (MacKay
-    1992).
+    ``factor`` of ``near``. Unlike in :func:`chosen_precision` the mode moves with a, to the same point (MacKay 1992).
     """
     known = information > information.max() * torch.finfo(torch.float64).eps * len(information)  # the rest is rounding
     information, squares = information[known].double(), pull[known].double().square()
