@@ -61,8 +61,7 @@ def squared_lengths(distances: Tensor, directions: Tensor) -> Tensor:
 def least_noise(noise: Tensor, floor: float) -> float:
     """Return ``floor`` in units of the lower quartile of ``noise``, which a majority that sends noise does not raise.
 
-    Where the quartile is 0 compared with the median, some clients are the consensus: the unit is then the median, or,
-    where it is 0 too, the largest.
+    Where it is 0 compared with the median, the unit is the median, or, where both are 0, the largest.
     """
     return floor * (float(noise[lower_quartile(noise)]) or 1.0)
 

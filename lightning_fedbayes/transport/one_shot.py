@@ -153,11 +153,7 @@ def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatis
 
 
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:
-    """Return the result from the clients' sites or sums, client → what it sent first.
-
-    A softmax head asks further. Where a client fails on the way it begins again, from the sums of the others. Clients
-    of a linear model go by their numbers.
-    """
+    """Return the result of the clients' first messages. A softmax head asks further, and again if a client fails."""
     if isinstance(method, HierarchicalLinearRegression):
         return method.fit({str(client): sums for client, sums in found.items()})
     if isinstance(method, KroneckerLaplace):

@@ -98,8 +98,7 @@ def check_same_frozen(model: ResidentModel, digest: str) -> None:
 class ClientTraining(L.Callback):
     """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
 
-    The order of batches, the noise of layers and transforms come from (seed, round, client), so that the update is the
-    same as inside a single process. Settings of the server are ignored.
+    Draws come from (seed, round, client): the update is the same as in one process. The server's settings are ignored.
     """
 
     def __init__(self, settings: FederationSettings) -> None:

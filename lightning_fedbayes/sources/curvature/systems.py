@@ -82,10 +82,7 @@ class KroneckerSystem:
         return other
 
     def eigenvalues(self) -> Tensor:
-        r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`, shape (out · in,).
-
-        With several terms and more than :data:`DENSE` unknowns, the eigenvalues of the preconditioner.
-        """
+        r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`. Of many and large terms the preconditioner's."""
         if self._whole is not None:
             return torch.linalg.eigvalsh(self._whole).clamp_min(0)
         return (self._eigenvectors[2] - self.prior_precision).clamp_min(0).flatten()
