@@ -248,9 +248,8 @@ class InverseCovarianceVB(_InverseCovariance):
 def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
-    A client counts :math:`\min(1, 4 l / l_j)^2`, where :math:`l_j` is the squared length of its update and l the lower
-    quartile, which a majority that sends noise does not raise. (Distances would set clients with a common error apart.)
-    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
+    It counts :math:`\min(1, 4 l / l_j)^2` with its update's squared length :math:`l_j` and their lower quartile l,
+    which no majority of noise raises, and 0 if it lacks y or if its product with this is below 0 by three standard
     errors.
     """
     lengths = products.diagonal()
@@ -266,10 +265,9 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
 def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
     r"""Return a mask, shape (K,): True for a client that certainly holds less than half of y.
 
-    Where errors are independent of y, :math:`x_j \cdot x_k` is y's squared length, unless j and k share an error. The
-    median over the clients of each one's median product estimates that length, if most hold y and at most half of the
-    others share a client's error. A client lacks y if its median product is below half of that, and its mean product,
-    with ``weights``, with the clients that do not lack y is below half by three standard errors.
+    The median of the clients' median products :math:`x_j \cdot x_k` estimates y's squared length, if most hold y and at
+    most half share an error. A client lacks y if its median product is below half of that, and its mean product, with
+    ``weights``, with those that do not lack y by three standard errors.
     """
     count = len(products)
     apart = ~torch.eye(count, dtype=torch.bool)

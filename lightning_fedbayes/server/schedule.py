@@ -274,10 +274,9 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 
 
 class Timeline:
-    """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
+    """Course of a federation without rounds, by its schedule, the clients' sizes and the seed.
 
-    A fusion counts ``min_clients`` messages or more, the ``first`` one so many, and at most ``most`` clients train at
-    once. Raises FederationError if the schedule does not suit that many clients.
+    A fusion counts ``min_clients`` messages or more, the ``first`` one so many. At most ``most`` clients train at once.
     """
 
     def __init__(
