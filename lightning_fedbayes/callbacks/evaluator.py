@@ -185,10 +185,9 @@ class Evaluator:
         found = returned(outputs, module)
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
             lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
+            seed = derive_seed(self._seed, "evaluation", client=loader, step=number)
             try:
-                with evaluation.drawing(
-                    module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)
-                ):
+                with evaluation.drawing(module.device, seed):
                     found = {**self._predict(module, batch), **(found or {})}
                 self._again |= lacks
             except FedBayesError as error:

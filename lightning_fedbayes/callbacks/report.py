@@ -153,13 +153,10 @@ class FederationReport:
         text = f"Round {first.round + 1}{rounds}, {who}"
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             bar.train_progress_bar.set_description(text, refresh=False)
-        elif (
-            isinstance(bar, RichProgressBar)
-            and bar.is_enabled
-            and bar.progress
-            and bar.train_progress_bar_id is not None
-        ):
-            bar.progress.update(bar.train_progress_bar_id, description=text)
+        elif isinstance(bar, RichProgressBar) and bar.is_enabled and bar.progress:
+            row = bar.train_progress_bar_id
+            if row is not None:
+                bar.progress.update(row, description=text)
 
     def client(self, outcome: ClientOutcome) -> None:
         """Note the outcome of a client."""

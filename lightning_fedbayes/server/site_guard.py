@@ -114,9 +114,8 @@ class SiteGuard(Guard):
         self._examples[update.client] = examples = float(update.num_examples)
         move = (update.posterior.flatten()[0] - self._start) / self._width
         gradient = site["gradient"] * self._width
-        precision = iter(
-            [part.abs().sum() for part in (site["precision"] * self._variance).split(self._own) if len(part)]
-        )
+        parts = (site["precision"] * self._variance).split(self._own)
+        precision = iter([part.abs().sum() for part in parts if len(part)])
         lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]

@@ -401,9 +401,8 @@ class FederatedTemperature(CalibrationCallback):
             first, *std, targets = scores.checked_pair(name, pair)
             if std:
                 variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
-                figures[name] = figures_of(
-                    {"mean": first.unsqueeze(1), "variance": variance, "target": targets.unsqueeze(1)}
-                )
+                rows = {"mean": first.unsqueeze(1), "variance": variance, "target": targets.unsqueeze(1)}
+                figures[name] = figures_of(rows)
             else:
                 figures[name] = class_figures(self(first).softmax(-1).mean(0), targets)
             sizes[name] = len(targets)
