@@ -248,7 +248,7 @@ class InverseCovarianceVB(_InverseCovariance):
 def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
-    It counts :math:`\min(1, 4 l / l_j)^2` with its update's squared length :math:`l_j` and their lower quartile l,
+    It counts :math:`\min(1, 4 l / l_j)^2`, with squared lengths :math:`l_j` of updates and their lower quartile l,
     which no majority of noise raises, and 0 if it lacks y or if its product with this is below 0 by three standard
     errors.
     """
@@ -266,8 +266,8 @@ def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
     r"""Return a mask, shape (K,): True for a client that certainly holds less than half of y.
 
     The median of the clients' median products :math:`x_j \cdot x_k` estimates y's squared length, if most hold y and at
-    most half share an error. A client lacks y if its median product is below half of that, and its mean product, with
-    ``weights``, with those that do not lack y by three standard errors.
+    most half share an error. A client lacks y if its median product is below half of that, and its mean product with
+    those that do not lack y, by ``weights``, is so by three standard errors.
     """
     count = len(products)
     apart = ~torch.eye(count, dtype=torch.bool)

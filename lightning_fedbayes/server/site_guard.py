@@ -56,7 +56,7 @@ AGAINST = 4
 
 @dataclass(frozen=True)
 class SiteLimits(Limits):
-    """The largest sizes that are allowed. A client of many examples may be larger. Of one that opposes none counts."""
+    """The largest sizes that are allowed: more to a client of many examples, none to one that opposes the others."""
 
     examples_of: Mapping[int, float]
     opposes: Callable[[int], bool]
