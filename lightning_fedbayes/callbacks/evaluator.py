@@ -85,15 +85,12 @@ class Reader(L.Callback):
 class Evaluator:
     r"""Collects what a module predicts in one validation or test, for every :class:`Reader` of the Trainer.
 
-    ``validation_step`` (``test_step``) returns predictions as a dict with "target", (batch, \*positions), and "probs"
-    in the form of the outputs, (batch, classes, \*positions), for one logit the probability of 1, perhaps with draws
-    first, (samples, batch, \*), or with "mean", "variance" and "target", (batch, targets) each. "logits", of the shape
-    of "probs", are needed to scale them. A module whose steps return no predictions predicts once more, batch by batch,
-    if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
-    ``forward``. The batch seeds these draws, and the global generators stay as they are.
+    ``validation_step`` (``test_step``) returns a dict with "target", (batch, \*positions), and "probs", (batch,
+    classes, \*positions), perhaps with draws first and with "logits" of that shape, or with "mean", "variance" and
+    "target", (batch, targets) each. Where it does not, the module predicts once more, batch by batch, if a reader asks:
+    by draws from the federation's posterior, its ``sample``, ``predict_step`` or ``forward``. Generators stay as is.
 
-    Where a loader gives all examples in their order, an example's position tells its client. Elsewhere the clients'
-    data sets are predicted in one further pass.
+    Where a loader gives all examples in order, their positions tell the clients. Elsewhere it takes one further pass.
     """
 
     def __init__(self) -> None:
@@ -188,10 +185,9 @@ class Evaluator:
         found = returned(outputs, module)
         if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
             lacks = {"logits"} if found else {"batches", "client", "logits", "own"}
+            seed = derive_seed(self._seed, "evaluation", client=loader, step=number)
             try:
-                with evaluation.drawing(
-                    module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)
-                ):
+                with evaluation.drawing(module.device, seed):
                     found = {**self._predict(module, batch), **(found or {})}
                 self._again |= lacks
             except FedBayesError as error:
@@ -304,10 +300,7 @@ class Evaluator:
                 return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
-        """Return every client's predictions, by its name, on the CPU. Raise FedBayesError if there are none.
-
-        A client is a part of a ``ClientDatasets`` or ``ConcatDataset``, a loader by its number, or "all".
-        """
+        """Return each client's or loader's predictions by name, on the CPU. Raise FedBayesError if there are none."""
         if self._found is None:
             self._open(trainer, module)
             try:

@@ -31,10 +31,8 @@ DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 class ClientRecords:
     r"""Records of all clients over the federation, a column for each figure: a million take 56 MB.
 
-    ``rounds`` and ``failures`` count where each took part, and was left out. ``first_loss`` is the mean training loss
-    of its first round, ``train_loss``, ``weight``, ``seconds`` and ``megabytes_up`` are of its last one. ``diverged``
-    is 1 if its loss has exceeded its first, ℓ, by more than :math:`\max(|\ell|, 1)`. ``last_failure`` has the reason
-    why it was left out last.
+    ``rounds`` and ``failures`` are counts, ``first_loss`` is of a client's first round, all others are of its last one.
+    ``diverged`` is 1 if its loss has exceeded its first, ℓ, by more than :math:`\max(|\ell|, 1)`.
     """
 
     def __init__(self, clients: int) -> None:
@@ -81,14 +79,6 @@ class ClientRecords:
             if isinstance(value, array):
                 setattr(self, name, array(value.typecode, state[name].tolist()))
         self.last_failure = dict(state["last_failure"])
-
-
-def divergence_of(names: Sequence[str]) -> str:
-    """Return the message that the training of clients has diverged."""
-    return (
-        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
-        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
-    )
 
 
 CLIENT_COLUMNS = ("client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds")
@@ -163,13 +153,10 @@ class FederationReport:
         text = f"Round {first.round + 1}{rounds}, {who}"
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             bar.train_progress_bar.set_description(text, refresh=False)
-        elif (
-            isinstance(bar, RichProgressBar)
-            and bar.is_enabled
-            and bar.progress
-            and bar.train_progress_bar_id is not None
-        ):
-            bar.progress.update(bar.train_progress_bar_id, description=text)
+        elif isinstance(bar, RichProgressBar) and bar.is_enabled and bar.progress:
+            row = bar.train_progress_bar_id
+            if row is not None:
+                bar.progress.update(row, description=text)
 
     def client(self, outcome: ClientOutcome) -> None:
         """Note the outcome of a client."""
@@ -195,7 +182,10 @@ class FederationReport:
         self.tell_failures(result.round)
         if self._diverged:
             names = [self._clients.names[client] for client in sorted(self._diverged)]
-            rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
+            who = f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged"
+            why = "the loss is far above that of the first round, which began without knowledge"
+            remedy = "Take a smaller learning rate or fewer local epochs"
+            rank_zero_info(f"Round {result.round + 1}: {who}: {why}. {remedy}")
         self._diverged = []
         if result.success and self._unheld and not KLWatch.seen:
             gaussian = f"but {self._unheld[0]} and {len(self._unheld) - 1} others are Gaussian"
@@ -227,10 +217,8 @@ class FederationReport:
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
-        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Only the
-        file of a CSVLogger gets figures of constant curves (:meth:`_worth_a_chart`). "round" in ``figures``, counted
-        from 1, becomes the x-axis, also of what the module has logged per epoch (``training_names``, not
-        ``step_names``).
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. The
+        x-axis is "round", from 1, also of what the module logs per epoch: ``training_names`` without ``step_names``.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})

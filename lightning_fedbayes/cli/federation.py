@@ -39,10 +39,7 @@ class Parser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration into the folder of the run, if the logger has one.
-
-    LightningCLI would otherwise write ``config.yaml`` into the working directory, over a file of the user.
-    """
+    """Saves the configuration into the run's folder, if it has one. LightningCLI would write into the present one."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Save the configuration if the logger has a folder."""
@@ -54,10 +51,7 @@ class FederationCLI(LightningCLI):
     """LightningCLI for one federation, with the keys ``trainer``, ``model``, ``data`` and ``federation``.
 
     ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, except its seed, which is
-    ``seed_everything``. Classes of this package need no import path.
-
-    ``arguments`` are of the command line, the stage first if ``run`` is true. Otherwise it only makes the objects.
-    Raises FedBayesError, in one line, for an option, key, class or value that cannot be used.
+    ``seed_everything``. ``arguments`` have the stage first if ``run`` is true. Raises FedBayesError, in one line.
     """
 
     def __init__(self, arguments: list[str], run: bool = True) -> None:

@@ -130,10 +130,7 @@ WIDTH, COLUMN = 110, 34
 
 
 def short_help(command: str, description: str, actions: Iterable[argparse.Action], classes: dict[str, type]) -> str:
-    """Return a help of one page: one line per option, in groups. The Trainer's options by name only.
-
-    ``classes`` are the base classes of the keys that take a class, such as "model".
-    """
+    """Return a help of one page: one line per option, in groups. ``classes``: key → base class, if it takes one."""
     options = {action.dest: action for action in actions if _is_option(action)}
     heads = {name.partition(".")[0] for name in options if "." in name}
     general = {name: each for name, each in options.items() if "." not in name and name not in {*heads, *classes}}

@@ -237,8 +237,7 @@ def chart(
 ) -> str:
     """Return a chart of lines, label → points, as SVG. Logarithmic where values span three orders of magnitude.
 
-    ``x`` and ``y`` are ends of the axes, with None those of the points. With ``shares`` it draws the diagonal, and the
-    points of the last line as discs of these areas.
+    ``x`` and ``y`` are ends of the axes. None: the points' ends. ``shares`` are areas of the last line's points.
     """
     lines = {label: [(a, b) for a, b in points if abs(b) < FAR] for label, points in lines.items()}
     values = [point[1] for points in lines.values() for point in points]

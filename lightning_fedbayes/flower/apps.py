@@ -49,7 +49,9 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
                     return Message("introduction", client_number(context))
                 return client.reply(asked, question_in(message, context), context)
 
-            sent = client.attempt(STAGES[asked] if asked else "introduction", number_or_none(context), reply)
+            number = context.node_config.get(NODE_CONFIG_KEY)
+            number = number if isinstance(number, int) else -1
+            sent = client.attempt(STAGES[asked] if asked else "introduction", number, reply)
             return flwr.app.Message(records_of(sent), reply_to=message)
 
         return answer
@@ -70,12 +72,6 @@ def client_number(context: Context) -> int:
         remedy = f'start every SuperNode with another number from 0, as by --node-config "{NODE_CONFIG_KEY}=0"'
         raise FederationError(f"this node's {NODE_CONFIG_KEY} is {number!r}: {remedy}")
     return number
-
-
-def number_or_none(context: Context) -> int:
-    """Return the client's number of a node, -1 if its configuration lacks it."""
-    number = context.node_config.get(NODE_CONFIG_KEY)
-    return number if isinstance(number, int) else -1
 
 
 def question_in(message: flwr.app.Message, context: Context) -> Question:

@@ -42,11 +42,11 @@ class Heard(NamedTuple):
 
 
 class Course:
-    """Messages under way, and messages that have arrived since the last fusion.
+    """Messages under way, and messages that have arrived since the last fusion. Late ones do not count.
 
-    Messages that are too late do not count. A client that does not answer in time is given up. A client whose message
-    has arrived, or that was given up, begins again after the next fusion. ``resumed`` is the :meth:`state_dict` of a
-    run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or is the file to write.
+    A client that has answered, or was given up, begins again after the next fusion. ``resumed`` is the
+    :meth:`state_dict` of a run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or
+    is the file to write.
     """
 
     def __init__(self, strategy: "FusionStrategy", resumed: Mapping[str, Any]) -> None:
@@ -80,10 +80,9 @@ class Course:
         return {job.client for job in self._jobs.values()}
 
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
-        """Run the federation until messages are to be fused, and admit them. Return outcomes in order of arrival.
+        """Run the federation after ``round`` fusions until messages are to be fused. Return outcomes as they arrived.
 
-        ``round`` is the number of earlier fusions, and ``fewest`` clients must be connected. Raises FederationError if
-        they are not, or a replay cannot go on.
+        Raises FederationError if fewer than ``fewest`` clients are connected, or a replay cannot go on.
         """
         began, turns = time.monotonic(), self._turns
         if turns is not None and round >= len(turns):

@@ -27,10 +27,7 @@ class Roster:
         self._greeted: dict[int, tuple[str | None, float]] = {}
 
     def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
-        """Wait until ``clients`` clients are at hand. Return client → node. Raises FederationError at the timeout.
-
-        With ``at_once`` it goes on as soon as so many have answered, without waiting for all connected nodes.
-        """
+        """Wait for ``clients`` clients, without ``at_once`` for all nodes. Raise FederationError at the timeout."""
         start = time.monotonic()
         while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:

@@ -61,8 +61,7 @@ def squared_lengths(distances: Tensor, directions: Tensor) -> Tensor:
 def least_noise(noise: Tensor, floor: float) -> float:
     """Return ``floor`` in units of the lower quartile of ``noise``, which a majority that sends noise does not raise.
 
-    Where the quartile is 0 compared with the median, some clients are the consensus: the unit is then the median, or,
-    where it is 0 too, the largest.
+    Where it is 0 compared with the median, the unit is the median, or, where both are 0, the largest.
     """
     return floor * (float(noise[lower_quartile(noise)]) or 1.0)
 
@@ -184,11 +183,7 @@ def progress(distances: Tensor, moved: float | None) -> float:
 
 
 def alike(distances: Tensor) -> Tensor:
-    """Return a mask of clients that send nearly the same update, shape (K, K): each row is a group or empty.
-
-    A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
-    shorter update.
-    """
+    """Return a mask of nearly equal updates, (K, K): a client is in the row of the first within :data:`ALIKE` of it."""
     lengths, count = distances[:-1, -1], len(distances) - 1
     near = distances[:-1, :-1] <= ALIKE * torch.minimum(lengths[:, None], lengths)
     groups, left = torch.zeros(count, count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
@@ -205,10 +200,8 @@ def average_rounds(
     r"""Return squared distances between clients and to the origin, averaged over the rounds so far, and the new state.
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
-    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both, as in [Untrusted] Remark 1,
-    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds. An outlier in one round
-    does not affect clients that missed it. Earlier rounds are discounted by ``memory``. "counts" and "rounds" are sums
-    of weights.
+    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds of both ([Untrusted] Remark 1),
+    :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all. ``memory`` discounts.
     """
     if memory == 0:
         return now, {}

@@ -41,15 +41,9 @@ class Latent:
     .. math:: x_j = y + u^\top v_j + e_j, \qquad e_j \sim N(0, \sigma_j^2), \quad u \sim N(0, I_D), \quad
               y \sim N(0, \tau^2)
 
-    for every parameter, with features :math:`v_j \in R^D` of the clients that all parameters share: [Untrusted] eq. (8)
-    with :math:`\sigma_u = 1` (v has the scale) and the noise per client of Algorithm 2, line 2.
-
-    Args:
-        features: posterior means of v, shape (K, D).
-        spread: their posterior covariances Ψ, shape (K, D, D).
-        feature_variance: prior variance of the features σ_v², a scalar.
-        noise: σ_j², shape (K,).
-        signal: τ², a scalar.
+    for every parameter: [Untrusted] eq. (8) with :math:`\sigma_u = 1` (v has the scale) and the noise per client of
+    Algorithm 2, line 2. ``features`` are posterior means of v, (K, D), with covariances ``spread``, (K, D, D), and
+    prior variance ``feature_variance``. ``noise`` is :math:`\sigma_j^2`, (K,), and ``signal`` τ².
     """
 
     features: Tensor
@@ -115,10 +109,7 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
 def climb(
     latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
 ) -> Latent:
-    """Maximise the free energy over the estimates ``moved``, with no noise below ``least``, by L-BFGS from ``latent``.
-
-    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
-    """
+    """Maximise the free energy over ``moved`` by L-BFGS, noise from ``least``: coordinate ascent is far too slow."""
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
     free = {name: begun[name].detach().clone().requires_grad_() for name in moved}
@@ -257,9 +248,8 @@ class InverseCovarianceVB(_InverseCovariance):
 def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
-    A client counts :math:`\min(1, 4 l / l_j)^2`, where :math:`l_j` is the squared length of its update and l the lower
-    quartile, which a majority that sends noise does not raise. (Distances would set clients with a common error apart.)
-    It counts 0 if it certainly lacks y, see :func:`lacking`, or if its product with this is below 0 by three standard
+    It counts :math:`\min(1, 4 l / l_j)^2`, with squared lengths :math:`l_j` of updates and their lower quartile l,
+    which no majority of noise raises, and 0 if it lacks y or if its product with this is below 0 by three standard
     errors.
     """
     lengths = products.diagonal()
@@ -275,10 +265,9 @@ def bounded_average(products: Tensor, size: int) -> Tensor:
 def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
     r"""Return a mask, shape (K,): True for a client that certainly holds less than half of y.
 
-    Where errors are independent of y, :math:`x_j \cdot x_k` is y's squared length, unless j and k share an error. The
-    median over the clients of each one's median product estimates that length, if most hold y and at most half of the
-    others share a client's error. A client lacks y if its median product is below half of that, and its mean product,
-    with ``weights``, with the clients that do not lack y is below half by three standard errors.
+    The median of the clients' median products :math:`x_j \cdot x_k` estimates y's squared length, if most hold y and at
+    most half share an error. A client lacks y if its median product is below half of that, and its mean product with
+    those that do not lack y, by ``weights``, is so by three standard errors.
     """
     count = len(products)
     apart = ~torch.eye(count, dtype=torch.bool)
@@ -297,9 +286,8 @@ def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: in
 
     .. math:: \kappa = \frac{x_b^\top d - \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
-    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains only errors. If they are
-    independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part with the least error, with a standard error of
-    :math:`\|y\| / (\|d\| \sqrt P)`.
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`: :math:`x_b^\top d / \|d\|^2` estimates the
+    part with the least error, if errors are independent of y, with a standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
     """
     apart = begin - towards
     spread, length = apart @ products @ apart, towards @ products @ towards
@@ -313,16 +301,14 @@ def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: in
 def plausible(coefficients: Tensor, products: Tensor, size: int) -> bool:
     r"""Return True if clients that gain over the average may hold as much of y as they share with the others.
 
-    With ``coefficients`` c of sum 1, gains :math:`a = (c - 1/K)_+` and losses :math:`b = (1/K - c)_+`, where errors are
-    independent of y and the two sides share none, both sides of
+    With gains :math:`a = (c - 1/K)_+` and losses :math:`b = (1/K - c)_+` of the ``coefficients`` c, both sides of
 
     .. math:: \frac{\sum_{j \ne k} a_j a_k \, x_j \cdot x_k}{\sum_{j \ne k} a_j a_k} \approx
               \frac{\sum_{jk} a_j b_k \, x_j \cdot x_k}{\sum_{jk} a_j b_k}
 
-    are y's squared length. Clients that hold a part g of y have :math:`g^2` on the left and g on the right. Noise has
-    0, the opposite of y a negative right side. So the sides must differ by at most a fifth and two standard errors, and
-    the right side must exceed 0 by as many. One client that gains has no such products. If fewer than half of the
-    clients gain, they may hold the same part of y: at least four fifths of the average's update must be left.
+    are y's squared length, if errors are independent. They may differ by at most a fifth and two standard errors, and
+    the right side must exceed 0 by as many: a part g of y gives :math:`g^2` and g, noise 0. If fewer than half of the
+    clients gain, at least four fifths of the average's update must be left.
     """
     count = len(coefficients)
     gains, losses = (coefficients - 1 / count).clamp_min(0), (1 / count - coefficients).clamp_min(0)

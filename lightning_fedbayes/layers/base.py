@@ -120,11 +120,7 @@ class BayesianLayer(BaseVariationalLayer_):
 
 
 class BayesianAffine(BayesianLayer):
-    """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
-
-    The means take shapes and initial values of ``template``, the deterministic layer. For the other arguments see
-    :class:`LinearReparameterization`.
-    """
+    """A layer that is linear in a Gaussian weight. ``template``, a deterministic one, gives shapes and first means."""
 
     default_estimator: ClassVar[Estimator] = "reparameterization"
     deterministic: ClassVar[Any] = nn.Linear
@@ -350,20 +346,14 @@ def refuse_export(layer: nn.Module) -> None:
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
-    r"""A draw of each N(μ, σ²), :math:`w = \mu + \sigma \odot \epsilon`, with noise of torch's global generator.
-
-    A ``TorchFunctionMode`` can override it. Source: Kingma & Welling 2014; Blundell et al. 2015.
-    """
+    """A draw of each N(μ, σ²), with noise of torch's global generator. A ``TorchFunctionMode`` can override it."""
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
     return [mean + softplus_std(rho) * torch.randn_like(mean) for mean, rho in zip(means, rhos)]
 
 
 def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
-    """Sum of the divergences of one or more Gaussian parameters from their priors, in nats, a scalar.
-
-    Small ones that share a prior N(m, s²) are concatenated, because their cost is the number of calls.
-    """
+    """Sum of the divergences of Gaussian parameters from their priors, in nats. Small ones of one prior are joined."""
     groups: dict[Any, list[GaussianParameter]] = {}
     for parameter in parameters:
         key: Any = parameter

@@ -131,10 +131,7 @@ ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
-    """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
-
-    GPUs and other dtypes have no fast convolution of many groups.
-    """
+    """Return whether a kernel per example costs less than a second convolution: a rule fitted to measurements."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False
     positions = math.prod(x.shape[2:]) // math.prod(stride)
@@ -144,17 +141,13 @@ def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...
 def flipout_by_example(
     convolve: GroupedConvolution, x: Tensor, kernel: Normal, bias: Normal | None, noise: FlipoutNoise, groups: int
 ) -> Tensor:
-    r"""Compute :func:`flipout` of a convolution, up to rounding, by one convolution with a kernel per example.
-
-    Signs are constant along space, so they can change the kernel as well as the maps:
+    r"""Compute :func:`flipout` of a convolution, up to rounding, by one grouped convolution: a kernel per example.
 
     .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
               \qquad \Delta = \sigma \odot \epsilon
 
-    The kernels of all examples form one grouped convolution. Source: Wen et al. 2018, equation (4), rearranged.
-
-    Shapes: x (batch, in_channels, \*space), kernel (out_channels, in_channels / groups, \*size), bias (out_channels,),
-    signs (batch, in_channels, 1, …) and (batch, out_channels, 1, …), output (batch, out_channels, \*space).
+    Signs, of shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …), are constant along space, so they can
+    change the kernel as well as the maps. Source: Wen et al. 2018, equation (4), rearranged.
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)

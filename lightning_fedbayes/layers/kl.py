@@ -32,14 +32,12 @@ class KLWatch:
 
 
 def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
-    r"""KL divergence of independent Gaussians from their prior, **summed** over the entries, in nats.
+    r"""KL divergence of independent Gaussians from their prior N(m, s²), **summed** over the entries, in nats.
 
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    Args:
-        mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
-        prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.
+    The prior's moments are numbers or broadcast to q's shape. Half precision is computed in float32.
     """
     if mean.dtype in (torch.float16, torch.bfloat16):
         mean, std = mean.float(), std.float()
@@ -138,11 +136,7 @@ def standardised(
 
 
 class JointKL(torch.autograd.Function):
-    """The divergence of several networks from a joint prior: (networks, entries) → (networks,).
-
-    A joint prior of several parameters has the methods ``values`` and ``gradients`` of
-    :class:`~lightning_fedbayes.layers.priors.LocalPrior`.
-    """
+    """Divergence from a joint prior with ``values`` and ``gradients``: (networks, entries) → (networks,)."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, std: Tensor, prior: Any) -> Tensor:
@@ -169,17 +163,9 @@ class JointDraw(torch.autograd.Function):
               \frac{\partial L}{\partial \rho} = \left(g \odot \epsilon + h \left(\frac{\sigma}{s^2}
               - \frac1\sigma\right)\right) \odot \mathrm{sigmoid}(\rho).
 
-    A parameter gets no gradient if its draw is not used. The backward pass can be differentiated again.
-
-    When to use it: for several small parameters, where the number of calls is the cost, and outside of ``torch.func``.
-    Source: Kingma & Welling 2014; Blundell et al. 2015.
-
-    Args:
-        prior: m and s of the prior N(m, s²) that all parameters share, or a joint prior. None for no divergence.
-        parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
-
-    Returns: a draw of each parameter, of its shape. All means, ρ and σ side by side, shape (networks, entries) each.
-    The divergences in nats, shape (networks,), if there is a prior.
+    A parameter without a used draw gets no gradient. For several small parameters, outside of ``torch.func``. After the
+    common prior, or None, come all means, then all ρ, of shape (networks, \*). It returns a draw of each, all means, ρ
+    and σ side by side, (networks, entries), and the divergences. Source: Kingma & Welling 2014; Blundell et al. 2015.
     """
 
     @staticmethod

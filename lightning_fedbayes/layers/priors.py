@@ -117,22 +117,13 @@ class ScaleMixturePrior:
 
 @dataclass(frozen=True, eq=False)
 class LocalPrior:
-    r"""A client's quadratic in the means, in place of the divergence from the prior.
+    r"""A client's quadratic in the means, :math:`\sum_i \tfrac12 A_i d_i^2 + c_i d_i`, :math:`d = \mu - m`.
 
-    .. math:: \sum_i \tfrac12 A_i d_i^2 + c_i d_i, \qquad d = \mu - m
-
-    It is 0 at the global mean m. It does not change widths. A and c may have any sign. Tensors have the parameter's
-    shape, or for stacked clients and joint priors one that broadcasts.
-
-    Args:
-        mean: m.
-        curvature, slope: A and c.
-        tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
-            the loss.
-        squares: a zero of the parameter's shape: its gradient is the sum of the squared gradients of single examples,
-            see :func:`~lightning_fedbayes.layers.functional.with_tallies`.
-
-    Source: see :class:`~lightning_fedbayes.Sites`.
+    It takes the place of the divergence from the prior, and does not change widths. ``curvature`` A and ``slope`` c may
+    have any sign, and have the parameter's shape, or for stacked clients and joint priors one that broadcasts.
+    ``tally`` and ``squares`` are zeros with gradients that count entries and sum the squared gradients of single
+    examples, see :func:`~lightning_fedbayes.layers.functional.with_tallies`. Source: see
+    :class:`~lightning_fedbayes.Sites`.
     """
 
     mean: Tensor

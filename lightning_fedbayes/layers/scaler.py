@@ -34,19 +34,12 @@ Table = tuple[list[str], list[Row]]
 
 @dataclass(frozen=True, eq=False)
 class ScaleSums:
-    r"""Sums over the examples of one client: all that a client sends for a common scale.
+    r"""Sums over the ``num_examples`` of one client: all that a client sends for a common scale.
 
-    Streams are "inputs", "targets" and, if a target is one integer, "classes" 0 to 19 as zeros and ones. For each entry
-    of an example, without NaN and infinite values:
-
-    .. math:: n = \sum_i 1, \qquad m = \frac1n \sum_i x_i, \qquad s = \sum_i (x_i - m)^2
-
-    Sums of parts add up exactly to the sums of the whole, also far from 0 (Chan, Golub and LeVeque 1983).
-
-    Args:
-        num_examples: number of examples.
-        moments: stream → n, m and s, float64, shape (3, \*example), (3, 1) for numbers; FedBayesError for values that
-            examples cannot have.
+    ``moments`` are stream → :math:`n = \sum_i 1`, :math:`m = \frac1n \sum_i x_i` and :math:`s = \sum_i (x_i - m)^2` for
+    each entry of an example, without NaN and infinite values: float64, shape (3, \*example), (3, 1) for numbers.
+    Streams are "inputs", "targets" and, if a target is one integer, "classes" 0 to 19 as zeros and ones. Sums of parts
+    add up exactly, also far from 0 (Chan, Golub and LeVeque 1983). Raises FedBayesError for impossible values.
     """
 
     num_examples: int
@@ -66,10 +59,7 @@ class ScaleSums:
 
     @classmethod
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> "ScaleSums":
-        """Return the sums of a client's examples, in one pass that leaves random generators as they are.
-
-        ``unpack`` of the ``module``, if any, tells inputs from targets. Only tensors of real numbers count.
-        """
+        """Return the sums of a client's tensors of real numbers, in one pass. Random generators stay as they are."""
         known = tensors_of(dataset) if collate in (None, default_collate) else None
         batches: Iterable[Any] = DataLoader(dataset, ROWS, collate_fn=collate)
         if known is not None:  # in memory
@@ -130,14 +120,12 @@ def _merged(parts: Tensor) -> Tensor:
 def pooled(clients: Mapping[Any, ScaleSums]) -> ScaleSums:
     r"""Return the sums of all clients' examples, with a bound on how far a client's examples can lie.
 
-    A client's examples lie, in the root mean square, at the distance :math:`d_k` from the median of the clients' means.
-    With d the median of the distances that are not 0, for each entry
+    Of three or more clients, examples at a distance :math:`d_k` from the median of the clients' means, with d the
+    median of the distances that are not 0, are brought back along the line to it, and the log names the client, so that
 
     .. math:: d_k^2 = s_k / n_k + (m_k - \operatorname{med} m)^2 \;\le\; (30\, d)^2
 
-    Beyond that, mean and deviations are brought back along the line to the median, and the log names the client. With
-    fewer than three clients there is no bound. A client with other shapes of examples than most is left out. Raises
-    FederationError without clients.
+    A client with other shapes of examples than most is left out. Raises FederationError without clients.
     """
     if not clients:
         raise FederationError("no client has sent the sums that a FederatedScaler needs: see the log for their reasons")

@@ -31,12 +31,8 @@ class Plotted(Metric):
 class ExampleMean(Plotted):
     """Mean over all examples of one value per example. A subclass passes the values to :meth:`add` in ``update``.
 
-    The state is one sum and one count, so batches and processes of any size combine exactly.
-
-    Args:
-        name: name of the state, unique to what the metric computes, by default the class name: a MetricCollection
-            takes two metrics for one if their states have equal names and, after the first batch, equal values.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
+    Batches and processes of any size combine exactly. The state's ``name`` is by default the class's: a
+    MetricCollection takes two metrics for one if their states have equal names and values.
     """
 
     count: Tensor
@@ -75,11 +71,7 @@ class HitCounts(Plotted):
 
 
 class ExampleMetric(Plotted):
-    """Base of metrics that keep vectors of all examples. A subclass implements ``update`` and :meth:`score`.
-
-    Attributes:
-        kept: names of the vectors, one number per example each: the state grows by so much.
-    """
+    """Base of metrics that keep vectors of all examples, ``kept``. A subclass has ``update`` and :meth:`score`."""
 
     kept: ClassVar[tuple[str, ...]]
 

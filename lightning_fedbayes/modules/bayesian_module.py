@@ -252,10 +252,7 @@ class Scores(nn.Module):
 
 
 class ClassScores(Scores):
-    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score, and its uncertainty.
-
-    These are the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
-    """
+    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score, entropy, "epistemic" and Kwon's two traces."""
 
     predictive: MetricCollection
     sampled: MetricCollection

@@ -224,9 +224,8 @@ class Aggregation:
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        The limits are set at 7 clients of this process (small networks: 14 or more), and set again at 14, 28, … A
-        client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than half
-        of the clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        The limits are set at 7 clients of this process (small networks: 14 or more), and again at 14, 28, … A client
+        that passes is then at most ``max_influence`` times as large as an honest one, if less than half so far are bad.
         """
         assert self.guard is not None
         if self._unmeasured:
@@ -280,11 +279,8 @@ class Aggregation:
         if self._clips:
             self._judge()
         held = tuple(update.client for update in self._held)
-        known: dict[str, Any] = {
-            "sizes": self._sizes() if self._rows else None,
-            "refused": self._refused,
-            "held": frozenset(held),
-        }
+        sizes = self._sizes() if self._rows else None
+        known: dict[str, Any] = {"sizes": sizes, "refused": self._refused, "held": frozenset(held)}
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
         if not self.rule.uses_weights:
@@ -330,9 +326,7 @@ class Aggregation:
                 shares = {client: fused.reliability.get(client, 0.0) for client in weights}
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
-        refused: dict[int, str] = {}
-        for each in everyone:
-            refused.update(each.refused)
+        refused = {client: why for each in everyone for client, why in each.refused.items()}
         counted = [] if self.guard is None else [self.guard.counted]
         counted = self.collective.all_gather(counted[0]) if counted and self._adds else counted
         apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])

@@ -97,18 +97,9 @@ class Limits:
 class Guard:
     """Measures updates against the global posterior of a round, refuses impossible variances and clips sizes.
 
-    Args:
-        previous: the global posterior that the clients started from.
-        probabilistic: names of the tensors to which the network gives a variance.
-        max_influence: multiple of the median size that is allowed, at least 1.
-        memory: after the round before. "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of
-            lengths,). Earlier rounds fade. Empty before the first.
-        is_alone: the federation has a single client, so there are no others to protect.
-        part: share of all clients in a fusion, in a federation without rounds. Otherwise 1.
-
-    Attributes:
-        counted: client → what the server counts in place of what it sent, where clients have to keep the same.
-        is_deterministic: True if the network has no variances, so that sizes follow from the means.
+    ``probabilistic`` names the tensors to which the network gives a variance. ``memory`` is the round before's: its
+    "sizes" are usual lengths of whole updates, (kinds of lengths,). ``is_alone``: there is a single client. ``part`` is
+    the share of all clients in a fusion without rounds. ``counted`` is what a client has to keep.
     """
 
     num_lengths: ClassVar[int] = 2
@@ -152,10 +143,10 @@ class Guard:
         return self.previous.flatten()[0]
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
-        """Raise FusionError for variances that cannot come from training.
+        """Raise FusionError for variances of client ``who`` that cannot come from training.
 
-        Such are a variance where the network has none, a zero where it has one, and a change by more than a factor of
-        :data:`MOST_CHANGE`. All values are finite and in the order of the global posterior. ``who`` names the client.
+        Such are one where the network has none, a 0 where it has one, and a change by a factor beyond
+        :data:`MOST_CHANGE`.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
@@ -198,10 +189,7 @@ class Guard:
         return MOST_MOVE * (1 + max(largest, default=0.0))
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
-
-        Each client is a mean and a variance in the order of the global posterior, shape (P,), float64.
-        """
+        """Return shift, pull, sureness and vagueness by client and tensor, in float64 on the CPU, of flat moments."""
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
         found = []
         for start in range(0, len(clients), at_once):
@@ -235,15 +223,13 @@ class Guard:
         return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1).cpu()
 
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
-        r"""Return the largest sizes that are allowed.
+        r"""Return the largest sizes that are allowed: ``max_influence`` times the weighted medians over the clients.
 
-        They are ``max_influence`` times the weighted medians over the clients. Lengths of a tensor of n entries may be
-        :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A tensor that most clients do not move may
-        move as far per entry as the whole network does. There is no bound if the median client has not moved. Of fewer
-        than :data:`FEWEST` clients only lengths are bounded: for each tensor by :data:`FEW` times ``max_influence``
-        times the second longest whole update of at least three, or what was usual in the rounds before, if that is
-        more. ``sizes`` are of all clients, shape (clients, 4, tensors), and their numbers ``clients`` are needed where
-        they are few.
+        Lengths of a tensor of n entries may be :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A
+        tensor that most clients do not move may move as far per entry as the whole network. Of fewer than
+        :data:`FEWEST` clients only each tensor's lengths are bounded: by :data:`FEW` times ``max_influence`` times the
+        second longest whole update of at least three, or what was usual before, if that is more. ``sizes`` have shape
+        (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
@@ -283,11 +269,7 @@ class Guard:
         return changed(update, posterior=update.posterior.flattened(self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance, shape (P,), float64, with every size within its limit. The rest does not change.
-
-        Each variance is set to the nearest allowed value. Then each tensor's update is shortened. ``limits`` and
-        ``sizes`` are of this client, shape (4, tensors).
-        """
+        """Return mean and variance, (P,), float64, with sizes within a client's limits, variances first."""
         mean, variance = update.posterior.flatten()
         limits, sizes = limits.to(mean.device), sizes.to(mean.device)
         lengths = self._numels.to(mean.device, torch.int64)

@@ -27,13 +27,10 @@ from lightning_fedbayes.methods.late import FedBuff, Late
 
 
 class Fusion(NamedTuple):
-    """Fusion in the log, one line of JSON.
+    """Fusion in the log, one line of JSON: ``began`` are the clients that began from the posterior before it.
 
-    Args:
-        clients: number of connected clients. Each has the share 1 / clients.
-        began: clients that began from the global posterior before it.
-        arrived: (client, version) of the admitted messages, in order. Version v is the posterior after v fusions.
-        refused: clients that failed, or sent a message that was too late or could not be used.
+    ``arrived`` are (client, version) of the admitted messages, in order, with version v the posterior after v fusions.
+    ``refused`` failed, were too late or could not be used. Each of the ``clients`` has the share 1 / clients.
     """
 
     clients: int
@@ -223,14 +220,10 @@ class Arrival(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Course of a federation between two fusions.
+    """Course of a federation between two fusions, with ``clients`` clients at the end (0: all).
 
-    Args:
-        starts: clients that begin from the present global posterior, ascending, without those that never answer.
-        arrivals: messages that arrive until the next fusion, in their order, with those that are too late.
-        refused: clients of the messages that are too late.
-        waiting: messages under way at the end, the next one first. The virtual ``time`` is then.
-        clients: number of clients in the federation then. 0: all.
+    Of the ``starts``, ascending, those that never answer are left out. ``arrivals`` come in their order, with the
+    ``refused``, which are too late. Messages ``waiting`` at the virtual ``time`` of the end have the next one first.
     """
 
     starts: tuple[int, ...]
@@ -279,14 +272,9 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
 
 
 class Timeline:
-    """Course of a federation without rounds. It follows from its schedule, the clients' sizes and the seed.
+    """Course of a federation without rounds, by its schedule, the clients' sizes and the seed.
 
-    Raises FederationError if the schedule does not suit that many clients. Sizes are the clients' numbers of examples.
-
-    Args:
-        min_clients: least number of messages of a fusion that counts.
-        first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
-        most: clients that may train at once, for a trial run. None: as the schedule says.
+    A fusion counts ``min_clients`` messages or more, the ``first`` one so many. At most ``most`` clients train at once.
     """
 
     def __init__(
@@ -364,10 +352,7 @@ class Timeline:
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time)
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
-        """Let free clients start until enough train at once. Return those that start, drawn as a cohort is.
-
-        Clients ``heard`` since the last fusion would start from the same global posterior again, so they wait.
-        """
+        """Let free clients start, drawn as a cohort is. Those ``heard`` wait: the posterior is still the same."""
         waited_for = sum(not self.schedule.is_too_late(started, round) for started in self._busy.values())
         free = self.concurrency - waited_for
         delays, chosen = self.schedule.delays, set[int]()

@@ -216,14 +216,7 @@ class Server:
         expected = joined(own, {name: tensors[name] for name in method.sent or tensors} if method.sends else {})
         self._aggregations = {
             name: Aggregation(
-                rule,
-                self.weighting,
-                previous,
-                expected,
-                self._rule_states[name],
-                self.collective,
-                guard,
-                method.adds,
+                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard, method.adds
             )
             for name, rule in self.rules.items()
         }
@@ -336,10 +329,7 @@ class Server:
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
     ) -> tuple[Aggregate, dict[str, float]]:
-        """Return the rule's result, or of several the one with the least loss on held-out data, and all losses.
-
-        Raise FusionError if the rule, or every candidate, failed, or no candidate has a finite loss.
-        """
+        """Return the rule's result, or the one of least held-out loss, and all losses. Raise FusionError for none."""
         results: dict[str, Aggregate] = {}
         losses: dict[str, float] = {}
         states = dict(self._rule_states)

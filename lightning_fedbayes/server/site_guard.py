@@ -56,20 +56,16 @@ AGAINST = 4
 
 @dataclass(frozen=True)
 class SiteLimits(Limits):
-    """The largest sizes that are allowed: a client of many examples may be larger.
-
-    Args:
-        sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`. The weight is a number of examples.
-        examples_of: client → its number of examples.
-        opposes: tells whether nothing counts of a client.
-    """
+    """The largest sizes that are allowed: more to a client of many examples, none to one that opposes the others."""
 
     examples_of: Mapping[int, float]
     opposes: Callable[[int], bool]
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
         """Return the limits of clients, client → weight, shape (clients, 5, tensors + 1)."""
-        limits = self.sizes * _credits([self.examples_of[client] for client in clients], self.weight)
+        credits = [max(1.0, self.examples_of[client] / self.weight) for client in clients]
+        factors = torch.tensor(credits, dtype=torch.float64)
+        limits = self.sizes * torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
         limits[torch.tensor([self.opposes(client) for client in clients], dtype=torch.bool), AGAINST] = -torch.inf
         return limits
 
@@ -78,13 +74,7 @@ class SiteGuard(Guard):
     """Measures what the server would count of each client after the round, and bounds it.
 
     Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is not checked, and
-    the cosine of the move and the gradient of all data.
-
-    Args:
-        posterior: the global one that the clients started from.
-        slope: c, the gradient of all data and the prior there, shape (P,). Zeros before it is known.
-        max_influence, memory, is_alone, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
-        counted_of: returns what has been counted of a client in the rounds before. Empty in its first.
+    the cosine of the move and the gradient of all data, ``slope`` c, shape (P,), which is 0 before it is known.
     """
 
     num_lengths: ClassVar[int] = 3
@@ -124,9 +114,8 @@ class SiteGuard(Guard):
         self._examples[update.client] = examples = float(update.num_examples)
         move = (update.posterior.flatten()[0] - self._start) / self._width
         gradient = site["gradient"] * self._width
-        precision = iter(
-            [part.abs().sum() for part in (site["precision"] * self._variance).split(self._own) if len(part)]
-        )
+        parts = (site["precision"] * self._variance).split(self._own)
+        precision = iter([part.abs().sum() for part in parts if len(part)])
         lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
@@ -161,8 +150,8 @@ class SiteGuard(Guard):
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples.
 
-        Fewer than :data:`FEWEST` clients are compared with the last sizes of others, where there are no rounds, and
-        otherwise with earlier rounds of more clients. Before the first there is no bound.
+        Few clients are compared with earlier rounds of more, or without rounds with others' last sizes, if there are
+        any.
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
@@ -266,12 +255,6 @@ def _median(sizes: Tensor) -> Tensor:
     """Return the median sizes of clients of the median number of examples, shape (3, tensors + 1)."""
     shares = sizes[:, 3, 0] / sizes[:, 3, 0].quantile(0.5)
     return (sizes / shares.sqrt()[:, None, None])[:, :3].median(0).values
-
-
-def _credits(examples: Sequence[float], typical: float) -> Tensor:
-    """Return how much larger than a client of ``typical`` examples others may be, shape (clients, 1, 1)."""
-    factors = torch.tensor([max(1.0, each / typical) for each in examples], dtype=torch.float64)
-    return torch.stack([*[factors] * 3, *[torch.ones_like(factors)] * 2], 1)[:, :, None]
 
 
 def _agreement(moves: Tensor, cosines: Tensor) -> list[float]:

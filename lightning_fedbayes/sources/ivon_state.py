@@ -20,10 +20,7 @@ BELIEF = 10.0
 
 
 class Sum(NamedTuple):
-    """Sums over the draws of a step, for one parameter: of g, of g · (θ − m) and of g².
-
-    ``product`` is None without a posterior, ``square`` after one draw.
-    """
+    """Sums over the draws of a step, for a parameter: of g, with a posterior of g · (θ − m), with more draws of g²."""
 
     gradient: Tensor
     product: Any

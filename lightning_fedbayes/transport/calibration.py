@@ -122,11 +122,7 @@ def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
 def answer(
     module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int
 ) -> calibration.TemperatureMessage | ScoreSketch:
-    """Return a client's answer to a request: sums, or the counts of a sketch with fresh and secret noise.
-
-    ``module`` holds the global posterior, and ``seed`` is the federation's. Raises FedBayesError if data or module do
-    not suit the request.
-    """
+    """Return a client's sums, or counts with fresh, secret noise. Raise FedBayesError if data or module do not suit."""
     (dataset, batch_size), name = data, str(client)
     kind, temperature = request["kind"], request["temperature"]
     if kind == TEMPERATURE:

@@ -146,16 +146,11 @@ def load_checkpoint(
 
 
 class StateFile:
-    """A client's state on its own disk, from round to round, between processes and runs.
+    """A client's state on its disk, from round to round, between processes and runs. Without a folder it keeps none.
 
-    The state after a round counts once the server has admitted that round's update. If the file is damaged or foreign,
-    the client warns, starts without a state, and counts a private message for each earlier round of the federation.
-    Without a folder it keeps no state. ``config`` is the server's: the federation (the state of another one is
-    ignored), the round, and the client's last admitted round, from 1 (0: none).
-
-    Attributes:
-        before: the state after the last admitted round.
-        messages: noise multiplier → number of private messages sent, in all federations: a server cannot reset it.
+    The state after a round counts once the server has admitted that round's update: ``before`` is the last such state.
+    If the file is damaged or foreign, the client warns, starts without a state, and counts a private message for each
+    earlier round. ``messages``, noise multiplier → number of private messages, is of all federations.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:

@@ -117,10 +117,7 @@ def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
 
 
 def with_scale(buffers: Mapping[str, Tensor], ask: Callable[[], Mapping[int, Any]]) -> dict[str, Tensor]:
-    """Return a server's buffers, with the scale from the clients' answers if its network asks for one.
-
-    A client without an answer gets the scale of the others. Raises FederationError if no client's sums can be used.
-    """
+    """Return a server's buffers, with a scale from the clients if it needs one. Raise FederationError without any."""
     scale = [value for name, value in buffers.items() if name.startswith(SCALE)]
     if not scale or any(value.numel() for value in scale):
         return dict(buffers)
@@ -156,11 +153,7 @@ def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatis
 
 
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:
-    """Return the result from the clients' sites or sums, client → what it sent first.
-
-    A softmax head asks further. Where a client fails on the way it begins again, from the sums of the others. Clients
-    of a linear model go by their numbers.
-    """
+    """Return the result of the clients' first messages. A softmax head asks further, and again if a client fails."""
     if isinstance(method, HierarchicalLinearRegression):
         return method.fit({str(client): sums for client, sums in found.items()})
     if isinstance(method, KroneckerLaplace):

@@ -30,15 +30,10 @@ from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a client in one round, from 0, as the server sets it.
+    """Task of a client in one round, from 0: the federation's seed, the global model, what the client has kept so far.
 
-    Args:
-        seed: source of all random draws of the federation.
-        posterior, buffers: the global model. Buffers by name, with the method's tensors, empty if they are frozen.
-        kept: the client's state after its earlier rounds (``States.state_dict``).
-        begun: True if the server has fused a round.
-        share: the client's share of all clients.
-        frozen: digest of the frozen parameters.
+    ``begun``: the server has fused a round. ``share`` is the client's of all clients, ``frozen`` a digest of the frozen
+    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen.
     """
 
     client: int
@@ -103,8 +98,7 @@ def check_same_frozen(model: ResidentModel, digest: str) -> None:
 class ClientTraining(L.Callback):
     """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
 
-    The order of batches, the noise of layers and transforms come from (seed, round, client), so that the update is the
-    same as inside a single process. Settings of the server are ignored.
+    Draws come from (seed, round, client): the update is the same as in one process. The server's settings are ignored.
     """
 
     def __init__(self, settings: FederationSettings) -> None:
@@ -119,10 +113,7 @@ class ClientTraining(L.Callback):
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train ``module``, as it was built or as an earlier task left it. Raise whatever the client's code raises.
-
-        Returns: the update, whose tensors the next task overwrites, and the client's state for its next round.
-        """
+        """Train ``module``. Return the update, which the next task overwrites, and the client's next state."""
         self._reset(module)
         self._task, self._result = task, None
         FitLoop(trainer, module).set_epoch(task.round)

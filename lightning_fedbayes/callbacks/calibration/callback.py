@@ -131,10 +131,8 @@ Found = Mapping[str, tuple[Tensor, ...]]
 class CalibrationCallback(Reader):
     """Calibrates in every validation, so that each checkpoint holds the calibration of its weights.
 
-    ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores the result, in
-    tables by client, and ``trainer.predict`` uses it. Validation data that are not of clients are one, "all".
-
-    If the package has drawn the predictions, figures are "val/draws/..." and "test/draws/...".
+    ``trainer.test`` scores the result, in tables by client, and ``trainer.predict`` uses it. Validation data that are
+    not of clients are one, "all". Figures of drawn predictions are "val/draws/..." and "test/draws/...".
     """
 
     calibrates = True

@@ -283,25 +283,17 @@ def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
 def bounded_distribution(
     sketches: Sequence[ScoreSketch], level: float, max_influence: float | None
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the distribution of all clients' scores, in which one client counts for a bounded number of examples.
+    r"""Return the distribution of all clients' scores, (bins,), and which client exceeds its bound in which cell.
 
-    At the upper edge t of a cell, client k of :math:`n_k` examples has an excess of
-    :math:`e_k(t) = \#\{s \in k : s \le t\} - \mathrm{level} \cdot n_k`, whose sum is 0 at the pooled quantile. With
+    With :math:`n_k` examples, :math:`e_k(t) = \#\{s \in k : s \le t\} - \mathrm{level} \cdot n_k` at the upper edge t
+    of a cell is clipped at :math:`\pm B(t)`. Beyond it :math:`n_k` counts as at most c times the median, F is clamped.
 
     .. math::
         B(t) = c \left(\operatorname{median}_k |e_k(t)|
-            + 2 \sqrt{\mathrm{level} (1 - \mathrm{level}) \operatorname{median}_k n_k}\right)
+            + 2 \sqrt{\mathrm{level} (1 - \mathrm{level}) \operatorname{median}_k n_k}\right), \qquad
+        F(t) = \mathrm{level} + \frac{\sum_k e_k(t) - \mathrm{level}}{1 + \sum_k n_k}
 
-    every excess is clipped at :math:`\pm B(t)`, and
-
-    .. math:: F(t) = \mathrm{level} + \frac{\sum_k e_k(t) - \mathrm{level}}{1 + \sum_k n_k}
-
-    which is the pooled distribution, with one more score at infinity, wherever no client exceeds the bound. Where one
-    does, F is clamped to [0, 1], and :math:`n_k` counts as at most c times the median.
-
-    Sketches are on one grid. ``max_influence`` is c, with None the pooled distribution.
-
-    Returns: F at the upper edges, shape (bins,), and which client exceeds its bound there, bool (clients, bins).
+    Sketches are on one grid. ``max_influence`` is c. None: the pooled distribution, with one more score at infinity.
     """
     below = torch.stack([each.counts.cpu() for each in sketches]).double().cumsum(1)
     sizes = below[:, -1:]
@@ -330,22 +322,18 @@ def middle(values: Tensor) -> Tensor:
 
 
 def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tensor:
-    r"""Return the largest size of a client's sum that is believed, shape (\*).
+    r"""Return the largest size of a client's sum that is believed, shape (\*), with c = ``max_influence``.
 
     .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
 
-    with the clients' sums s, (clients, \*), of expectation 0 at the solution if clients are alike, their variances v
-    there, perhaps of one client, and c = ``max_influence``. A client that is clipped at :math:`\pm B` moves the
-    solution no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
+    Sums s, (clients, \*), are 0 in the mean at the solution if clients are alike, with variances v, perhaps of one
+    client. A clipped client moves the solution no further than :math:`B` divided by the slope of the others' sum.
     """
     return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits, (batch, classes) or draws of them, as (samples, batch, classes) in float64, and targets in int64.
-
-    Raises FedBayesError for other logits, or targets that are not (batch,) classes of them.
-    """
+    """Return logits as float64 (samples, batch, classes), targets as int64. Raise FedBayesError if they do not fit."""
     check_tensor("logits", logits, error=FedBayesError)
     check_tensor("targets", targets, error=FedBayesError)
     draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"

@@ -124,16 +124,13 @@ def message_of(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessa
 def bounded_sum(
     messages: Sequence[TemperatureMessage], max_influence: float | None
 ) -> tuple[TemperatureMessage, tuple[int, ...]]:
-    r"""Return the sum of the clients' messages, in which no client counts for more than a multiple of the median one.
+    r"""Return the sum of K messages, in which no client counts for more than a multiple of the median one.
 
-    With gradients :math:`g_k` and curvatures :math:`h_k`, whose expectation is the variance of :math:`g_k` at the
-    client's T, a message is scaled so that
+    A message of gradient :math:`g_k` and curvature :math:`h_k` is scaled, c = ``max_influence`` (None: never), so that
 
     .. math::
         |g_k| \le c \left(\operatorname{median}_j |g_j| + 2 \sqrt{\operatorname{median}_j h_j}\right), \qquad
         |h_k| \le K \operatorname{median}_j |h_j|
-
-    with K the number of messages and c = ``max_influence``. None gives the plain sum.
 
     Returns: the sum, and the positions of the messages that were scaled.
     """
@@ -402,9 +399,8 @@ class FederatedTemperature(CalibrationCallback):
             first, *std, targets = scores.checked_pair(name, pair)
             if std:
                 variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
-                figures[name] = figures_of(
-                    {"mean": first.unsqueeze(1), "variance": variance, "target": targets.unsqueeze(1)}
-                )
+                rows = {"mean": first.unsqueeze(1), "variance": variance, "target": targets.unsqueeze(1)}
+                figures[name] = figures_of(rows)
             else:
                 figures[name] = class_figures(self(first).softmax(-1).mean(0), targets)
             sizes[name] = len(targets)

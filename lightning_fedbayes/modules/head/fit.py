@@ -213,10 +213,7 @@ class HeadFit:
 
 
 def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
-    """Return the fit of sums: the Gaussian model, or a softmax's first step, from W = 0.
-
-    Where few examples are fitted exactly, the noise is the least that a fit can tell from 0.
-    """
+    """Return the fit of sums: the Gaussian model, with noise above 0, or a softmax's first step, from W = 0."""
     examples, gram = sums.num_examples, sums.gram
     if likelihood == "softmax":
         start = HeadFit(sums, likelihood, torch.zeros_like(sums.moment.T), [], 1.0, takes_pairs=pairs)

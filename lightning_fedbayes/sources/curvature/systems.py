@@ -29,15 +29,10 @@ GRID = 50
 
 @dataclass(frozen=True)
 class KroneckerSystem:
-    r"""The equation :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in).
+    r"""The equation :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in), with p the ``prior_precision`` > 0.
 
-    The preconditioner is one Kronecker product of the sums of the factors. With a single term it is exact. Its
-    eigenvectors are computed once.
-
-    Args:
-        terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
-        prior_precision: p > 0.
-        inner: eigenvalues and eigenvectors of A, if known, for one term.
+    ``terms`` are symmetric, positive semidefinite (A, B), float64. The preconditioner is one Kronecker product of their
+    sums, exact for a single term. ``inner`` are the eigenvalues and eigenvectors of a single A, if they are known.
     """
 
     terms: Sequence[tuple[Tensor, Tensor]]
@@ -85,10 +80,7 @@ class KroneckerSystem:
         return other
 
     def eigenvalues(self) -> Tensor:
-        r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`, shape (out · in,).
-
-        With several terms and more than :data:`DENSE` unknowns, the eigenvalues of the preconditioner.
-        """
+        r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`. Of many and large terms the preconditioner's."""
         if self._whole is not None:
             return torch.linalg.eigvalsh(self._whole).clamp_min(0)
         return (self._eigenvectors[2] - self.prior_precision).clamp_min(0).flatten()
@@ -110,11 +102,7 @@ class KroneckerSystem:
         return sum((b @ x @ a for a, b in self.terms), self.prior_precision * x)
 
     def covariance(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`J \Lambda^{-1} J^\top`, (batch, O, O), with :math:`\Lambda = \sum_k B_k \otimes A_k + p I`.
-
-        Args:
-            rows: J, shape (batch, O, out, in).
-        """
+        r"""Return :math:`J (\sum_k B_k \otimes A_k + p I)^{-1} J^\top`, (batch, O, O), of J, (batch, O, out, in)."""
         if len(self.terms) == 1:  # the preconditioner is the matrix
             outer, inner, scale = (each.to(rows) for each in self._eigenvectors)
             white = (outer.T @ rows @ inner / scale.sqrt()).flatten(2)
@@ -145,10 +133,7 @@ class KroneckerSystem:
         return found
 
     def solve(self, target: Tensor, converged: float = CONVERGED) -> Tensor:
-        r"""Return X for each T, both of shape (\*, out, in).
-
-        It warns if :data:`MAX_ITERATIONS` steps leave a residual with a norm above ``converged`` times the norm of T.
-        """
+        r"""Return X for each T, (\*, out, in). Warn of a residual above ``converged`` times the norm of T."""
         if self._whole is not None:
             flat = target.reshape(-1, len(self._whole))
             return torch.cholesky_solve(flat.T, self._root).T.reshape(target.shape)
@@ -183,16 +168,14 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def chosen_precision(information: Iterable[Tensor], mean: Iterable[Tensor]) -> float:
-    r"""Return the most probable precision a of the prior N(0, 1/a), by Laplace's evidence.
+    r"""Return the most probable precision a of the prior N(0, 1/a), by Laplace's evidence. 1 without information.
 
     .. math:: \log p(D \mid a) \approx \log p(D \mid \hat\theta)
               + \tfrac12 \sum_i \left(\log a - a \hat\theta_i^2 - \log(F_i + a)\right)
 
-    with fixed mean and information F. There :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)`, with the number of
-    parameters that the data determine, :math:`\gamma = \sum_i F_i / (F_i + a)`. The right side falls with a, so
-    bisection finds the one solution. Without information it is 1. F and :math:`\hat\theta` have equal shapes.
-
-    Source: MacKay 1992; Immer, Bauer, Fortuin, Rätsch and Khan 2021, for networks; Gelman 2006 for the half-Cauchy.
+    with fixed mean and information F, of equal shapes: bisection finds the one solution of
+    :math:`a \|\hat\theta\|^2 = \gamma + (1 - a) / (1 + a)` with :math:`\gamma = \sum_i F_i / (F_i + a)`. Source: MacKay
+    1992; Immer, Bauer, Fortuin, Rätsch and Khan 2021, for networks; Gelman 2006 for the half-Cauchy.
     """
     information = torch.cat([each.flatten().double() for each in information])
     size = sum(float(each.detach().double().square().sum()) for each in mean)
@@ -211,13 +194,8 @@ def evident_precision(information: Tensor, pull: Tensor, near: float | None = No
     .. math:: L(\theta) = \tfrac12 \theta^\top F \theta - t^\top \theta, \qquad
               \log p(D \mid a) = \text{const} + \tfrac12 \sum_i \left(\frac{t_i^2}{F_i + a} - \log(1 + F_i / a)\right)
 
-    Unlike in :func:`chosen_precision` the mode moves with a, :math:`\hat\theta_i = t_i / (F_i + a)`. Both have the same
-    fixed point.
-
-    ``information`` are the eigenvalues of F, (parameters,), and ``pull`` is t in their eigenvectors. The search is
-    within a ``factor`` of ``near``, if it is given.
-
-    Source: MacKay 1992.
+    ``information`` are F's eigenvalues, (parameters,), ``pull`` is t in their eigenvectors, and the search is within a
+    ``factor`` of ``near``. Unlike in :func:`chosen_precision` the mode moves with a, to the same point (MacKay 1992).
     """
     known = information > information.max() * torch.finfo(torch.float64).eps * len(information)  # the rest is rounding
     information, squares = information[known].double(), pull[known].double().square()
