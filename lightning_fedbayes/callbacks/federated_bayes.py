@@ -330,7 +330,7 @@ class FederatedBayes(L.Callback):
             self._report.show_clients(trainer, clients)
 
     def _end_batch(self, batch_idx: int) -> None:
-        """At a client's last batch, take its posterior. At the last client's, fuse."""
+        """Take the posterior of a client that ends with this batch, and fuse after the last. Called by ``FitLoop``."""
         federation = self.federation
         outcomes = federation.receive(federation.engine.end_batch(batch_idx))
         if federation.is_complete and self.settings.schedule is not None:

@@ -57,6 +57,8 @@ class FusionAccumulator:
             check_posterior(previous, "previous", error=FusionError)
             check_finite(previous, "previous posterior")
         self.rule = rule
+        has_state = isinstance(rule, SumRule) and type(rule).advance is not SumRule.advance
+        self._is_whole = has_state or (isinstance(rule, SumRule) and not rule.by_columns)
         self.previous = previous
         self.count = 0
         self._sums: list[Statistics] = []
@@ -126,7 +128,7 @@ class FusionAccumulator:
             if watch is None:
                 return
         room = None  # for the means of a piece, so that each piece need not map memory again
-        if self._cuts is not None and len(self._cuts) > 1 and self.rule.by_columns:
+        if self._cuts is not None and len(self._cuts) > 1 and self.rule.by_columns and not self._is_whole:
             device = next(iter(first.mean.values())).device
             entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
             room = torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
@@ -188,8 +190,7 @@ class FusionAccumulator:
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return the parts of ``posterior`` that the rule sums separately."""
-        whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
-        return [posterior] if whole else posterior.pieces(self._cuts)
+        return [posterior] if self._is_whole else posterior.pieces(self._cuts)
 
     def finish(self, statistics: Statistics, state: RuleState, weights: Mapping[int, float]) -> Fused:
         """Return the result of a :class:`SumRule` from the sums over all clients of all processes."""

@@ -128,7 +128,8 @@ class Admitted:
 class Aggregation:
     """Collects the updates of a round and fuses them.
 
-    With a sum-type rule and weights that look at one client at a time it keeps sums only.
+    With a sum-type rule and weights that look at one client at a time it keeps sums only. Under a guard clients wait
+    until enough are known to compare with, 7 (of small networks 14 or more), or until the end of the round.
 
     Args:
         rule, weighting: see :class:`~lightning_fedbayes.Server`.
@@ -206,7 +207,7 @@ class Aggregation:
             weigh = PER_CLIENT[str(self.weighting)] if self.rule.uses_weights else None  # ω, not normalised
             self._weights[update.client] = 1.0 if weigh is None else weigh(ClientFacts.of(update, self.previous))
         if self._streams and not self._clips:
-            self._fuse([(update, posterior, self._weights[update.client])])
+            self._add_to_sums([(update, posterior, self._weights[update.client])])
         else:
             posterior = posterior if self._streams else posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
@@ -272,10 +273,10 @@ class Aggregation:
                 self._held.append(changed(update, posterior=posterior, buffers=dict(update.buffers)))
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
-        self._fuse(ready)
+        self._add_to_sums(ready)
 
     def admitted(self) -> Admitted:
-        """Return what the other processes must know of this one's clients before :meth:`finish`."""
+        """Judge clients that wait, add those within the limits, and return what other processes must know of all."""
         if self._clips:
             self._judge()
         held = tuple(update.client for update in self._held)
@@ -306,7 +307,7 @@ class Aggregation:
         if everyone is None:
             everyone = self.collective.all_gather(self.admitted())
         weights = dict(sorted(self._weights_of(everyone).items()))
-        outlying = self._fuse_held(weights, everyone)
+        outlying = self._add_held(weights, everyone)
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
         of_all = sum(weights.values())
@@ -349,7 +350,7 @@ class Aggregation:
             counted={client: kept for each in counted for client, kept in each.items() if client not in refused},
         )
 
-    def _fuse_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
+    def _add_held(self, weights: dict[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add clients that had to wait, clipped and with less weight where needed. Return those that stand out."""
         bounds: dict[int, Tensor] = {}
         clients, held, measured = [], set[int](), []
@@ -382,9 +383,9 @@ class Aggregation:
                 posterior = posterior if isinstance(self.rule, SumRule) else posterior.owned()
             ready.append((update, posterior, weight))
             if suspect or len(ready) == FEWEST:  # few clipped vectors are held at once
-                self._fuse(ready)
+                self._add_to_sums(ready)
                 ready = []
-        self._fuse(ready)
+        self._add_to_sums(ready)
         return tuple(sorted(bounds))
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
@@ -416,14 +417,14 @@ class Aggregation:
             values = normalised(values, self.weighting, len(clients))
         return dict(zip(clients, values, strict=True))
 
-    def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
+    def _add_to_sums(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
         """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
 
         A large network with variances is summed up client by client, so that one flat vector is held at a time.
         """
         if not self._by_pieces and not self._is_small and len(clients) > 1:
             for each in clients:
-                self._fuse([each])
+                self._add_to_sums([each])
             return
         added = []
         for update, posterior, weight in clients:

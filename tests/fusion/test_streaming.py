@@ -1,5 +1,6 @@
 """Sum-type rules need one client at a time, in any grouping; other rules get copies of all."""
 
+import dataclasses
 import weakref
 
 import numpy as np
@@ -185,3 +186,16 @@ def test_a_value_of_a_large_network_that_is_not_finite_is_found_in_a_list(rule, 
     clients[1].mean["last"][0, 0] = torch.nan
     with pytest.raises(FusionError, match="client 1: mean of 'last' is not finite at 1 of 10 entries"):
         fuse(rule, clients, [1.0, weight, 3.0], clients[0])
+
+
+def test_a_rule_with_a_state_advances_once_for_a_whole_large_network():
+    class Counts(type(get_rule("weighted_average"))):
+        def advance(self, statistics, like, previous, state, weights):
+            fused = super().advance(statistics, like, previous, state, weights)
+            return dataclasses.replace(fused, state={"rounds": state.get("rounds", 0) + 1})
+
+    accumulator, (first, second) = FusionAccumulator(Counts()), point_masses(2)[0]
+    accumulator.add_all([(first, 1.0), (second, 1.0)])
+    fused = accumulator.result({"rounds": 4}, {})
+    assert fused.state == {"rounds": 5}
+    torch.testing.assert_close(fused.posterior.mean["last"], (first.mean["last"] + second.mean["last"]) / 2)

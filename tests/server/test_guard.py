@@ -213,3 +213,17 @@ def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monke
     assert (result.figures["outlying_clients"] > 0) == bool(attacked)
     tolerance = 1e-7 if attacked else 0
     assert_close(result.posterior, expected.posterior, tolerance, tolerance)
+
+
+def test_a_tensor_that_most_clients_do_not_move_may_move_as_far_per_entry_as_the_whole_network():
+    """Of 60 entries the head has 20: twice the median whole length times the root of a third, and 1 + 2/√20."""
+    still = []
+    for client in range(9):
+        q = honest(client).posterior
+        still.append(ClientUpdate(client, 10, GaussianPosterior({**q.mean, "head": torch.zeros(20)}, q.variance)))
+    moved, draw = 50 * DIRECTION["head"], still[0].posterior
+    still[0] = ClientUpdate(0, 10, GaussianPosterior({**draw.mean, "head": moved}, draw.variance))
+    whole = sorted(float(torch.cat([*each.posterior.mean.values()]).norm()) for each in still)[4]
+    found, _ = fuse("weighted_average", still)
+    bound = 2 * whole * (20 / 60) ** 0.5 * (1 + 2 / 20**0.5)
+    assert 9 * float(found.mean["head"].norm()) == pytest.approx(bound, rel=1e-5)
