@@ -400,10 +400,11 @@ def choose_personal_weight(
     if not callable(posterior_of):
         raise FedBayesError(f"posterior_of={errors.shown(posterior_of)}: give a function, weight → posterior")
     _check_pass(batch_size, seed)
-    scores = {
-        weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
-        for weight in sorted(weights)
-    }
+    scores = {}
+    for weight in sorted(weights):
+        with errors.raised_as(FedBayesError, f"posterior_of({weight})", "give a function, weight → posterior"):
+            own = posterior_of(weight)
+        scores[weight] = _score(PosteriorPredictive(module, own, **options), held_out, batch_size, seed)["nll"]
     finite = [weight for weight, nll in scores.items() if math.isfinite(nll)]
     if not finite:
         why = "look for NaN in its inputs and targets, and in the posteriors"

@@ -103,7 +103,8 @@ def make_federation(
 def tell_of_single_examples(module: L.LightningModule, loader: FederatedLoader) -> None:
     """Warn of clients with a last batch of one example, of which BatchNorm has no variance."""
     batching, clients = loader.batching, loader.clients
-    if batching.drop_last or not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()):
+    norms = [each for each in module.modules() if isinstance(each, nn.BatchNorm1d) and each.training]
+    if batching.drop_last or not any(each.weight is None or each.weight.requires_grad for each in norms):  # not frozen
         return
     one = [name for name, size in zip(clients.names, clients.sizes) if size % batching.batch_size == 1]
     if one:

@@ -276,7 +276,7 @@ class Aggregation:
         self._add_to_sums(ready)
 
     def admitted(self) -> Admitted:
-        """Judge clients that wait, add those within the limits, and return what other processes must know of all."""
+        """Return what other processes must know of all clients. Those that wait are compared, and added if good."""
         if self._clips:
             self._judge()
         held = tuple(update.client for update in self._held)
