@@ -135,13 +135,18 @@ def test_a_gradient_that_was_told_long_ago_is_brought_to_the_present_model():
 
 
 @pytest.mark.parametrize(("found", "gain"), [(1.5, 1.0), (1.0, 1.0), (0.25, 0.25), (0.0, 0.0), (-2.0, 0.0)])
-@pytest.mark.parametrize("heard", [1 / 3, 1.0])
-def test_clients_are_told_as_much_of_the_gradient_as_is_found(found, gain, heard):
+@pytest.mark.parametrize(("heard", "new"), [(1 / 3, False), (1 / 3, True), (1.0, False)])
+def test_clients_are_told_as_much_of_the_gradient_as_is_found(found, gain, heard, new):
+    """By clients that are heard again, which send changes, or for the first time, which send all."""
     clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
     shared = by_hand(clients, method, lambda number: range(3), 2)
     shared = Shared(clients.posterior(0.3), {**shared.tensors, "_found": torch.zeros(2).double()}, 1 / 3, False)
     changes = {name: torch.zeros_like(shared.tensors[name]) for name in method.sent}
-    changes["gradient"] = heard * (found - 1) * method.slope(shared)
+    told = method.slope(shared)
+    changes["gradient"] = heard * (found - 1) * told
+    if new:
+        changes["clients"] = changes["clients"] + 3 * heard
+        changes["gradient"] = changes["gradient"] + heard * shared.tensors["slope"].float().double()
     for _ in range(200):  # the age grows to 3
         tensors = method.fuse(shared, fb.GaussianPosterior.point_mass(shared.posterior.mean), changes, heard)[1]
         kept = {name: tensors[name] for name in ("age", "_found")}
