@@ -327,7 +327,7 @@ class Sites(Method):
         precision: Tensor,
         heard: float,
     ) -> Tensors:
-        """Return the slope after a round: the sum of gradients, and what those of the others have changed by."""
+        """Return the slope (P,) after a round: the sum of gradients, and what those of the others have changed by."""
         common, tensors, told = self._common(shared), shared.tensors, self.slope(shared)
         rest = max(0.0, round(1 - heard, 12))
         change = changes.get("gradient", torch.zeros_like(told))

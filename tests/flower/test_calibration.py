@@ -168,6 +168,7 @@ def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, a
     assert scaling.temperature == pytest.approx(without.temperature, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the temperature has not converged")  # noise from a secret may spoil the network
 def test_a_private_client_sends_no_exact_figures(tmp_path):
     private = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "folder": tmp_path, "buffers": "frozen"}
     strategy = FusionStrategy(wait_for=CLIENTS)
