@@ -6,7 +6,7 @@ collect_ignore = (
     []
     if find_spec("nvflare")
     else [
-        "lightning_fedbayes/nvflare",
+        "lightning_fedbayes/transport/nvflare",
         *(f"tests/nvflare/{name}.py" for name in ("local", "simulated")),
     ]
 )

@@ -62,10 +62,10 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         mean_network,
         with_kl,
     )
+    from lightning_fedbayes.modules.sources.curvature import SWAG, KroneckerLaplace, Laplace
+    from lightning_fedbayes.modules.sources.ivon import IVON
     from lightning_fedbayes.server import Asynchronous, Delays, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
-    from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
-    from lightning_fedbayes.sources.ivon import IVON
 
 __all__ = [
     "IVON",
@@ -138,10 +138,10 @@ _ROOMS = (
     "methods",
     "server.plan",
     "server",
-    "sources.ivon",
+    "modules.sources.ivon",
     "clients.privacy",
     "layers",
-    "sources.curvature",
+    "modules.sources.curvature",
     "data.partition",
     "data",
     "modules",

@@ -34,8 +34,8 @@ BLOCKS = [
 ]
 ROOMS = [
     *("callbacks", "callbacks.calibration", "clients", "clients.privacy", "core.exchange", "data", "data.partition"),
-    *("flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules"),
-    *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
+    *("fusion", "layers", "methods", "metrics", "metrics.functional", "modules", "transport.flower"),
+    *(["transport.nvflare"] if importlib.util.find_spec("nvflare") else []),
 ]
 FIRST_HOUR = [
     Path("docs/first_hour", f"{name}.md")

@@ -11,7 +11,7 @@ PACKAGE = Path(lightning_fedbayes.__file__).parent
 
 TORCH = "core/private_torch.py"
 PRIVATE = {
-    "trainer/": (
+    "callbacks/trainer/": (
         r"\b(?:from|import) lightning[\w.]*\._\w+",
         r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
         r"\b_current_fx_name\b",

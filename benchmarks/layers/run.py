@@ -36,8 +36,8 @@ from lightning_fedbayes.layers import (
 )
 from lightning_fedbayes.modules import PosteriorPredictive, sample_outputs
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
-from lightning_fedbayes.sources.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
-from lightning_fedbayes.sources.ivon import IVON
+from lightning_fedbayes.modules.sources.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
+from lightning_fedbayes.modules.sources.ivon import IVON
 
 SUFFIX = {
     "reparameterization": "Reparameterization",

@@ -32,7 +32,7 @@ from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.networks import lenet
-from lightning_fedbayes.sources.ivon import IVON
+from lightning_fedbayes.modules.sources.ivon import IVON
 
 KINDS: dict[str, dict[str, Any]] = {
     "squares": {"curvature": "squares"},

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.sources.curvature import draws_of_outputs, linearised_outputs
-from lightning_fedbayes.sources.curvature.systems import chosen_precision
+from lightning_fedbayes.modules.sources.curvature import draws_of_outputs, linearised_outputs
+from lightning_fedbayes.modules.sources.curvature.systems import chosen_precision
 
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False

@@ -9,8 +9,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays
 
 
 def network() -> fb.HybridBayesianClassifier:

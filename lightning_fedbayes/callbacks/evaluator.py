@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
+from lightning_fedbayes.callbacks.trainer.data import validate_batch
 from lightning_fedbayes.clients import evaluation
 from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core.batches import unpacked
@@ -21,7 +22,6 @@ from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
-from lightning_fedbayes.trainer.data import validate_batch
 
 C = TypeVar("C", bound=L.Callback)
 Datasets = ClientDatasets | Mapping[str, Dataset]

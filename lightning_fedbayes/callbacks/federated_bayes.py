@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
+from lightning_fedbayes.callbacks.trainer import FitLoop, checks, use_whole_checkpoints
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.model import frozen_names, with_rest
@@ -21,7 +22,6 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError, check
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, plan_round, share_of
-from lightning_fedbayes.trainer import FitLoop, checks, use_whole_checkpoints
 
 
 class FederatedBayes(L.Callback):

@@ -11,8 +11,8 @@ from typing import Any
 from lightning_fedbayes.cli.messages import Options
 
 EXTRAS = {
-    "flower": ("a federation over Flower", "flwr", "lightning_fedbayes.flower"),
-    "nvflare": ("a federation over NVIDIA FLARE", "nvflare", "lightning_fedbayes.nvflare"),
+    "flower": ("a federation over Flower", "flwr", "lightning_fedbayes.transport.flower"),
+    "nvflare": ("a federation over NVIDIA FLARE", "nvflare", "lightning_fedbayes.transport.nvflare"),
     "cli": ("fedbayes fit, validate, test, predict and compare", "jsonargparse", "lightning_fedbayes.cli.federation"),
     "privacy": ("differential privacy", "opacus", "opacus"),
     "download": ("image data that are not on the disk", "torchvision", "torchvision"),

@@ -16,9 +16,9 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
-from lightning_fedbayes.sources.curvature import SWAG, Laplace, Source, chosen_parameters
-from lightning_fedbayes.sources.ivon import IVON
-from lightning_fedbayes.sources.ivon_state import believed, first_curvature, first_state, precision_of
+from lightning_fedbayes.modules.sources.curvature import SWAG, Laplace, Source, chosen_parameters
+from lightning_fedbayes.modules.sources.ivon import IVON
+from lightning_fedbayes.modules.sources.ivon_state import believed, first_curvature, first_state, precision_of
 
 Priors = Mapping[str, NormalPrior | LocalPrior]
 Tensors = dict[str, Tensor]

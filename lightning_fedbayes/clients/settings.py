@@ -15,11 +15,11 @@ from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods import Method, get_method
+from lightning_fedbayes.modules.sources.curvature import SWAG, Laplace
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, check_fraction, cohort_size
 from lightning_fedbayes.server.schedule import Asynchronous
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
-from lightning_fedbayes.sources.curvature import SWAG, Laplace
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 Keep = Literal["optimizer", "posterior"]

@@ -100,7 +100,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
             (``torch.load(path, weights_only=False)``). A :class:`~lightning_fedbayes.Server`, or the checkpoint of
-            Flower's (:func:`~lightning_fedbayes.flower.load_checkpoint`).
+            Flower's (:func:`~lightning_fedbayes.transport.flower.load_checkpoint`).
         client: its number.
     """
     check_at_least("client", client, 0)

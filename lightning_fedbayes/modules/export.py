@@ -19,7 +19,7 @@ from lightning_fedbayes.metrics.likelihoods import Gaussian, said_by
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
 from lightning_fedbayes.modules.head import HeadModule
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
-from lightning_fedbayes.sources.curvature import KroneckerPosterior
+from lightning_fedbayes.modules.sources.curvature import KroneckerPosterior
 
 
 def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None) -> nn.Module:

@@ -14,7 +14,7 @@ from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, ScoredModule, scores_of
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
-from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
+from lightning_fedbayes.modules.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class PosteriorPredictive(ScoredModule):
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
     The first draws parameters. The second draws outputs of the network linearised at the mean, with Jacobian J
-    (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`), as Laplace approximations ask for. ::
+    (:func:`~lightning_fedbayes.modules.sources.curvature.linearised_outputs`), as Laplace approximations ask for. ::
 
         predictive = fb.PosteriorPredictive(model, callback.posterior)        # after a federation
         predictive = fb.PosteriorPredictive(model, optimizer.posterior(model))  # after training with fb.IVON

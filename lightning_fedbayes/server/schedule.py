@@ -173,8 +173,9 @@ class Asynchronous:
             same, bit for bit. Give its ``late``. The rest is in the log.
 
     When to use it: to see what stragglers, absences and staleness do to a federation before it runs over a network, and
-    in :class:`~lightning_fedbayes.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are real, and
-    ``concurrency=None`` means all connected clients. Source: Nguyen et al. 2022 (FedBuff), for concurrency and buffer.
+    in :class:`~lightning_fedbayes.transport.flower.FusionStrategy`, so as not to wait for slow clients. Its delays are
+    real, and ``concurrency=None`` means all connected clients. Source: Nguyen et al. 2022 (FedBuff), for concurrency
+    and buffer.
     """
 
     concurrency: int | None = None

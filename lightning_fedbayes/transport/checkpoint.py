@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_fedbayes.callbacks.trainer import damage
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
@@ -23,7 +24,6 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
-from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.transport.training import call_round_end
 
 
@@ -247,7 +247,7 @@ def personal_posterior(
         module, posterior: the network, built as for the federation, and the global posterior.
         state_folder, client: the client's folder and number.
         weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and
-            :func:`~lightning_fedbayes.flower.client_app`.
+            :func:`~lightning_fedbayes.transport.flower.client_app`.
     """
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
     if not path.exists():

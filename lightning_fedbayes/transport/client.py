@@ -98,13 +98,13 @@ class RemoteClient:
             fusion rule, which matters at the server only.
         local_epochs, keep, buffers, local_parameters, posterior: see :class:`~lightning_fedbayes.FederatedBayes`.
             ``buffers`` and ``local_parameters`` are the server's. A kept "posterior" is for
-            :func:`~lightning_fedbayes.flower.personal_posterior`. The client scores it, too, where it scores the global
-            posterior, under names that begin with "personal/".
+            :func:`~lightning_fedbayes.transport.flower.personal_posterior`. The client scores it, too, where it scores
+            the global posterior, under names that begin with "personal/".
         privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
             counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
             federations, and tells the server their ε.
-        one_shot: the way in which the client may be asked to send in place of rounds, see
-            :meth:`FusionStrategy.one_shot <lightning_fedbayes.flower.FusionStrategy.one_shot>`. None: it refuses.
+        one_shot: the way in which the client may be asked to send in place of rounds. None: it refuses. See
+            :meth:`FusionStrategy.one_shot <lightning_fedbayes.transport.flower.FusionStrategy.one_shot>`.
         conformal_epsilon: ε of the noise on counts of scores, the same as the server's
             ``FederatedConformal(epsilon=...)``. Each answer costs it again. The client adds them up in its
             ``state_folder``, and sends no exact sums for a temperature. None: counts are exact, and not sent under

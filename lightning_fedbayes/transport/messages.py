@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.callbacks.trainer import optimizers_of
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.learned import learned_posterior
@@ -20,7 +21,6 @@ from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.scaler import scale_of
-from lightning_fedbayes.trainer import optimizers_of
 
 MOST_EXAMPLES = 2**31 - 1
 """Most examples that a client may claim."""
@@ -86,7 +86,7 @@ def initial_model(
     local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> dict[str, Tensor]:
-    """Return the model that a federation starts from. See :func:`~lightning_fedbayes.flower.initial_arrays`."""
+    """Return the model to start from. See :func:`~lightning_fedbayes.transport.flower.initial_arrays`."""
     errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
     FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
     learned = learned_posterior(optimizers_of(module), module, posterior)

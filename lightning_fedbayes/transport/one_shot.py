@@ -18,7 +18,7 @@ from lightning_fedbayes.layers.scaler import ScaleSums, compared
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
-from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
+from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
 from lightning_fedbayes.transport.calibration import usable
 from lightning_fedbayes.transport.training import own_clients
 

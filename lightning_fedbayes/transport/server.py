@@ -53,7 +53,7 @@ class Rounds:
         seed: source of every random draw, the clients' included.
 
     Attributes:
-        server, client_scores, cross_scores: see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        server, client_scores, cross_scores: see :class:`~lightning_fedbayes.transport.flower.FusionStrategy`.
         numbers: site → its client's number, where the server numbers them.
         best: the best round, where a transport knows it. See :class:`~lightning_fedbayes.transport.ServerState`.
     """

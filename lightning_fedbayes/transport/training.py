@@ -11,6 +11,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.callbacks.trainer import FitLoop, check_schedulers, check_trainer
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
@@ -25,7 +26,6 @@ from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import Shared, split
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, batches_per_epoch, check_batches
-from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
 
 @dataclass(frozen=True)

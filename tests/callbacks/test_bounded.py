@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.callback import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
+from lightning_fedbayes.callbacks.trainer.checks import check_same_federation
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FederationError
@@ -23,7 +24,6 @@ from lightning_fedbayes.methods import Ditto
 from lightning_fedbayes.server import RoundResult
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
-from lightning_fedbayes.trainer.checks import check_same_federation
 from tests.federations import Plain
 from tests.federations import federate as fit
 from tests.federations import trainer as made

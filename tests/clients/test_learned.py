@@ -11,7 +11,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.methods import Averaging
-from lightning_fedbayes.sources.ivon_state import first_state
+from lightning_fedbayes.modules.sources.ivon_state import first_state
 from tests.federations import Plain, federate, loader, network, trainer
 
 SIZES = fb.SizesPartition([40, 25, 13, 12])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays
 from tests.federations import assert_equal
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import PARTITION, BlobData, hybrid

@@ -6,8 +6,8 @@ from torch.utils.data import Subset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy
-from lightning_fedbayes.flower.wire import from_arrays
+from lightning_fedbayes.transport.flower import FusionStrategy
+from lightning_fedbayes.transport.flower.wire import from_arrays
 from tests.federations import Plain, loader, network, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid

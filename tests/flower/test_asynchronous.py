@@ -7,10 +7,10 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.schedule import read_arrivals
+from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
 from tests.flower.clients import assert_same, client_apps
 from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled
@@ -23,7 +23,7 @@ BY_TWO = fb.Asynchronous(buffer=2)
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
     """Nobody is waited for: all that will ever come is there."""
-    monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.005)
+    monkeypatch.setattr("lightning_fedbayes.transport.flower.roster.POLL_SECONDS", 0.005)
 
 
 def federation(folder, fusion="sites", schedule=BY_TWO, **options):
@@ -130,7 +130,7 @@ def kill_at(patch, where, stop, strategy):
         return dies
 
     owner, name = {
-        "before the log": ("flower.asynchronous.Course", "end"),
+        "before the log": ("transport.flower.asynchronous.Course", "end"),
         "before the checkpoint": ("transport.checkpoint.ServerState", "save"),
         "after it": ("transport.checkpoint.ServerState", "save"),
     }[where]

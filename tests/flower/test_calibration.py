@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
+from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
 from tests.federations import Plain, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid

@@ -7,9 +7,9 @@ from flwr.app import ConfigRecord
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy import epsilon_of
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
-from lightning_fedbayes.flower.wire import from_arrays
 from lightning_fedbayes.transport.checkpoint import StateFile
+from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
+from lightning_fedbayes.transport.flower.wire import from_arrays
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
@@ -60,7 +60,7 @@ def test_clients_that_cannot_train_say_why_and_are_left_out_at_the_server(apps, 
 @pytest.mark.parametrize("number", [None, -1, "0", 1.5, True])
 def test_a_node_needs_a_number(number, caplog, monkeypatch):
     caplog.set_level("INFO")
-    monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("lightning_fedbayes.transport.flower.roster.POLL_SECONDS", 0.01)
     grid = LocalGrid(client_apps(), numbers=[number] * 4)
     with pytest.raises(FederationError, match="0 of 1 clients are connected"):
         FusionStrategy(wait_for=1).start(grid, initial_arrays(hybrid()), timeout=0.05)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import load_checkpoint
+from lightning_fedbayes.transport.flower import load_checkpoint
 from tests.federations import trainer
 from tests.flower.deployment import deployed
 

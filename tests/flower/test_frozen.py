@@ -7,8 +7,8 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from lightning_fedbayes.methods import FedProx
+from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid

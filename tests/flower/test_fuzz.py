@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.flower import FusionStrategy
-from lightning_fedbayes.flower.wire import message_in, to_arrays
 from lightning_fedbayes.transport.checkpoint import ServerState
+from lightning_fedbayes.transport.flower import FusionStrategy
+from lightning_fedbayes.transport.flower.wire import message_in, to_arrays
 from lightning_fedbayes.transport.messages import read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update

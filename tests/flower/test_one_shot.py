@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.flower import client_app
+from lightning_fedbayes.transport.flower import client_app
 from tests.federations import Plain, federate
 from tests.flower.clients import client_apps, one_shot
 from tests.transport.federation import BlobData

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import FusionStrategy
+from lightning_fedbayes.transport.flower import FusionStrategy
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.test_likelihoods import OUTPUTS, Own, data_of

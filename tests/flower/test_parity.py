@@ -7,8 +7,8 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, personal_posterior
 from lightning_fedbayes.methods import Averaging, FedProx
+from lightning_fedbayes.transport.flower import FusionStrategy, personal_posterior
 from tests.federations import Plain, blobs, federate, loader, network
 from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid

@@ -11,8 +11,8 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy.update import EXACT
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
 from tests.federations import Plain, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.deployment import deployed
@@ -30,7 +30,7 @@ import torch
 from flwr.serverapp import ServerApp
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.modules import mlp
 
 

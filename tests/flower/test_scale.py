@@ -6,8 +6,8 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
 from tests.federations import blobs, federate
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid

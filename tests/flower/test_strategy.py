@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
+from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid

@@ -11,9 +11,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
-from lightning_fedbayes.flower import FusionStrategy, initial_arrays
-from lightning_fedbayes.flower.wire import message_in, records_of
-from lightning_fedbayes.sources.curvature import KroneckerSite
+from lightning_fedbayes.modules.sources.curvature import KroneckerSite
+from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
+from lightning_fedbayes.transport.flower.wire import message_in, records_of
 from tests.federations import Plain, blobs, loader
 from tests.flower.clients import client_apps, one_shot, run
 from tests.flower.grid import LocalGrid

@@ -10,7 +10,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.nvflare import FusionClient, FusionController
+from lightning_fedbayes.transport.nvflare import FusionClient, FusionController
 from tests.transport.federation import PARTITION, BlobData, hybrid
 
 Change = Callable[[FLModel], "FLModel | None"]

@@ -12,7 +12,7 @@ import nvflare.client as flare
 from nvflare.app_common.abstract.fl_model import FLModel
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe
+from lightning_fedbayes.transport.nvflare import FusionClient, FusionController, FusionRecipe
 from tests.federations import Plain, network
 from tests.transport.federation import BlobData, hybrid
 

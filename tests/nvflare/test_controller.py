@@ -11,9 +11,9 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
-from lightning_fedbayes.nvflare import FusionController
-from lightning_fedbayes.nvflare.wire import answer_of, message_in, question_in
 from lightning_fedbayes.transport.messages import read_update, tensors_of
+from lightning_fedbayes.transport.nvflare import FusionController
+from lightning_fedbayes.transport.nvflare.wire import answer_of, message_in, question_in
 from tests.federations import Plain
 from tests.fuzz import many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update

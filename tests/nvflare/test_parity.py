@@ -7,7 +7,7 @@ pytest.importorskip("nvflare")
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.nvflare import load_checkpoint, personal_posterior
+from lightning_fedbayes.transport.nvflare import load_checkpoint, personal_posterior
 from tests.federations import Plain, federate, network
 from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER

@@ -7,7 +7,7 @@ pytest.importorskip("nvflare")
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.nvflare import load_checkpoint
+from lightning_fedbayes.transport.nvflare import load_checkpoint
 from tests.federations import federate, trainer
 from tests.nvflare.local import same
 from tests.nvflare.simulated import PARTITION, Average, Broken, Scaffold, Sites, files_of_the_page, started

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.trainer import collective_of
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.methods import FedProx
-from lightning_fedbayes.trainer import collective_of
 
 SIZES = (40, 9, 25, 14, 31)
 FEATURES, CLASSES = 6, 3

@@ -7,8 +7,8 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.trainer import damage
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.trainer import damage
 from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")

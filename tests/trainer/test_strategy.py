@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.trainer import check_trainer, checks
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion.auto import CANDIDATES
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.trainer import check_trainer, checks
 
 from .scenarios import SCENARIOS, SIZES, incomes, run
 

@@ -22,7 +22,7 @@ from lightning_fedbayes.clients.states import (
 )
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.sources.ivon import IVON
+from lightning_fedbayes.modules.sources.ivon import IVON
 
 
 class StackedOptimizer:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.modules.linear_regression import EXACT, LinearStatistics, check_sums, most_evident, with_bias
-from lightning_fedbayes.sources.curvature import KroneckerPosterior
-from lightning_fedbayes.sources.curvature.systems import KroneckerSystem, evident_precision
+from lightning_fedbayes.modules.sources.curvature import KroneckerPosterior
+from lightning_fedbayes.modules.sources.curvature.systems import KroneckerSystem, evident_precision
 
 
 @dataclass(frozen=True, eq=False)

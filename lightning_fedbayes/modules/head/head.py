@@ -19,8 +19,8 @@ from lightning_fedbayes.modules.head.fit import (
     personal_softmax,
 )
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
-from lightning_fedbayes.sources.curvature import draws_of_outputs
-from lightning_fedbayes.sources.curvature.systems import DENSE
+from lightning_fedbayes.modules.sources.curvature import draws_of_outputs
+from lightning_fedbayes.modules.sources.curvature.systems import DENSE
 
 Likelihood = Literal["softmax", "one_hot", "gaussian"]
 Inference = Literal["laplace", "variational"]

@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.sources.curvature.systems import LARGEST, chosen_precision, evident_precision
+from lightning_fedbayes.modules.sources.curvature.systems import LARGEST, chosen_precision, evident_precision
 
 
 @pytest.mark.parametrize("information", [0.01, 3.0, 1e4])

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
+from lightning_fedbayes.modules.sources.curvature.systems import KroneckerSystem
 
 NOISE, PRIOR = 0.5, 0.8
 LINEAR = fb.KroneckerLaplace(fb.Laplace(fb.Gaussian(NOISE), prior_std=PRIOR))
@@ -173,7 +173,7 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
     target, rows = torch.randn(3, 5, dtype=torch.float64), torch.randn(2, 4, 3, 5, dtype=torch.float64)
     small = KroneckerSystem(terms, 0.1)
     direct = small.solve(target), small.covariance(rows), small.eigenvalues()
-    monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", 0)
+    monkeypatch.setattr("lightning_fedbayes.modules.sources.curvature.systems.DENSE", 0)
     large = KroneckerSystem(terms, 0.1)
     torch.testing.assert_close(direct[0], large.solve(target), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(direct[1], large.covariance(rows), atol=1e-6, rtol=1e-6)
@@ -189,7 +189,7 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
 
 @pytest.mark.parametrize(("count", "dense"), [(1, 1024), (3, 1024), (3, 0)])
 def test_the_covariance_of_a_linear_layer(monkeypatch, count, dense):
-    monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", dense)
+    monkeypatch.setattr("lightning_fedbayes.modules.sources.curvature.systems.DENSE", dense)
     terms, generator = drawn_terms(count), torch.Generator().manual_seed(1)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     whole = torch.linalg.inv(sum(torch.kron(b, a) for a, b in terms) + 0.1 * torch.eye(15).double())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
+from lightning_fedbayes.modules.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 
 def random_posterior(network, seed=0, point=()):

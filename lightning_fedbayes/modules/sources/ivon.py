@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.core.private_torch import foreach
-from lightning_fedbayes.sources import ivon_state
-from lightning_fedbayes.sources.ivon_state import SHARE, START, Factors, State, Sum, Sums, factors, total
+from lightning_fedbayes.modules.sources import ivon_state
+from lightning_fedbayes.modules.sources.ivon_state import SHARE, START, Factors, State, Sum, Sums, factors, total
 
 EPSILON = 1e-8
 """Added to the divisor of a step of parameters without a posterior, as in Adam."""

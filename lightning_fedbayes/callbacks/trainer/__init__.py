@@ -1,7 +1,7 @@
 """Everything that is private of Lightning's Trainer, in one room. The rest of the package sees :class:`FitLoop`."""
 
-from lightning_fedbayes.trainer.checkpoints import damage, use_whole_checkpoints
-from lightning_fedbayes.trainer.checks import (
+from lightning_fedbayes.callbacks.trainer.checkpoints import damage, use_whole_checkpoints
+from lightning_fedbayes.callbacks.trainer.checks import (
     check_held_out,
     check_not_finished,
     check_of_a_federation,
@@ -11,8 +11,8 @@ from lightning_fedbayes.trainer.checks import (
     check_trainer,
     is_finished,
 )
-from lightning_fedbayes.trainer.loop import FitLoop, optimizers_of
-from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collective_of
+from lightning_fedbayes.callbacks.trainer.loop import FitLoop, optimizers_of
+from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy, collective_of
 
 __all__ = [
     "ClientParallelStrategy",

@@ -14,15 +14,15 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.flower import roster
-from lightning_fedbayes.flower.wire import to_arrays
 from lightning_fedbayes.server import Asynchronous
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.schedule import Arrival, Delays, Fusion, Turn, read_arrivals, recorded
+from lightning_fedbayes.transport.flower import roster
+from lightning_fedbayes.transport.flower.wire import to_arrays
 
 if TYPE_CHECKING:
-    from lightning_fedbayes.flower.strategy import FusionStrategy
+    from lightning_fedbayes.transport.flower.strategy import FusionStrategy
 
 
 class Job(NamedTuple):

@@ -7,8 +7,8 @@ from nvflare.app_common.abstract.fl_model import FLModel
 
 from lightning_fedbayes.core.errors import check_kind
 from lightning_fedbayes.core.messages import Message
-from lightning_fedbayes.nvflare.wire import ASKED, answer_of, check_absolute, number_in, question_in
 from lightning_fedbayes.transport.client import STAGES, RemoteClient
+from lightning_fedbayes.transport.nvflare.wire import ASKED, answer_of, check_absolute, number_in, question_in
 
 
 class FusionClient(RemoteClient):

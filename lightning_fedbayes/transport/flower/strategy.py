@@ -18,13 +18,20 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.flower.asynchronous import Course, check_schedule
-from lightning_fedbayes.flower.roster import Roster
-from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
+from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
-from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
+from lightning_fedbayes.transport.flower.asynchronous import Course, check_schedule
+from lightning_fedbayes.transport.flower.roster import Roster
+from lightning_fedbayes.transport.flower.wire import (
+    from_arrays,
+    header_in,
+    message_in,
+    record_of,
+    tensors_in,
+    to_arrays,
+)
 from lightning_fedbayes.transport.messages import COUNTED, attempted, has_lost_state
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -77,7 +84,7 @@ class FusionStrategy(Rounds, Strategy):
     A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
     another structure, of another round, or unreadable. A round with fewer valid updates than ``safeguards`` ask for, or
     one that the rule cannot fuse, leaves the global posterior as it was. Clients are
-    :func:`~lightning_fedbayes.flower.client_app`.
+    :func:`~lightning_fedbayes.transport.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
     ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
@@ -173,7 +180,7 @@ class FusionStrategy(Rounds, Strategy):
 
         Args:
             grid: how the server reaches the clients.
-            initial_arrays: the network before training, by :func:`~lightning_fedbayes.flower.initial_arrays`.
+            initial_arrays: the network before training, by :func:`~lightning_fedbayes.transport.flower.initial_arrays`.
             num_rounds: rounds of the whole federation, rounds in the checkpoint included.
             timeout: seconds that a round waits for its clients.
             train_config, evaluate_config: more configuration for clients.

@@ -7,7 +7,7 @@ from flwr.serverapp import Grid
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.flower.wire import message_in
+from lightning_fedbayes.transport.flower.wire import message_in
 
 POLL_SECONDS = 0.5
 """Interval at which a server that waits for clients looks again."""

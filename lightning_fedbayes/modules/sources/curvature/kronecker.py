@@ -16,8 +16,8 @@ from lightning_fedbayes.core.errors import FederationError, check_at_least, chec
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.scaler import UNITS
-from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes, matching
-from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
+from lightning_fedbayes.modules.sources.curvature.diagonal import BATCHES, Laplace, check_shapes, matching
+from lightning_fedbayes.modules.sources.curvature.systems import KroneckerSystem
 
 Tensors = dict[str, Tensor]
 

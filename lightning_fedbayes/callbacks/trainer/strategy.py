@@ -58,7 +58,7 @@ class ClientParallelStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        from lightning_fedbayes.trainer.launcher import RememberingLauncher, SubprocessLauncher
+        from lightning_fedbayes.callbacks.trainer.launcher import RememberingLauncher, SubprocessLauncher
 
         if self.start_method == "popen":
             self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -26,11 +26,11 @@ from lightning_fedbayes.clients.settings import BufferPolicy, Fusion, Source, We
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import Kind, Message
-from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, try_calibration
 from lightning_fedbayes.transport.client import Asked, Question
 from lightning_fedbayes.transport.messages import attempted, has_lost_state, initial_model, posterior_in, tensors_of
+from lightning_fedbayes.transport.nvflare.wire import check_absolute, message_in, model_of
 from lightning_fedbayes.transport.one_shot import SCALING, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -65,8 +65,8 @@ class FusionController(ModelController):
         timeout: seconds that a round waits for its clients.
         calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
-        fusion, weighting, options: as of :class:`~lightning_fedbayes.flower.FusionStrategy`, with ``fraction``,
-            ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
+        fusion, weighting, options: as of :class:`~lightning_fedbayes.transport.flower.FusionStrategy`, with
+            ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`.
     """
 

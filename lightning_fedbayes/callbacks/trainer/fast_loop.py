@@ -19,11 +19,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy
 from lightning_fedbayes.clients.context import Step, loss_and_rest, takes_index
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.states import drop_gradients
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 
 TESTED = ("2.6",)
 """Versions of Lightning that the tests compare the fast loop with. With others Lightning's loop runs."""

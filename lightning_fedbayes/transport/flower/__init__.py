@@ -9,12 +9,12 @@ try:
     import flwr  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "lightning_fedbayes.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
+        "lightning_fedbayes.transport.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
     ) from error
 
-from lightning_fedbayes.flower.apps import client_app, initial_arrays, server_app
-from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
+from lightning_fedbayes.transport.flower.apps import client_app, initial_arrays, server_app
+from lightning_fedbayes.transport.flower.strategy import FusionStrategy
 
 __all__ = [
     "FusionStrategy",

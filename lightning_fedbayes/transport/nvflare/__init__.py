@@ -9,11 +9,12 @@ try:
     import nvflare  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "lightning_fedbayes.nvflare needs NVIDIA FLARE: pip install lightning-fedbayes[nvflare]", name="nvflare"
+        "lightning_fedbayes.transport.nvflare needs FLARE: pip install lightning-fedbayes[nvflare]",
+        name="nvflare",
     ) from error
 
-from lightning_fedbayes.nvflare.client import FusionClient
-from lightning_fedbayes.nvflare.controller import FusionController, FusionRecipe
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
+from lightning_fedbayes.transport.nvflare.client import FusionClient
+from lightning_fedbayes.transport.nvflare.controller import FusionController, FusionRecipe
 
 __all__ = ["FusionClient", "FusionController", "FusionRecipe", "ServerState", "load_checkpoint", "personal_posterior"]

@@ -15,8 +15,8 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one, rows
-from lightning_fedbayes.sources.curvature.kronecker import KroneckerPosterior, joined
+from lightning_fedbayes.modules.sources.curvature.diagonal import ENTRIES, output_of_one, rows
+from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerPosterior, joined
 
 Tensors = dict[str, Tensor]
 

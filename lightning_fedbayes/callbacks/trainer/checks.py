@@ -9,11 +9,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_fedbayes.callbacks.trainer.data import held_out_batches
+from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.trainer.data import held_out_batches
-from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 TUNING = ("LearningRateFinder", "BatchSizeFinder")

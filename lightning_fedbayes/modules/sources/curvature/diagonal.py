@@ -16,7 +16,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics.likelihoods import Likelihood, check_by_example, get_likelihood, likelihood_of
-from lightning_fedbayes.sources.curvature.systems import chosen_precision
+from lightning_fedbayes.modules.sources.curvature.systems import chosen_precision
 
 Curvature = Literal["ggn", "empirical"]
 
@@ -60,7 +60,7 @@ class Laplace:
             Batches and outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
-            (:func:`~lightning_fedbayes.sources.curvature.systems.chosen_precision`).
+            (:func:`~lightning_fedbayes.modules.sources.curvature.systems.chosen_precision`).
         temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior. The others are point masses. By
             default all that require gradients.

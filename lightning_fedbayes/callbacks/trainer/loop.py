@@ -18,15 +18,15 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fedbayes.callbacks.trainer import fast_loop
+from lightning_fedbayes.callbacks.trainer.data import FederatedSource, brought, held_out_batches
+from lightning_fedbayes.callbacks.trainer.strategy import collective_of
 from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.errors import FederationError, shown
 from lightning_fedbayes.core.exchange import Collective
-from lightning_fedbayes.trainer import fast_loop
-from lightning_fedbayes.trainer.data import FederatedSource, brought, held_out_batches
-from lightning_fedbayes.trainer.strategy import collective_of
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""

@@ -11,10 +11,10 @@ from flwr.serverapp import Grid, ServerApp
 
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, check_at_least, check_kind, check_number
 from lightning_fedbayes.core.messages import Message
-from lightning_fedbayes.flower.strategy import FusionStrategy
-from lightning_fedbayes.flower.wire import record_of, records_of, tensors_in
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration
 from lightning_fedbayes.transport.client import STAGES, Asked, Question, RemoteClient
+from lightning_fedbayes.transport.flower.strategy import FusionStrategy
+from lightning_fedbayes.transport.flower.wire import record_of, records_of, tensors_in
 from lightning_fedbayes.transport.messages import COUNTED, initial_model
 from lightning_fedbayes.transport.one_shot import TOLD
 
@@ -111,14 +111,14 @@ def server_app(
         app = server_app(module, FusionStrategy("conflation", checkpoint="/var/lib/federation.pt"), rounds=50)
 
     With a checkpoint, a run that was killed goes on when it is submitted again, and
-    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards. Raise FederationError if an
-    argument cannot be used.
+    :func:`~lightning_fedbayes.transport.flower.load_checkpoint` loads the fused network afterwards. Raise
+    FederationError if an argument cannot be used.
 
     Args:
         module: the network before training, the same as the clients'.
         strategy: runs the rounds.
         rounds, timeout, calibration: see :meth:`FusionStrategy.start`, ``num_rounds`` and the others.
-        options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`~lightning_fedbayes.flower.client_app`.
+        options: ``buffers``, ``local_parameters`` and ``posterior`` of :func:`client_app`.
     """
     check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
     check_at_least("rounds", rounds, 1)
