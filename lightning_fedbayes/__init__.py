@@ -15,22 +15,12 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.clients.evaluation import choose_personal_weight, evaluate_clients
     from lightning_fedbayes.clients.privacy import UpdatePrivacy, noise_multiplier_for
     from lightning_fedbayes.clients.settings import Kept
-    from lightning_fedbayes.core.errors import (
-        FedBayesError,
-    )
+    from lightning_fedbayes.core.errors import FedBayesError
     from lightning_fedbayes.core.messages import ClientUpdate
     from lightning_fedbayes.core.posterior import GaussianPosterior
-    from lightning_fedbayes.data import (
-        ClientDatasets,
-        DigitsDataModule,
-        hold_out,
-    )
+    from lightning_fedbayes.data import ClientDatasets, DigitsDataModule, hold_out
     from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
-    from lightning_fedbayes.fusion import (
-        available_fusions,
-        fuse,
-        register_fusion,
-    )
+    from lightning_fedbayes.fusion import available_fusions, fuse, register_fusion
     from lightning_fedbayes.layers import (
         FederatedScaler,
         bayesianize,
@@ -39,12 +29,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         read_posterior,
         with_mc_dropout,
     )
-    from lightning_fedbayes.methods import (
-        Method,
-        Sites,
-        register_method,
-        remove_client,
-    )
+    from lightning_fedbayes.methods import Method, Sites, register_method, remove_client
     from lightning_fedbayes.modules import (
         BayesianHead,
         BayesianLinearRegression,

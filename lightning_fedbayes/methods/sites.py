@@ -93,13 +93,15 @@ class Sites(Method):
        .. math:: \gamma = \left(\overline{\langle \hat c, c / \Lambda \rangle} \,/\,
                  \overline{\langle c, c / \Lambda \rangle}\right)^{1 - 1/a} \in [0, 1],
 
-       from means over the last a rounds (of deterministic parameters without :math:`\Lambda`).
+       from means over the last a rounds.
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
     variances. :math:`g_k` is a mean of gradients that were seen, so that nothing winds up however short training is.
 
     Deterministic parameters are the case :math:`\Lambda_0 = \Lambda_k = 0`: SCAFFOLD with measured control variates and
-    any optimizer. Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of
+    any optimizer. No divergence holds them then: where its loss is flat, a client follows its control variates to the
+    end of its training. Over all clients they add up to 0, over the few of a round they do not. So they count
+    :math:`2^{1 - a}` of what they are, and clients that train seldom find what averaging finds. Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of
     batches' mean gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
     :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.
 
@@ -183,9 +185,10 @@ class Sites(Method):
         dtypes = {shared.posterior.mean[name].dtype for name in common.lengths}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         if kept:
-            told = share * float(shared.tensors["age"][2].float())  # as it travels
-            slope = kept["gradient"].to(common.mean.device) - told * common.gradient
-            slope[common.rows] -= told * common.slope
+            _, age, gain = shared.tensors["age"].float().tolist()  # as they travel
+            slope = kept["gradient"].to(common.mean.device) - share * common.gradient
+            slope[common.rows] += share * ((1 - gain) * common.gradient[common.rows] - gain * common.slope)
+            slope[~common.rows] *= MEMORY ** max(0.0, age - 1)
             strength = share * common.precision
         else:
             slope = torch.zeros_like(common.mean)
@@ -333,10 +336,8 @@ class Sites(Method):
         change = changes.get("gradient", torch.zeros_like(told))
         known = 1 - float(changes.get("clients", 0.0)) * shared.share / heard  # of the round's clients had a site
         found = known * self._scale(shared, tensors) * tensors["gradient"] + change / heard
-        found[common.rows] += common.slope
-        wide = torch.ones_like(told)
-        wide[common.rows] = 1 / common.precision
-        products = torch.stack([(each * told * wide).sum() for each in (found, told)])
+        found, told = found[common.rows] + common.slope, told[common.rows]
+        products = torch.stack([(each * told / common.precision).sum() for each in (found, told)])
         moves = rest * (tensors["_moves"] + (posterior.flatten()[0] - common.mean)[common.rows])
         slope = tensors["gradient"] + change
         slope[common.rows] += precision.clamp_min(0) * moves

@@ -9,8 +9,7 @@ try:
     import nvflare  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "lightning_fedbayes.transport.nvflare needs FLARE: pip install lightning-fedbayes[nvflare]",
-        name="nvflare",
+        "lightning_fedbayes.transport.nvflare needs FLARE: pip install lightning-fedbayes[nvflare]", name="nvflare"
     ) from error
 
 from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
