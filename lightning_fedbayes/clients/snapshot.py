@@ -210,7 +210,9 @@ class RoundState:
         live = dict(self._module.named_buffers()) if self._buffers else {}
         for name, (buffer, version, values) in self._buffers.items():
             if live.get(name) is not buffer or version_if_any(buffer) != version:
-                self.dropped.add(f"self.{name}")
+                owner = type(self._module.get_submodule(name.rpartition(".")[0]))
+                if owner.__module__.split(".")[0] not in LIBRARIES:
+                    self.dropped.add(f"self.{name}")
                 write(live[name], values)
 
 

@@ -93,17 +93,17 @@ class Sites(Method):
        .. math:: \gamma = \left(\overline{\langle \hat c, c / \Lambda \rangle} \,/\,
                  \overline{\langle c, c / \Lambda \rangle}\right)^{1 - 1/a} \in [0, 1],
 
-       from means over the last a rounds.
+       from means over the last a rounds (of deterministic parameters without :math:`\Lambda`).
 
     Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
     variances. :math:`g_k` is a mean of gradients that were seen, so that nothing winds up however short training is.
 
     Deterministic parameters are the case :math:`\Lambda_0 = \Lambda_k = 0`: SCAFFOLD with measured control variates and
-    any optimizer. No divergence holds them then: where its loss is flat, a client follows its control variates to the
-    end of its training. Over all clients they add up to 0, over the few of a round they do not. So they count
-    :math:`2^{1 - a}` of what they are, and clients that train seldom find what averaging finds. Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of
-    batches' mean gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
-    :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.
+    any optimizer. No divergence holds them: where its loss is flat, a client follows a control variate to the end of
+    its training, and those of a few clients do not add up to 0. So they count :math:`2^{1 - a}`. Of layers whose single
+    examples cannot be told apart, such as recurrent ones, F is the square of batches' mean gradients. Of
+    :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of :class:`~lightning_fedbayes.Laplace` the
+    information at the model that the client has received.
 
     Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
     mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
@@ -336,8 +336,10 @@ class Sites(Method):
         change = changes.get("gradient", torch.zeros_like(told))
         known = 1 - float(changes.get("clients", 0.0)) * shared.share / heard  # of the round's clients had a site
         found = known * self._scale(shared, tensors) * tensors["gradient"] + change / heard
-        found, told = found[common.rows] + common.slope, told[common.rows]
-        products = torch.stack([(each * told / common.precision).sum() for each in (found, told)])
+        found[common.rows] += common.slope
+        wide = torch.ones_like(told)
+        wide[common.rows] = 1 / common.precision
+        products = torch.stack([(each * told * wide).sum() for each in (found, told)])
         moves = rest * (tensors["_moves"] + (posterior.flatten()[0] - common.mean)[common.rows])
         slope = tensors["gradient"] + change
         slope[common.rows] += precision.clamp_min(0) * moves

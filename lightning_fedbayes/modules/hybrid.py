@@ -118,6 +118,16 @@ WINDOWS = 3
 their sizes, so that averages cover all examples. The standard error is 1.2 times the error of the epoch's mean."""
 
 
+class _Pass(nn.Module):
+    """Counts the examples of a client in a round: a buffer that every client finds at 0."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+
+
 class HybridBayesianRegressor(LikelihoodModule):
     r"""Regresses with a network with Bayesian last layers, under Gaussian observation noise.
 
@@ -129,9 +139,10 @@ class HybridBayesianRegressor(LikelihoodModule):
         bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
             where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
-            mean over about a third of an epoch, in a buffer that federations average. "per_client": each client keeps
-            its σ, and the global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but
-            training minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
+            mean over about a third of an epoch, in a buffer that federations average. Clients measure it in the first
+            of their local epochs, before they fit their own examples. "per_client": each client keeps its σ, and the
+            global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but training
+            minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
             Measured noise is too small where the network over-fits.
         noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.
@@ -189,6 +200,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         start = torch.full(() if targets is None else (targets,), 0.0 if noise == "none" else noise_std**2)
         self.register_buffer("pooled_variance", start, persistent=noise in MEASURED)
         self.register_buffer("client_variance", torch.zeros_like(start) if noise == "per_client" else None)
+        self._round = _Pass()
 
     @property
     def local_parameters(self) -> tuple[str, ...]:
@@ -200,6 +212,10 @@ class HybridBayesianRegressor(LikelihoodModule):
         """Variance of the observation noise, a scalar or shape (targets,): the client's where it is known."""
         own = self.client_variance
         return self.pooled_variance if own is None else torch.where(own > 0, own, self.pooled_variance)
+
+    def on_train_epoch_start(self) -> None:
+        """Let a client that is alone, whose buffers nobody puts back, measure its noise again."""
+        self._round.seen.zero_()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the Gaussian NLL of means (batch, *), in nats, summed over targets, which have as many entries.
@@ -219,10 +235,12 @@ class HybridBayesianRegressor(LikelihoodModule):
         """Move the variances of the noise towards the mean of squared errors, shape (batch, *)."""
         mean = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
         epoch = torch.as_tensor(len(squares) if self.num_examples is None else self.num_examples)
+        is_first = self._round.seen < epoch if self._federated else True
         for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
             if variance is not None:  # 0 until a client is measured
-                part = torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
+                part = is_first * torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
                 variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
+        self._round.seen.add_(len(squares))
 
 
 class CoxRegressor(LikelihoodModule):

@@ -257,3 +257,25 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
         for number, own in enumerate(squares):
             with federation.holding(number):
                 assert float(model.noise_variance) == pytest.approx(float(own.mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_clients_measure_the_noise_before_they_fit_their_own_examples(engine):
+    """Twenty local epochs leave nothing of the residuals of four examples."""
+    torch.manual_seed(0)
+    x = torch.randn(600, 9)
+    y = x[:, :1] + 0.5 * torch.randn(600, 1)
+    clients = zip(x[:200].split(4), y[:200].split(4))
+    clients = fb.ClientDatasets({str(number): TensorDataset(*each) for number, each in enumerate(clients)})
+    model = HybridBayesianRegressor(mlp(9, 1, [32]), learning_rate=0.01, scaler=False)
+    federation = fb.FederatedBayes(engine=engine, fusion="weighted_average", local_epochs=20)
+    trainer(6, [federation]).fit(model, DataLoader(clients, 4))
+    held_out = (model.predict_step(x[200:]).mean.detach() - y[200:]).square().mean()
+    assert 0.7 < float(model.noise_variance / held_out) < 1.6
+
+
+def test_a_client_that_is_alone_measures_its_noise_in_every_round():
+    x, y = torch.randn(40, 2), torch.randn(40, 1)
+    model = Fixed(zero(), bayesian_last=0, noise_std=20.0, scaler=False)
+    trainer(4, [fb.FederatedBayes(fb.IIDPartition(1), engine="sequential")]).fit(model, DataLoader(TensorDataset(x, y), 40))
+    assert float(model.pooled_variance) == pytest.approx(float(y.square().mean()), rel=0.01)

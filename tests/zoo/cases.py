@@ -301,7 +301,7 @@ class Replaced(Statistics):
         return self.loss((x - self.mean, y))
 
 
-@case(STEP, "a running mean in a buffer that is not persistent", **ALONE)
+@case(STEP, "a running mean in a buffer that is not persistent")
 class Transient(Statistics):
     persistent = False
 
