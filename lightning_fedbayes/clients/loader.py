@@ -213,6 +213,11 @@ def batching_of(
             f"the training data set {type(loader.dataset).__name__} is iterable and has no length: its examples "
             "cannot be dealt out to clients. Use a map-style data set, or one per client in a ClientDatasets"
         )
+    for name in ("__iter__", "_get_iterator", "__len__"):
+        if getattr(type(loader), name) is not getattr(DataLoader, name):
+            remedy = "do that in collate_fn=, in the data set or in the module's on_after_batch_transfer"
+            what = f"the training loader's class {type(loader).__name__} has its own {name}"
+            raise FederationError(f"{what}, and clients' batches do not come from it; {remedy}")
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         remedy = "clients' batches are planned by FederatedBayes: give batch_size=, shuffle= and drop_last= instead"
         raise FederationError(f"the training loader has a batch sampler of its own; {remedy}")

@@ -124,7 +124,8 @@ class ReproducibleDataset(Dataset):
         seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
         dataset = self.datasets[batch.dataset]
         try:
-            return self.collate([dataset[index] for index in batch])
+            read = getattr(dataset, "__getitems__", None)  # of a whole batch, which torch's loaders prefer, too
+            return self.collate(read(list(batch)) if read else [dataset[index] for index in batch])
         except Exception as error:
             return FailedBatch(sendable(error))
         finally:

@@ -283,6 +283,8 @@ class TestSettings:
             (lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 3, True)), "batch sampler of"),
             (lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]), "batch sampler of its own.*give batch_size="),
             (lambda d: DataLoader(d, batch_size=None), "batch_size="),
+            (lambda d: type("Mine", (DataLoader,), {"__iter__": iter})(d), "Mine has its own __iter__.*collate_fn="),
+            (lambda d: type("Mine", (DataLoader,), {"_get_iterator": iter})(d), "Mine has its own _get_iterator"),
             (lambda d: DataLoader(d, sampler=Backwards(d)), "a Backwards; .*shuffle=True or False"),
             (lambda d: DataLoader(d, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler"),
             (lambda d: DataLoader(d, sampler=RandomSampler(d, replacement=True)), "RandomSampler.*shuffle="),

@@ -781,6 +781,14 @@ class Mapped(Dataset):
         return self.form(*self.dataset[index])
 
 
+class Centred(Mapped):
+    """Reads a batch as a whole, and centres it."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        x, y = zip(*(self.dataset[index] for index in indices))
+        return list(zip(torch.stack(x) - torch.stack(x).mean(0), y))
+
+
 DATA = "Data"
 
 
@@ -809,6 +817,7 @@ add(
         "collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
     },
 )
+add(DATA, "a data set that reads whole batches", dataset=lambda dataset: Centred(dataset, tuple))
 add(DATA, "drop_last", loading={"drop_last": True})
 add(DATA, "two workers", loading={"num_workers": 2})
 add(DATA, "batches of one", loading={"batch_size": 1})
