@@ -21,6 +21,12 @@ from lightning_fedbayes.layers.scaler import FederatedScaler, load_scale
 
 Tensors = dict[str, Tensor]
 
+REPLACED = (
+    "training replaces the parameter {}, which the optimizer and the other clients do not follow: write into it, as "
+    "with torch.no_grad(): parameter.copy_(...), or replace it between two fits"
+)
+"""Refusal of a module that gets other parameters during a fit."""
+
 
 class ResidentModel:
     """One module that holds the global model between rounds and every client's in turn.

@@ -16,11 +16,11 @@ from lightning_fedbayes.clients.context import MOVING, Step, TrainingContext, Tr
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
-from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.clients.model import REPLACED, ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
 from lightning_fedbayes.clients.states import Client, ClientOptimizer, ClientState, parameters_of, remade
-from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, PosteriorError, listed
 from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -195,6 +195,10 @@ class SequentialEngine(Engine):
         """Return the update of the client that has just trained, and note what it keeps."""
         assert self._client is not None
         client, error = self._client, self._failure
+        live = dict(self.model.module.named_parameters())
+        for name, parameter in self.model.parameters.items():
+            if live.get(name) is not parameter:
+                raise FederationError(REPLACED.format(name))
         if error is None and self.model.learned is not None:
             error = self._measure(client, self.model.learned)
         if self.context.course is not None:

@@ -306,6 +306,13 @@ class Transient(Statistics):
     persistent = False
 
 
+@step("replaces a parameter", sequential=REFUSED)
+def replaces(self, batch, batch_idx):
+    if batch_idx == 1:  # a trial step does not see it
+        self.net[0].weight = nn.Parameter(0.5 * self.net[0].weight.detach())
+    return self.loss(batch)
+
+
 @step("writes into the weights", vectorized=EQUAL)
 def shrinks(self, batch, batch_idx):
     with torch.no_grad():

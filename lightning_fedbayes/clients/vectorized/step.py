@@ -12,14 +12,14 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
-from lightning_fedbayes.clients.model import Tensors
+from lightning_fedbayes.clients.model import REPLACED, Tensors
 from lightning_fedbayes.clients.snapshot import Modes
 from lightning_fedbayes.clients.vectorized import gaussians
 from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, StackedPriors
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
-from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.errors import CannotVectorize, FederationError
 from lightning_fedbayes.core.private_torch import (
     has_vmap_primitives,
     to_client_view,
@@ -199,6 +199,9 @@ class StackedStep:
         noting = self.log.noting()
         with with_attributes(self.module, held), self.swap.using(views), noting, operations:
             output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
+            for name in views.keys() - {*buffers}:
+                if self.swap[name] is not views[name]:
+                    raise FederationError(REPLACED.format(name))
             replaced = {
                 name: after for name in buffers if (after := self.swap[name]) is not views[name] and after is not None
             }
