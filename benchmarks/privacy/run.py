@@ -85,7 +85,7 @@ def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -
         seed=seed,
     )
     callbacks: list[L.Callback] = [federation, *([privacy] if privacy else [])]
-    return fit(model, callbacks, rounds=10, batch_size=32, figure="privacy/example_epsilon")
+    return fit(model, callbacks, rounds=10, batch_size=32, figure="privacy/simulated_example_epsilon")
 
 
 def row(name: list[str], score: Callable[[int], Score], seeds: int) -> str:
@@ -119,7 +119,7 @@ def example_rows(clip: float, seeds: int) -> Iterator[str]:
         for noise in (0.0, *EXAMPLE_NOISES):
             yield row(
                 [name, f"{noise:g}"],
-                lambda seed, b=bayesian, z=noise: single_examples(b, ExamplePrivacy(clip, z), seed),
+                lambda seed, b=bayesian, z=noise: single_examples(b, ExamplePrivacy(clip, z, seed=seed), seed),
                 seeds,
             )
 

@@ -1,5 +1,6 @@
 """Example-level privacy: clients whose optimizer sees clipped and noised gradients only (DP-SGD)."""
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from lightning_fedbayes.clients import Federation
 from lightning_fedbayes.clients.privacy import accountant, check_no_buffers
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
-from lightning_fedbayes.core.errors import FederationError, listed
+from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, listed
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.metrics.likelihoods import check_by_example
@@ -49,12 +50,15 @@ class ExamplePrivacy(L.Callback):
     ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
     a batch's share of the client's examples, neighbours differ in one example more or less. Batches are in fact
     shuffled, which is the customary approximation. Logged figures of training and numbers of examples are not
-    protected.
+    protected. The noise comes from a secret of the fit, which its checkpoint holds, so that a run that goes on ends as
+    one that was not interrupted: keep checkpoints where the data are.
 
     Args:
         clip: C > 0, in the unit of a gradient of the loss of one example.
         noise_multiplier: z ≥ 0. 0 clips only.
         delta: δ in (0, 1), well below one over a client's number of examples.
+        seed: of a simulation that repeats. Whoever knows it can subtract the noise, so the figure is then
+            ``privacy/simulated_example_epsilon``. None: nobody knows the noise.
 
     Raises:
         FederationError: before training starts: an argument outside its range, Opacus is not installed, no
@@ -65,11 +69,17 @@ class ExamplePrivacy(L.Callback):
 
     takes_single_gradients: ClassVar[bool] = True
 
-    def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5) -> None:
+    def __init__(
+        self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5, seed: int | None = None
+    ) -> None:
         accountant.check_clip(clip)
         accountant.check_noise(noise_multiplier)
         accountant.check_delta(delta)
         accountant.check_opacus()
+        if seed is not None:
+            check_at_least("seed", seed, -LARGEST)
+        self.seed = seed
+        self._secret = ""
         self.clip = clip
         self.noise_multiplier = noise_multiplier
         self.delta = delta
@@ -98,6 +108,7 @@ class ExamplePrivacy(L.Callback):
         why = "To clip the gradient of each hides none: take FederatedBayes(privacy=UpdatePrivacy(...))"
         check_by_example(pl_module, why, FederationError)
         check_network(pl_module)
+        self._secret = secrets.token_hex(32)  # of this fit; one that goes on gets its own back
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the optimizer."""
@@ -143,7 +154,8 @@ class ExamplePrivacy(L.Callback):
         client, step = engine.turn
         examples = len(self._optimizer.grad_samples[0])
         self._optimizer.expected_batch_size = examples
-        seed = derive_seed(engine.seed, "gradients", engine.plan.round, client, step)
+        key = self._secret if self.seed is None else self.seed
+        seed = derive_seed(key, "gradients", engine.plan.round, client, step)
         self._optimizer.generator = torch.Generator(parameters[0].device).manual_seed(seed)
         self._optimizer.pre_step()
         for parameter, gradient in zip(parameters, of_prior):
@@ -164,7 +176,8 @@ class ExamplePrivacy(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the largest ε of a client."""
-        pl_module.log("privacy/example_epsilon", max(self.epsilons.values(), default=0.0))
+        name = "privacy/example_epsilon" if self.seed is None else "privacy/simulated_example_epsilon"
+        pl_module.log(name, max(self.epsilons.values(), default=0.0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Take the hooks off the layers."""
@@ -177,13 +190,15 @@ class ExamplePrivacy(L.Callback):
         self._samples, self._optimizer = None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps of every client up to the end of the last finished round."""
+        """Return the secret, and the steps of every client up to the end of the last finished round."""
         unfinished = self._federation is not None and self._federation.stage == "training"
         counts = self._counts_before if unfinished else self._counts
-        return {"steps": {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}}
+        steps = {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}
+        return {"steps": steps, "secret": self._secret}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
+        self._secret = state_dict.get("secret", self._secret)
         self._counts = {
             client: {(noise, share): steps for noise, share, steps in kinds}
             for client, kinds in state_dict["steps"].items()

@@ -28,7 +28,7 @@ SERVER = -1
 """The ``client`` of draws that belong to the round as a whole."""
 
 
-def derive_seed(seed: int, stream: Stream, round: int = 0, client: int = SERVER, step: int = 0) -> int:
+def derive_seed(seed: int | str, stream: Stream, round: int = 0, client: int = SERVER, step: int = 0) -> int:
     """Return a 63-bit seed for one purpose of one client in one round. Different arguments give unrelated seeds.
 
     >>> derive_seed(0, "order", round=3, client=1) == derive_seed(0, "order", round=3, client=1)
