@@ -46,6 +46,16 @@ class Headed(fb.HeadModule):
         super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
 
 
+class Measured(fb.HybridBayesianRegressor):
+    """A noise that clients measure in the first of their local epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(network(0), bayesian_last=0, scaler=False, learning_rate=0.1)
+
+    def unpack(self, batch):
+        return batch[0], torch.nn.functional.one_hot(batch[1], 3).float()
+
+
 SITES, HALF, PAGE = {"fusion": "sites"}, {"fraction": 0.5}, {"fusion": OWN(0.1)}
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
@@ -72,6 +82,7 @@ CASES = {
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", **HALF}, {"fusion": "ditto", "local_epochs": 2}),
     "the method of docs/methods.md": (hybrid, {**PAGE, **HALF}, {**PAGE, "local_epochs": 2}),
+    "measured noise": (Measured, HALF, {"local_epochs": 3}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
