@@ -139,8 +139,9 @@ class HybridBayesianRegressor(LikelihoodModule):
         bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
             where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
-            mean over about a third of an epoch, in a buffer that federations average. Clients measure it in the first
-            of their local epochs, before they fit their own examples. "per_client": each client keeps its σ, and the
+            mean over about a third of an epoch, in a buffer that federations average. From the
+            second round on, clients measure it in the first of their local epochs, of a model that has not been fitted
+            to their examples alone. "per_client": each client keeps its σ, and the
             global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but training
             minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
             Measured noise is too small where the network over-fits.
@@ -235,7 +236,8 @@ class HybridBayesianRegressor(LikelihoodModule):
         """Move the variances of the noise towards the mean of squared errors, shape (batch, *)."""
         mean = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
         epoch = torch.as_tensor(len(squares) if self.num_examples is None else self.num_examples)
-        is_first = self._round.seen < epoch if self._federated else True
+        is_whole = not self._federated or self.current_epoch == 0  # the model that came to the first round is untrained
+        is_first = True if is_whole else self._round.seen < epoch
         for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
             if variance is not None:  # 0 until a client is measured
                 part = is_first * torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)

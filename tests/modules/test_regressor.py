@@ -1,5 +1,6 @@
 """Predictions of the regressor and their scores, and the exact optimum of linear regression."""
 
+import copy
 import functools
 import math
 
@@ -260,16 +261,17 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_clients_measure_the_noise_before_they_fit_their_own_examples(engine):
-    """Twenty local epochs leave nothing of the residuals of four examples."""
+@pytest.mark.parametrize(("rounds", "size", "net"), [(6, 4, mlp(9, 1, [32])), (1, 50, nn.Linear(9, 1))], ids=str)
+def test_clients_measure_the_noise_before_they_fit_their_own_examples(engine, rounds, size, net):
+    """Twenty local epochs leave nothing of the residuals of four examples. Before a first round nothing is fitted."""
     torch.manual_seed(0)
     x = torch.randn(600, 9)
     y = x[:, :1] + 0.5 * torch.randn(600, 1)
-    clients = zip(x[:200].split(4), y[:200].split(4))
+    clients = zip(x[:200].split(size), y[:200].split(size))
     clients = fb.ClientDatasets({str(number): TensorDataset(*each) for number, each in enumerate(clients)})
-    model = HybridBayesianRegressor(mlp(9, 1, [32]), learning_rate=0.01, scaler=False)
+    model = HybridBayesianRegressor(copy.deepcopy(net), learning_rate=0.01, scaler=False)
     federation = fb.FederatedBayes(engine=engine, fusion="weighted_average", local_epochs=20)
-    trainer(6, [federation]).fit(model, DataLoader(clients, 4))
+    trainer(rounds, [federation]).fit(model, DataLoader(clients, 4))
     held_out = (model.predict_step(x[200:]).mean.detach() - y[200:]).square().mean()
     assert 0.7 < float(model.noise_variance / held_out) < 1.6
 
