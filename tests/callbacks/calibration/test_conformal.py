@@ -20,6 +20,7 @@ from lightning_fedbayes.callbacks.calibration import (
     interval_scores,
     predictions_of,
 )
+from lightning_fedbayes.callbacks.calibration.scores import bounded_distribution
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from tests.refusals import refusals
 
@@ -90,6 +91,20 @@ def test_the_half_line_has_the_same_bound_in_its_own_scale(scores, level, bins):
     else:
         assert quantile <= sketched * (1 + 1e-9)
         assert sketched / (1 + sketched) <= quantile / (1 + quantile) + 1 / bins + 1e-9
+
+
+def test_a_client_beyond_its_bound_counts_as_twice_the_median_one():
+    """The formulas of the docstring, of three clients of 10 and one of 1,000 scores in the first cell."""
+    counts = [[2, 3, 5, 0], [1, 4, 4, 1], [3, 3, 3, 1], [1000, 0, 0, 0]]
+    level, c = 0.75, 2.0
+    found, exceeds = bounded_distribution([ScoreSketch(torch.tensor(each)) for each in counts], level, c)
+    below, sizes = np.cumsum(counts, 1), np.sum(counts, 1)
+    excess = below - level * sizes[:, None]
+    middle = np.sort(sizes)[2]  # the upper one of four
+    bound = c * (np.sort(abs(excess), 0)[2] + 2 * (level * (1 - level) * middle) ** 0.5)
+    total, counted = excess.clip(-bound, bound).sum(0), sizes.clip(max=c * middle).sum()
+    assert exceeds.any(1).tolist() == [False, False, False, True]
+    assert found.numpy() == pytest.approx((level + (total - level) / (counted + 1)).clip(0, 1), rel=1e-6)
 
 
 @given(
