@@ -12,7 +12,6 @@ from scipy import integrate
 from torch.distributions import Normal, kl_divergence
 
 from lightning_fedbayes import GaussianPosterior, fuse
-from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import AlphaBarycenter, available_fusions, get_rule, rule_name
 
 from .strategies import ATOMS, CLOSED_FORMS, KINDS, RULES, assert_same, cohorts, posterior
@@ -212,11 +211,6 @@ def test_hellinger_is_the_half_way_one():
     assert_same(fuse("hellinger_barycenter", clients), fuse(AlphaBarycenter(0.5), clients))
     widths = [fuse(AlphaBarycenter(alpha), clients).variance["w"] for alpha in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert all(bool((wider > narrower).all()) for narrower, wider in pairwise(widths))
-
-
-def test_alpha_is_finite():
-    with pytest.raises(FusionError, match="alpha=nan"):
-        AlphaBarycenter(math.nan)
 
 
 def reverse_kl(q, client):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import GaussianPosterior, fuse
-from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.fusion import Cohort, InverseVarianceMLE, InverseVarianceVB, Reliability, get_rule, inferred
 
 from .untrusted import distances_of, error, independent, normal, origin, point_masses
@@ -219,15 +218,6 @@ def test_reliability_drives_another_rule(by, then):
     torch.testing.assert_close(fused.posterior.variance["w"], expected.variance["w"])
     again = fuse(rule, clients, previous=origin(200))
     torch.testing.assert_close(again.mean["w"], expected.mean["w"])
-
-
-def test_reliability_of_rules_that_cannot():
-    with pytest.raises(FusionError, match="infers no reliability of clients"):
-        Reliability("fedavg")
-    with pytest.raises(FusionError, match="takes no weights"):
-        Reliability("ivar_vb", then="conflation")
-    with pytest.raises(FusionError, match="ivar_vb"):
-        Reliability("ivar_bv")
 
 
 @pytest.mark.parametrize("name", ["ivar_vb", "ivar_mle", "icov_vb"])
