@@ -309,24 +309,22 @@ class Learned(Own):
         return fb.IVON(self.parameters())
 
 
-@pytest.mark.parametrize(
-    ("module", "settings", "message"),
-    [
-        (lambda: Own(weight_decay=0.1), {}, "SGD has weight_decay=0.1"),
-        (Learned, {}, "IVON has a posterior of its own"),
-        (Own, {"source": fb.Laplace(parameters=["head.*"])}, "'head.*' matches no parameter"),
-        (Own, {"source": fb.Laplace(fb.Gaussian(1.0))}, "one output per target"),
-        (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
-        (Own, {"source": fb.Laplace(prior_std=None)}, "FederatedBayes needs the prior from the start"),
-        (Own, {"source": "laplace"}, "posterior='laplace'"),
-        (Own, {"source": fb.SWAG(), "fusion": "sites"}, "has no prior"),
-        (Learned, {"source": fb.SWAG()}, "not IVON"),
-    ],
+REFUSED = (
+    (lambda: Own(weight_decay=0.1), {}, "SGD has weight_decay=0.1"),
+    (Learned, {}, "IVON has a posterior of its own"),
+    (Own, {"source": fb.Laplace(parameters=["head.*"])}, "'head.*' matches no parameter"),
+    (Own, {"source": fb.Laplace(fb.Gaussian(1.0))}, "one output per target"),
+    (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
+    (Own, {"source": fb.Laplace(prior_std=None)}, "FederatedBayes needs the prior from the start"),
+    (Own, {"source": "laplace"}, "posterior='laplace'"),
+    (Own, {"source": fb.SWAG(), "fusion": "sites"}, "has no prior"),
+    (Learned, {"source": fb.SWAG()}, "not IVON"),
 )
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, message):
-    with pytest.raises(fb.FedBayesError, match=message):
-        run(engine, module=module(), **settings)
+test_what_cannot_be_is_refused_with_the_remedy = refusals(
+    fb.FedBayesError,
+    *((engine, *row) for engine in ENGINES for row in REFUSED),
+    call=lambda engine, module, settings: run(engine, module=module(), **settings),
+)
 
 
 class Torn(torch.utils.data.Dataset):
