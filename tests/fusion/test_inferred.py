@@ -189,10 +189,8 @@ def test_bad_input_has_a_defined_answer(name, kind, dtype):
 @pytest.mark.parametrize("name", RULES)
 def test_the_variance_is_the_median_weighted_by_reliability(name):
     _, updates = independent([0.1, 0.1, 5.0], 500)
-    clients = [
-        GaussianPosterior({"w": row}, {"w": torch.full_like(row, variance)})
-        for row, variance in zip(updates, (1.0, 3.0, 100.0), strict=True)
-    ]
+    pairs = zip(updates, (1.0, 3.0, 100.0), strict=True)
+    clients = [GaussianPosterior({"w": row}, {"w": torch.full_like(row, variance)}) for row, variance in pairs]
     weights = torch.full((3,), 1 / 3, dtype=torch.float64)
     fused = get_rule(name).apply(Cohort(clients, weights, origin(500), (0, 1, 2)), {})
     shares = [fused.reliability[client] for client in range(3)]

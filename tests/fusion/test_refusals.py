@@ -20,10 +20,8 @@ from .strategies import KINDS, RULES, posterior
 
 
 def two_layers(head=(2, 3), mean=1.0, variance=0.5):
-    return GaussianPosterior(
-        {"body": torch.full((4,), mean), "head": torch.full(head, mean)},
-        {"body": torch.full((4,), variance), "head": torch.full(head, variance)},
-    )
+    parts = ({"body": torch.full((4,), each), "head": torch.full(head, each)} for each in (mean, variance))
+    return GaussianPosterior(*parts)
 
 
 GOOD = two_layers()

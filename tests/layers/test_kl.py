@@ -180,10 +180,8 @@ def by_hand(prior, parameters):
     """The same draws and divergences out of torch's own operations."""
     torch.manual_seed(0)
     count = len(parameters) // 2
-    mean, rho = (
-        torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1)
-        for half in (parameters[:count], parameters[count:])
-    )
+    halves = parameters[:count], parameters[count:]
+    mean, rho = (torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1) for half in halves)
     std = softplus_std(rho)
     drawn = mean + std * torch.randn_like(mean)
     sizes = [p[0].numel() for p in parameters[:count]]

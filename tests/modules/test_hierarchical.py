@@ -55,9 +55,8 @@ def restricted_likelihood(data, random, covariance, noise):
     x, y, z = stacked(data, random)
     marginal = z @ torch.block_diag(*[covariance] * len(data)) @ z.T + noise * torch.eye(len(y)).double()
     complement = torch.linalg.qr(x, mode="complete").Q[:, x.shape[1] :]
-    free = torch.distributions.MultivariateNormal(
-        torch.zeros(complement.shape[1]).double(), complement.T @ marginal @ complement
-    )
+    zeros = torch.zeros(complement.shape[1]).double()
+    free = torch.distributions.MultivariateNormal(zeros, complement.T @ marginal @ complement)
     return free.log_prob(complement.T @ y) - torch.linalg.slogdet(x.T @ x).logabsdet / 2
 
 
