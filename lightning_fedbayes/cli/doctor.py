@@ -27,23 +27,22 @@ def doctor(arguments: list[str]) -> int:
     name = "lightning-fedbayes"
     packages = [match(r"[\w-]+", each) for each in requires(name) or () if "extra ==" not in each]
     print(f"{name} {version(name)}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
-    print(f"packages: {', '.join(_versioned(each[0]) for each in packages if each)}")
+    found = [f"{each[0]} {_version(each[0]) or 'missing'}" for each in packages if each]
+    print(f"packages: {', '.join(found)}")
     works = [_told(f"engine {engine}", partial(_round, engine)) for engine in ENGINES]
     for extra, (purpose, package, module) in EXTRAS.items():
-        try:
-            has = f"{package} {version(package)}"
-        except PackageNotFoundError:
+        if (has := _version(package)) is None:
             print(f"{extra}: not installed; for {purpose}: pip install {name}[{extra}]")
         else:
-            _told(f"{extra} ({has}), {purpose}", partial(import_module, module))
+            _told(f"{extra} ({package} {has}), {purpose}", partial(import_module, module))
     return 0 if any(works) else 1
 
 
-def _versioned(package: str) -> str:
+def _version(package: str) -> str | None:
     try:
-        return f"{package} {version(package)}"
+        return version(package)
     except PackageNotFoundError:
-        return f"{package} missing"
+        return None
 
 
 def _told(what: str, attempt: Callable[[], Any]) -> bool:

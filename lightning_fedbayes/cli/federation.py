@@ -84,8 +84,7 @@ class FederationCLI(LightningCLI):
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            stages = getattr(self, "_subcommand_parsers", {})
-            used = stages.get(args[0], parser)
+            used = getattr(self, "_subcommand_parsers", {}).get(args[0], parser)
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
 
     def instantiate_classes(self) -> None:

@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name. None: of the process.
 
-    Returns: exit code: 0. 1 if a run of a comparison failed. 2 if the command line, the YAML file or the federation
-    cannot be used.
+    Returns: exit code: 0. 1 if a run of a comparison failed. 2 if command line, YAML file or federation are unusable.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -73,15 +72,12 @@ def _run(arguments: list[str]) -> int:
 
         print(listing())
         return 0
-    if command in ("plot", "report", "doctor"):
+    reads_yaml = command not in ("plot", "report", "doctor")
+    if reads_yaml and any(importlib.util.find_spec(module) is None for module in EXTRA):
+        raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
+    if command not in STAGES:
         home = importlib.import_module(f"lightning_fedbayes.cli.{'results' if command == 'plot' else command}")
         return getattr(home, command)(rest)
-    if any(importlib.util.find_spec(module) is None for module in EXTRA):
-        raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
-    if command == "compare":
-        from lightning_fedbayes.cli.compare import compare
-
-        return compare(rest)
     for argument, following in zip(rest, [*rest[1:], ""]):  # before seconds of imports
         name, _, value = argument.partition("=")
         file = value or following

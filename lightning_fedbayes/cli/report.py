@@ -119,10 +119,8 @@ def page(run: RunRecord, name: str) -> str:
         _details("figures", ("figure", "first", "last"), firsts_and_lasts),
         *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
     ]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style>"
-    )
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{escape(name)}</title><style>{STYLE}</style>"
     body = "\n".join(part for part in parts if part)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
 
@@ -255,10 +253,8 @@ def chart(
     for tick in ticks(y_low, y_high, is_log):
         at = place(x_low, tick)[1]
         text = f"1e{tick:g}" if is_log else f"{tick:.4g}"
-        marks.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
-        )
+        marks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        marks.append(f'<text x="{LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in ticks(x_low, x_high, whole=xlabel == "round"):
         at = place(tick, y_low)[0]
         marks.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:.4g}</text>')
@@ -273,10 +269,8 @@ def chart(
         joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         dashes = DASHES[number // COLOURS % len(DASHES)]
         behind = len(lines) - 1 - number if len(lines) <= 3 and not shares else 0  # where lines meet, each is seen
-        marks.append(
-            f'<polyline class="{colour}" stroke-width="{1.8 + 1.4 * behind:.1f}" stroke-dasharray="{dashes}" '
-            f'points="{joined}"/>'
-        )
+        stroke = f'stroke-width="{1.8 + 1.4 * behind:.1f}" stroke-dasharray="{dashes}"'
+        marks.append(f'<polyline class="{colour}" {stroke} points="{joined}"/>')
         radii = [1.5 + 12 * math.sqrt(share) for share in shares if number == len(lines) - 1]
         radii = radii or [2.0] * (len(at) == 1)  # a line of one point is not seen
         marks += [
@@ -285,10 +279,9 @@ def chart(
         ]
         legend.append(f'<span><i class="{colour}"></i>{escape(label)}</span>')
     named = f'<div class="legend">{"".join(legend)}</div>' if len(legend) > 1 else ""
-    return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(marks)}</svg>{named}</figure>'
-    )
+    label = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+    drawing = f"<svg {label}>{''.join(marks)}</svg>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{named}</figure>"
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

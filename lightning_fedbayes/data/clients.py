@@ -19,7 +19,7 @@ from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
-from lightning_fedbayes.data.partition.base import LabelSource, as_labels, read_labels
+from lightning_fedbayes.data.partition.base import LabelSource, as_labels, is_class_label, read_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
@@ -35,7 +35,6 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
         source: where to find them instead. See :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Raises PartitionError: ``source`` is not a column, or does not give one number per example.
-
     Returns: integers, shape (examples,), in the order of the data set, or None.
 
     >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
@@ -70,8 +69,7 @@ def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
     labels = as_labels(values)  # pyright: ignore[reportArgumentType]
     if labels.shape != (len(dataset),):
         what = f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples"
-        remedy = "give one integer for each"
-        raise PartitionError(f"{what}; {remedy}")
+        raise PartitionError(f"{what}; give one integer for each")
     return labels
 
 
@@ -107,9 +105,7 @@ def _as_labels(values: Any, length: int) -> Tensor | None:
         labels = read_labels(values)
     except (TypeError, ValueError, RuntimeError):  # names, ragged lists, methods, None
         return None
-    if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
-        return None
-    return labels
+    return labels if labels.shape == (length,) and is_class_label(labels) else None
 
 
 class ClientDatasets(ConcatDataset):
@@ -119,13 +115,11 @@ class ClientDatasets(ConcatDataset):
     partition. A plain :class:`torch.utils.data.ConcatDataset` works too. Its clients are then numbered.
 
     Args:
-        datasets: client name → its map-style data set. A whole number, such as a key of pandas' ``groupby``, becomes a
-            string: 3 is "3".
+        datasets: client name → its map-style data set. A whole number, such as pandas' ``groupby`` has, becomes text.
         skip_empty: leave out clients without an example, and name them in the log. False: such a client stops a fit.
 
-    Raises:
-        FederationError: not a dict of names and map-style data sets, an empty one, or one with two clients of one name;
-            or with ``skip_empty``, no client has an example.
+    Raises FederationError: not a dict of names and map-style data sets, an empty one, or one with two clients of one
+    name; or with ``skip_empty``, no client has an example.
 
     >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
@@ -175,7 +169,6 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
         seed: of the draws. A client's do not depend on the other clients.
 
     Returns: the rest, and the held-out examples, for all clients.
-
     Raises FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
     """
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
@@ -187,9 +180,8 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
         if size < 2:
             raise FederationError(f"client {name} has {size} examples, too few to hold one out: leave the client out")
         count = min(max(round(fraction * size), 1), size - 1)
-        rest[name], held[name] = random_split(
-            dataset, [size - count, count], generator(seed, "held out", client=number)
-        )
+        draws = generator(seed, "held out", client=number)
+        rest[name], held[name] = random_split(dataset, [size - count, count], draws)
     return ClientDatasets(rest), ClientDatasets(held)
 
 
@@ -251,14 +243,12 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         seed: seed of the partition.
 
     Raises:
-        FederationError: neither partition nor parts, a partition of parts, a client without an example, or a class
-            that no client has.
+        FederationError: neither partition nor parts, a partition of parts, or a client or a class without an example.
         PartitionError: the partition cannot be made.
     """
     check_dataset("the training data", dataset)
-    errors.check_kind(
-        "partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError
-    )
+    remedy = "give one, such as IIDPartition(10)"
+    errors.check_kind("partition", partition, Partition | None, remedy, error=PartitionError)
     if partition is None:
         if not isinstance(dataset, ConcatDataset):
             remedy = "Pass FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a"
@@ -296,8 +286,7 @@ def check_classes(clients: Clients) -> None:
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
     if absent:
         what = f"no client has an example of class {listed(absent)}, and a network that never sees it cannot tell it"
-        remedy = "leave it out of the data, or let the partition deal out more examples"
-        raise FederationError(f"{what}: {remedy}")
+        raise FederationError(f"{what}: leave it out of the data, or let the partition deal out more examples")
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names

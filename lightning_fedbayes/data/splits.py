@@ -107,9 +107,8 @@ class DigitsDataModule(TensorDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data, the same way for every stage."""
         inputs, labels = load_digits(return_X_y=True)
-        indices = train_test_split(
-            range(len(labels)), test_size=self.validation_fraction, random_state=self.seed, stratify=labels
-        )
+        options = {"test_size": self.validation_fraction, "random_state": self.seed}
+        indices = train_test_split(range(len(labels)), stratify=labels, **options)
         x = torch.as_tensor(inputs / 16, dtype=torch.float32)
         if self.images:
             x = x.view(-1, 1, 8, 8)
@@ -150,9 +149,8 @@ class DiabetesDataModule(TensorDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load, split and standardise the data, the same way for every stage."""
         inputs, targets = (torch.as_tensor(array) for array in load_diabetes(return_X_y=True, scaled=False))
-        train, validation = train_test_split(
-            range(len(targets)), test_size=self.validation_fraction, random_state=self.seed
-        )
+        options = {"test_size": self.validation_fraction, "random_state": self.seed}
+        train, validation = train_test_split(range(len(targets)), **options)
         targets = targets.unsqueeze(1)
         self.target_mean = targets[train].mean().item()
         self.target_std = targets[train].std(correction=0).item()

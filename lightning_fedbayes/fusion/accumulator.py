@@ -45,8 +45,7 @@ class FusionAccumulator:
     Attributes:
         count: number of clients so far.
 
-    Raises:
-        FusionError: the rule needs a previous posterior and there is none.
+    Raises FusionError: the rule needs a previous posterior and there is none.
     """
 
     def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None, *, relative: bool = True) -> None:
@@ -84,8 +83,8 @@ class FusionAccumulator:
         for number, (posterior, weight) in enumerate(clients, start=self.count):
             who = f"client {number}"
             check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
-            check_structure(posterior, posterior if like is None else like, who)
             like = posterior if like is None else like
+            check_structure(posterior, like, who)
             posterior = posterior.ordered(like.names)
             if posterior.num_parameters <= PIECE:
                 posterior = posterior.flattened()
@@ -105,9 +104,8 @@ class FusionAccumulator:
     def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]], watch: Watch | None = None) -> None:
         """Add clients that have been checked: numbers, posteriors with equal order of parameters, and weights.
 
-        Each piece of a large network is summed over all these clients before the next piece, so that the sums stay in
-        the processor's cache. Meanwhile ``watch`` is called for every piece of every client that counts. This changes
-        no result.
+        Each piece of a large network is summed over all clients before the next, so that the sums stay in the
+        processor's cache, which changes no result. ``watch`` is called for every piece of every client that counts.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -276,10 +274,9 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
 
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
     """Raise FusionError unless ``posterior`` is valid and has the names and shapes of ``like``."""
-    if _is_like(posterior, like):
-        return
-    check_posterior(posterior, who, error=FusionError)
-    check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
+    if not _is_like(posterior, like):
+        check_posterior(posterior, who, error=FusionError)
+        check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
 
 
 def _is_like(posterior: Any, like: GaussianPosterior) -> bool:

@@ -1,6 +1,6 @@
 """Choice of the fusion rule in every round, by the loss of its posterior on held-out data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_fedbayes.core.errors import FusionError, check_kind
@@ -40,14 +40,13 @@ class AutoFusion:
         score: the mean loss of a module on a batch, the lower the better. None: the negative log-likelihood of
             ``predict_step``, for modules of this package.
 
-    Raises:
-        FusionError: fewer than two candidates, one twice, or an unknown name.
+    Raises FusionError: fewer than two candidates, one twice, or an unknown name.
     """
 
     def __init__(self, candidates: Sequence[str | FusionRule] = CANDIDATES, score: Score | None = None) -> None:
         check_kind("candidates", candidates, list | tuple, "give a list of rules", error=FusionError)
         self.rules = tuple(get_rule(candidate) for candidate in candidates)
-        self.names = tuple(names_of(self.rules))
+        self.names = tuple(map(name_of, self.rules))
         self.score = score
         if len(self.rules) < 2:
             raise FusionError(f"AutoFusion chooses between rules, and {list(candidates)} is not two; give two or more")
@@ -55,20 +54,19 @@ class AutoFusion:
             raise FusionError(f"AutoFusion: {list(self.names)} names a rule twice; give each once")
 
 
-def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
-    """Yield a name for each rule, with its arguments if it has any."""
-    for rule in rules:
-        options = {
-            key: next(names_of([value])) if isinstance(value, FusionRule) else value
-            for key, value in vars(rule).items()
-            if isinstance(value, int | float | str | FusionRule) and not hasattr(FusionRule, key)
-        }
-        described = ", ".join(f"{key}={value}" for key, value in options.items())
-        yield rule_name(rule) + (f"({described})" if described else "")
+def name_of(rule: FusionRule) -> str:
+    """Return a rule's name, with its arguments if it has any."""
+    options = {
+        key: name_of(value) if isinstance(value, FusionRule) else value
+        for key, value in vars(rule).items()
+        if isinstance(value, int | float | str | FusionRule) and not hasattr(FusionRule, key)
+    }
+    described = ", ".join(f"{key}={value}" for key, value in options.items())
+    return rule_name(rule) + (f"({described})" if described else "")
 
 
 def candidates(rule: FusionRule | AutoFusion) -> dict[str, FusionRule]:
     """Return a rule, or all candidates of an ``AutoFusion``, by names with arguments."""
     if isinstance(rule, AutoFusion):
         return dict(zip(rule.names, rule.rules, strict=True))
-    return {next(names_of([rule])): rule}
+    return {name_of(rule): rule}

@@ -221,8 +221,7 @@ def _around(centre: int, cohort: Cohort) -> Gram:
     for k in (~torch.isfinite(products.diagonal())).nonzero().flatten().tolist():
         who = f"client {cohort.clients[k]}" if k < len(points) - 1 else "the previous global posterior (0 if none)"
         what = f"{who}: its squared distance to client {cohort.clients[centre]} is beyond double precision"
-        remedy = "leave out a client with parameters above 1e150"
-        raise FusionError(f"{what}; {remedy}")
+        raise FusionError(f"{what}; leave out a client with parameters above 1e150")
     return Gram((products + products.T) / 2, size)
 
 

@@ -95,8 +95,7 @@ class InferredRule(ReliabilityRule):
         memory: discount of earlier rounds per round, from 0 (each round by itself) to 1 (all rounds count the same, as
             in [Untrusted] Algorithm 1). Below 1 is for clients that change.
 
-    Raises:
-        FusionError: ``memory`` is not in [0, 1].
+    Raises FusionError: ``memory`` is not in [0, 1].
     """
 
     by_columns: ClassVar[bool] = True
@@ -120,10 +119,8 @@ class InferredRule(ReliabilityRule):
             return
         clients = state.get("clients")
         if not isinstance(clients, list) or not all(map(is_whole, clients)) or len({*clients}) < len(clients):
-            raise FusionError(
-                f"{type(self).__name__}: 'clients' of its state is {shown(clients)}, and not a list of different "
-                "numbers: the checkpoint is damaged; use another one, or start again"
-            )
+            what = f"{type(self).__name__}: 'clients' of its state is {shown(clients)}, and not a list of different"
+            raise FusionError(f"{what} numbers: the checkpoint is damaged; use another one, or start again")
         for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
             check_part(self, state, name, (len(clients),) * dimensions)
         for name in ("signal", "rounds", *(["moved"] if self.by_progress else [])):
@@ -145,11 +142,9 @@ class InferredRule(ReliabilityRule):
         coefficients[near], shares[near] = self._infer(distances, gram.size, cohort.previous is not None)
         if new_state and self.by_progress:
             new_state["moved"] = float(signal_of(now, coefficients[near]))
-        reasons = {
-            position: f"its inferred share of {share:.2g} is less than a hundredth of an equal one"
-            for position, share in enumerate(shares.tolist())
-            if share < NEGLIGIBLE / len(shares)
-        }
+        low = {k: share for k, share in enumerate(shares.tolist()) if share < NEGLIGIBLE / len(shares)}
+        why = "is less than a hundredth of an equal one"
+        reasons = {k: f"its inferred share of {share:.2g} {why}" for k, share in low.items()}
         mean = combine(cohort.posteriors, coefficients, cohort.previous)
         return fused_by_shares(cohort, mean, shares, shares, reasons, new_state)
 
@@ -259,8 +254,7 @@ class Reliability(ReliabilityRule):
         by: a rule, or its name, that infers reliabilities: ``ivar_vb``, ``geometric_median``, …
         then: a rule, or its name, that takes weights.
 
-    Raises:
-        FusionError: ``by`` infers no reliabilities, or ``then`` takes no weights.
+    Raises FusionError: ``by`` infers no reliabilities, or ``then`` takes no weights.
     """
 
     def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
@@ -273,14 +267,9 @@ class Reliability(ReliabilityRule):
             remedy = "give one that does, such as 'reverse_kl_barycenter' or 'weighted_average'"
             raise FusionError(f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; {remedy}")
         # attributes of this object, not of its class: they follow from the two rules
-        vars(self).update(
-            uses_weights=self.by.uses_weights,
-            resists=self.then.resists,
-            narrows=self.then.narrows,
-            keeps_prior=self.then.keeps_prior,
-            by_columns=self.by.by_columns and self.then.by_columns,
-            needs_previous=self.by.needs_previous or self.then.needs_previous,
-        )
+        vars(self).update({name: getattr(self.then, name) for name in ("resists", "narrows", "keeps_prior")})
+        vars(self).update(needs_previous=self.by.needs_previous or self.then.needs_previous)
+        vars(self).update(uses_weights=self.by.uses_weights, by_columns=self.by.by_columns and self.then.by_columns)
 
     def init(self) -> RuleState:
         """See :meth:`FusionRule.init`."""
@@ -296,15 +285,10 @@ class Reliability(ReliabilityRule):
         inferred = self.by.apply(cohort, state["by"])
         shares = torch.tensor([inferred.reliability[client] for client in cohort.clients], dtype=torch.float64)
         trusted = [position for position, share in enumerate(shares.tolist()) if share > 0]
-        fused = self.then.apply(
-            replace(
-                cohort,
-                posteriors=[cohort.posteriors[position] for position in trusted],
-                weights=shares[trusted] / shares[trusted].sum(),
-                clients=tuple(cohort.clients[position] for position in trusted),
-            ),
-            state["then"],
-        )
+        posteriors = [cohort.posteriors[position] for position in trusted]
+        clients, weights = tuple(cohort.clients[position] for position in trusted), shares[trusted]
+        among = replace(cohort, posteriors=posteriors, weights=weights / weights.sum(), clients=clients)
+        fused = self.then.apply(among, state["then"])
         return replace(inferred, posterior=fused.posterior, state={"by": inferred.state, "then": fused.state})
 
 
@@ -318,9 +302,7 @@ class _InverseVariance(InferredRule):
         check_number("floor", floor, "(0, inf)", error=FusionError)
         check_number("tolerance", tolerance, "(0, inf)", error=FusionError)
         check_at_least("max_iterations", max_iterations, 1, error=FusionError)
-        self.floor = floor
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
+        self.floor, self.tolerance, self.max_iterations = floor, tolerance, max_iterations
 
 
 @register_fusion("ivar_mle")
@@ -404,6 +386,5 @@ def coordinate_ascent(
     posterior_variance = 1 / (1 / signal + (1 / noise).sum())
     coefficients = posterior_variance / noise
     point = torch.cat([coefficients, 1 - coefficients.sum(0, keepdim=True)])
-    squares = squared_lengths(distances, torch.eye(len(point), dtype=torch.float64) - point[:, None])
-    moments = posterior_variance + squares
+    moments = posterior_variance + residuals(distances, point)
     return coefficients, moments[:-1].clamp_min(least), moments[-1]

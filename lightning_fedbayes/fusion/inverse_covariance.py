@@ -8,7 +8,7 @@ import contextlib
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -102,8 +102,7 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
     eye = torch.eye(len(moments), dtype=products.dtype)
     spread = torch.linalg.inv(eye / latent.feature_variance + size * moments / latent.noise[:, None, None])
     squares = latent.features.square().sum() + spread.diagonal(dim1=1, dim2=2).sum()
-    variance = squares / max(latent.features.numel(), 1)
-    return replace(latent, spread=spread, feature_variance=variance)
+    return replace(latent, spread=spread, feature_variance=squares / max(latent.features.numel(), 1))
 
 
 def climb(
@@ -134,14 +133,8 @@ def climb(
         value.backward()
         return value
 
-    optimizer = torch.optim.LBFGS(
-        free.values(),
-        max_iter=steps,
-        history_size=20,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-12,
-        line_search_fn="strong_wolfe",
-    )
+    ends: dict[str, Any] = {"max_iter": steps, "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
+    optimizer = torch.optim.LBFGS(free.values(), history_size=20, line_search_fn="strong_wolfe", **ends)
     with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: keep the best so far
         optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return best
@@ -163,8 +156,7 @@ class _InverseCovariance(inferred.InferredRule):
         super().__init__(memory)
         check_at_least("latent", latent, 0, error=FusionError)
         check_number("floor", floor, "[1e-12, inf)", error=FusionError, why="less has no inverse")
-        self.latent = latent
-        self.floor = floor
+        self.latent, self.floor = latent, floor
 
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
         one = len(distances) == 2  # clients that all send nearly the same count as one
@@ -248,9 +240,8 @@ class InverseCovarianceVB(_InverseCovariance):
 def bounded_average(products: Tensor, size: int) -> Tensor:
     r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a client can do.
 
-    It counts :math:`\min(1, 4 l / l_j)^2`, with squared lengths :math:`l_j` of updates and their lower quartile l,
-    which no majority of noise raises, and 0 if it lacks y or if its product with this is below 0 by three standard
-    errors.
+    It counts :math:`\min(1, 4 l / l_j)^2`, with squared lengths :math:`l_j` of updates and lower quartile l, which no
+    majority of noise raises, and 0 if it lacks y or its product with this is below 0 by three standard errors.
     """
     lengths = products.diagonal()
     least = lengths[inferred.lower_quartile(lengths)]
@@ -345,8 +336,7 @@ class InverseCovarianceMLE(_InverseCovariance):
     When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
     clients near y are not found. The source also finds it unreliable. Use ``icov_vb``.
 
-    Args: see :class:`InverseCovarianceVB`. Iterations end at ``max_iterations``, or if no coefficient moves by
-        ``tolerance``.
+    Args: see :class:`InverseCovarianceVB`. Iterations end at ``max_iterations``, or at moves within ``tolerance``.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
     """
@@ -362,8 +352,7 @@ class InverseCovarianceMLE(_InverseCovariance):
         super().__init__(latent, memory, floor)
         check_number("tolerance", tolerance, "[0, inf)", error=FusionError)
         check_at_least("max_iterations", max_iterations, 1, error=FusionError)
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
+        self.tolerance, self.max_iterations = tolerance, max_iterations
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Alternate between eq. (3) and a step of expectation maximisation for the covariance."""

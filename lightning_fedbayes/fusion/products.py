@@ -171,19 +171,14 @@ class DistributedWeightConsolidation(_ProductRule):
 
 def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
     """Return the message that names the parameters whose fused precision is not positive."""
-    places, start = [], 0
-    for name, value in like.mean.items():
-        part = slice(start, start + value.numel())
-        start += value.numel()
-        if bool(low[part].any()):
-            places.append(
-                f"'{name}' at {int(low[part].sum())} of {value.numel()} entries (minimum {precision[part].min():.3g})"
-            )
-    return (
-        f"dwc: fused precision is not positive: {listed(places)}: clients are less certain there than the previous "
-        "global posterior. Pre-train it, use prior='global', or pass "
-        "DistributedWeightConsolidation(min_precision=...)"
-    )
+    places, sizes = [], [value.numel() for value in like.mean.values()]
+    for name, wrong, values in zip(like.mean, low.split(sizes), precision.split(sizes)):
+        if bool(wrong.any()):
+            where = f"{int(wrong.sum())} of {len(wrong)} entries"
+            places.append(f"'{name}' at {where} (minimum {values.min():.3g})")
+    why = "clients are less certain there than the previous global posterior"
+    remedy = "Pre-train it, use prior='global', or pass DistributedWeightConsolidation(min_precision=...)"
+    return f"dwc: fused precision is not positive: {listed(places)}: {why}. {remedy}"
 
 
 @register_fusion("alpha_barycenter")
@@ -203,11 +198,8 @@ class AlphaBarycenter(FusionRule):
     Args:
         alpha: α, any finite number; [0, 1] is the range between the two named rules.
 
-    Raises:
-        FusionError: ``alpha`` is not finite.
-
-    Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; projection by [FBDL] (12) to
-    (14).
+    Raises FusionError: ``alpha`` is not finite.
+    Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; projection: [FBDL] (12)–(14).
     """
 
     by_columns: ClassVar[bool] = True

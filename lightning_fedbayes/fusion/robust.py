@@ -47,9 +47,7 @@ class GeometricMedian(GramRule):
         tolerance: stop when an iteration moves y by less, in the same units.
         max_iterations: bound of the number of iterations. Each costs O(K²).
 
-    Raises:
-        FusionError: an argument that is not positive.
-
+    Raises FusionError: an argument that is not positive.
     Source: Pillutla, Kakade and Harchaoui 2019, "Robust aggregation for federated learning", Algorithm 2 and eq. (4);
     [Untrusted] baseline.
     """
@@ -60,9 +58,7 @@ class GeometricMedian(GramRule):
         check_number("geometric_median: smoothing", smoothing, "(0, inf)", error=FusionError)
         check_number("geometric_median: tolerance", tolerance, "(0, inf)", error=FusionError)
         check_at_least("geometric_median: max_iterations", max_iterations, 1, error=FusionError)
-        self.smoothing = smoothing
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
+        self.smoothing, self.tolerance, self.max_iterations = smoothing, tolerance, max_iterations
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
         """See :meth:`GramRule.infer_shares`."""
@@ -89,8 +85,7 @@ def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
     half = (weights[order].cumsum(1) < 0.5 - 1e-12).sum(1, keepdim=True)
     spread = ordered.gather(1, half).squeeze(1)
     scale = spread.min()
-    nearness = torch.where(spread > 0, scale / spread, 1.0)
-    shares = weights * nearness.square()
+    shares = weights * torch.where(spread > 0, scale / spread, 1.0).square()
     return shares / shares.sum(), float(scale)
 
 
@@ -101,19 +96,15 @@ class MultiKrum(GramRule):
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
               \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
-    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m clients with the lowest scores. One or two
-    clients are averaged.
+    :math:`N_k` are the :math:`K - f - 2` other clients nearest to k, S the m of lowest score. Two clients are averaged.
 
-    When to use it: at most f of the clients may send anything, and losing a few honest ones does no harm. It takes no
-    weights.
+    When to use it: at most f clients may send anything, and losing a few honest ones does no harm. It takes no weights.
 
     Args:
         byzantine: f, the number of clients that may send anything. :math:`2f + 2 < K`. None: the largest allowed.
         keep: m. None: :math:`K - f`.
 
-    Raises:
-        FusionError: ``byzantine`` too large for the cohort, or ``keep`` not between 1 and K.
-
+    Raises FusionError: ``byzantine`` too large for the cohort, or ``keep`` not between 1 and K.
     Source: Blanchard, El Mhamdi, Guerraoui and Stainer 2017, "Machine learning with adversaries", §4 and §5.
     """
 
@@ -122,8 +113,7 @@ class MultiKrum(GramRule):
             check_at_least("krum: byzantine", byzantine, 0, error=FusionError)
         if keep is not None:
             check_at_least("krum: keep", keep, 1, error=FusionError)
-        self.byzantine = byzantine
-        self.keep = keep
+        self.byzantine, self.keep = byzantine, keep
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
         """See :meth:`GramRule.infer_shares`."""
@@ -145,12 +135,9 @@ class MultiKrum(GramRule):
         ranked = sorted(range(count), key=lambda k: (scores[k], totals[k]))
         shares = torch.zeros(count, dtype=torch.float64)
         shares[ranked[:keep]] = 1 / keep
-        worst = scores[ranked[keep - 1]]
-        return shares, {
-            k: f"squared distances to its {neighbours} nearest clients sum to {scores[k]:.4g}; "
-            f"those kept have at most {worst:.4g}"
-            for k in sorted(ranked[keep:])
-        }
+        what = f"squared distances to its {neighbours} nearest clients sum to"
+        most = f"those kept have at most {scores[ranked[keep - 1]]:.4g}"
+        return shares, {k: f"{what} {scores[k]:.4g}; {most}" for k in sorted(ranked[keep:])}
 
 
 @register_fusion("krum")
@@ -222,9 +209,7 @@ class TrimmedMean(_CoordinateRule):
     Args:
         trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end, rounded up. An integer is f itself.
 
-    Raises:
-        FusionError: ``trim`` is out of range, or leaves no client.
-
+    Raises FusionError: ``trim`` is out of range, or leaves no client.
     Source: Yin et al. 2018, Definition 2, for points; the variance is our addition.
     """
 
@@ -267,8 +252,7 @@ class Preaggregation(CohortRule):
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
 
-    Raises:
-        FusionError: no rule has that name.
+    Raises FusionError: no rule has that name.
     """
 
     def __init__(self, then: str | FusionRule) -> None:
@@ -303,8 +287,7 @@ class Preaggregation(CohortRule):
             both = torch.cat([means, torch.eye(means.shape[1], dtype=means.dtype)[-1:]])  # and the origin as it is
             near = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
             both = both - both[near]  # about the one in the middle: they may lie much closer than the clients do
-            of_mixed = Gram(both @ gram.products @ both.T, gram.size)
-            shares, reasons = self.then.infer_shares(of_mixed, cohort.weights)
+            shares, reasons = self.then.infer_shares(Gram(both @ gram.products @ both.T, gram.size), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ parts
             return fused_by_shares(cohort, mean, shares, own, unused(own, reasons), state)
@@ -319,14 +302,9 @@ class Preaggregation(CohortRule):
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
         own = shares @ parts
-        return replace(
-            fused,
-            reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
-            excluded={
-                cohort.clients[position]: fused.excluded.get(cohort.clients[position], reason)
-                for position, reason in unused(own, {}).items()
-            },
-        )
+        reasons = {cohort.clients[position]: reason for position, reason in unused(own, {}).items()}
+        excluded = {client: fused.excluded.get(client, reason) for client, reason in reasons.items()}
+        return replace(fused, reliability=dict(zip(cohort.clients, own.tolist(), strict=True)), excluded=excluded)
 
 
 @register_fusion("nearest_neighbour_mixing", aliases=("nnm",))
@@ -341,9 +319,7 @@ class NearestNeighbourMixing(Preaggregation):
         then: the rule that fuses, best a robust one: a name, an alias or a rule object.
         byzantine: f, the number of clients that may send anything. :math:`2f < K`. None: the largest allowed.
 
-    Raises:
-        FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
-
+    Raises FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2, for points.
     """
 
@@ -384,9 +360,7 @@ class NormClipping(Preaggregation):
         then: the rule that fuses: a name, an alias or a rule object.
         radius: r, in units of the parameters. None: the median of the norms, which a minority cannot raise.
 
-    Raises:
-        FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
-
+    Raises FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
     Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3.
     """
 

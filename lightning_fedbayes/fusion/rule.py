@@ -81,8 +81,7 @@ class FusionRule(ABC):
     narrows: ClassVar[bool] = False
     """True if K clients that agree give 1/K of their variance: over rounds with ``prior="global"`` it goes to 0."""
     keeps_prior: ClassVar[bool] = True
-    """True if the fused posterior contains the clients' common prior: over rounds under a fixed prior its variance
-    goes to the prior's."""
+    """True if the fused posterior contains the clients' prior: over rounds its variance goes to a fixed prior's."""
 
     @abstractmethod
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:

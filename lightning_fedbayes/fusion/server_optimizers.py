@@ -23,9 +23,7 @@ class ServerOptimizer(SumRule):
         lr: :math:`\eta` > 0.
         then: the rule that fuses, a :class:`SumRule`: a name, an alias or a rule object.
 
-    Raises:
-        FusionError: an argument is out of range, or ``then`` is no :class:`SumRule`.
-
+    Raises FusionError: an argument is out of range, or ``then`` is no :class:`SumRule`.
     Source: Reddi et al. 2021, Algorithm 1.
     """
 

@@ -76,8 +76,7 @@ class LinearReparameterization(BayesianAffine):
         template = nn.Linear(in_features, out_features, bias, device, dtype)
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
         super().__init__(template, "weight", prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
 
     def template(self, bias: bool) -> nn.Module:
         """``nn.Linear`` of these sizes."""
@@ -223,8 +222,7 @@ class Convolution(BayesianConv):
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, margins(self.padding, self.kernel_size, self.dilation), mode=self.padding_mode), 0
-        convolve = CONVOLVE[self.deterministic]
-        return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)
+        return CONVOLVE[self.deterministic](x, weight, bias, self.stride, padding, self.dilation, groups)
 
     def flipout(self, op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout, by the cheaper of two ways to compute it."""

@@ -341,8 +341,7 @@ def refuse_export(layer: nn.Module) -> None:
     """Raise ConversionError if an export would record the draw that ``layer`` is about to make."""
     if is_exporting():
         what = f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw forever"
-        remedy = "Export fb.mean_network(module), the same network at its posterior mean"
-        raise ConversionError(f"{what}. {remedy}")
+        raise ConversionError(f"{what}. Export fb.mean_network(module), the same network at its posterior mean")
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:

@@ -16,15 +16,11 @@ from lightning_fedbayes.core.errors import ConversionError, listed, nearest, sho
 from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook, remove_forward_hook
 from lightning_fedbayes.layers import affine, base
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, Reparameterized
-from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
+from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std, choose_prior
 
 AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
-    kind: {
-        "reparameterization": getattr(affine, f"{kind.__name__}Reparameterization"),
-        "local_reparameterization": getattr(affine, f"{kind.__name__}LocalReparameterization"),
-        "flipout": getattr(affine, f"{kind.__name__}Flipout"),
-    }
+    kind: {name: getattr(affine, kind.__name__ + name.title().replace("_", "")) for name in ESTIMATORS}
     for kind in (nn.Linear, *affine.CONVOLVE)
 }
 """Deterministic layer → estimator → Bayesian layer."""

@@ -1,8 +1,7 @@
 r"""Pure functions of the layers: the standard deviation behind ρ, three estimators of a random output, and tallies.
 
-Noise is an argument. An ``op`` is any map that is linear in its weight, ``op(x, weight, bias) -> output``:
-``F.linear``, a convolution or a transposed convolution. A ``TorchFunctionMode`` can override :func:`softplus_std` and
-:func:`with_tallies`.
+Noise is an argument. An ``op`` is linear in its weight, ``op(x, weight, bias) -> output``: ``F.linear``, a (transposed)
+convolution. A ``TorchFunctionMode`` can override :func:`softplus_std` and :func:`with_tallies`.
 
 A tally is a zero with the gradient :math:`\sum_i g_i^2`, the sum of squared gradients of single examples: a layer that
 is linear in its weight W has :math:`\partial L / \partial W = \sum_i g_i`, for ``F.linear``

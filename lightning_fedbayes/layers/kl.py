@@ -1,7 +1,6 @@
 """The KL divergence of Gaussian parameters from their prior, and their joint draws, with closed-form gradients.
 
-The closed form takes a few passes over the parameters where autograd takes dozens. A ``TorchFunctionMode`` can override
-:func:`joined_kl_sum`.
+The closed form takes a few passes, autograd dozens. A ``TorchFunctionMode`` can override :func:`joined_kl_sum`.
 """
 
 from collections.abc import Sequence
@@ -46,9 +45,8 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
         # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
         return (spread + shift * shift).sum() / 2
-    prior = [
-        each.expand(mean.shape).flatten() if isinstance(each, Tensor) else each for each in (prior_mean, prior_std)
-    ]
+    moments = prior_mean, prior_std
+    prior = [each.expand(mean.shape).flatten() if isinstance(each, Tensor) else each for each in moments]
     return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
 
 
@@ -107,10 +105,8 @@ class GaussianKL(torch.autograd.Function):
             value if not isinstance(value, Tensor) else value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
             for value, dim in zip(inputs, in_dims)
         ]
-        mean, std, *prior = stacked
-        return GaussianKL.apply(
-            mean.expand(info.batch_size, *mean.shape[1:]), std.expand(info.batch_size, *std.shape[1:]), *prior
-        ), 0
+        mean, std = (each.expand(info.batch_size, *each.shape[1:]) for each in stacked[:2])
+        return GaussianKL.apply(mean, std, *stacked[2:]), 0
 
 
 class PlainGaussianKL(torch.autograd.Function):

@@ -123,9 +123,8 @@ class PosteriorView:
         exclude: posterior names to leave out, such as those that stay with the client.
         variances: name → variance of parameters outside of Bayesian layers. :meth:`load` replaces the entries.
 
-    Raises:
-        PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or ``exclude``
-            names a parameter that does not exist.
+    Raises PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or
+    ``exclude`` names a parameter that does not exist.
 
     >>> view = PosteriorView(nn.Linear(2, 1))
     >>> view.read().names

@@ -52,10 +52,9 @@ class ScaleSums:
             limits = torch.tensor([self.num_examples, LARGEST, LARGEST**2], dtype=torch.float64)
             limits = limits.view(3, *[1] * (each.ndim - 1))
             if not fits or not ((each.abs() <= limits).all() and (each[::2] >= 0).all()):
-                raise FedBayesError(
-                    f"sums of {stream}: give float64 of shape (3, *example), counts in [0, {self.num_examples}], means "
-                    f"and roots of sums of squares up to {LARGEST:g}; leave out what is broken"
-                )
+                form = f"float64 of shape (3, *example), counts in [0, {self.num_examples}], means and roots of sums of"
+                remedy = f"give {form} squares up to {LARGEST:g}; leave out what is broken"
+                raise FedBayesError(f"sums of {stream}: {remedy}")
 
     @classmethod
     def of(cls, dataset: Any, collate: Callable | None = None, module: nn.Module | None = None) -> "ScaleSums":
@@ -208,9 +207,7 @@ class FederatedScaler(nn.Module):
     Attributes:
         input_units, target_units: mean and standard deviation, float64, shape (2, \*example); (0,) if not filled.
 
-    Raises:
-        FedBayesError: means are not finite or standard deviations not positive. A training step uses it before it is
-            filled.
+    Raises FedBayesError: means are not finite or standard deviations not positive. A training step uses it unfilled.
 
     >>> scaler = FederatedScaler(targets=(1e4, 500.0))
     >>> scaler.targets(torch.tensor([10500.0]))

@@ -68,15 +68,11 @@ class Averaging(Method):
             return None
         name, narrows = rule_name(self.rule), self.rule.narrows
         if narrows and self._prior == "global" and round == MANY:
-            return (
-                f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
-                "has lost its meaning. fusion='sites' keeps its meaning."
-            )
+            what = f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round"
+            return f"{what}: it has lost its meaning. fusion='sites' keeps its meaning."
         if self.rule.keeps_prior and not narrows and self._prior == "fixed" and round == LATE and clients > 1:
-            return (
-                f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
-                "rounds can predict worse. fusion='sites' counts it once."
-            )
+            what = f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's"
+            return f"{what}, and further rounds can predict worse. fusion='sites' counts it once."
         return None
 
 
@@ -177,10 +173,9 @@ class Scaffold(Method):
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
         """See :meth:`Method.problem`. Raise FederationError unless the optimizer is plain SGD with one rate above 0."""
         if not client.rate:
-            raise FederationError(
-                "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only: "
-                "torch.optim.SGD(parameters, lr=...) with one rate above 0, without momentum and weight decay"
-            )
+            why = "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only"
+            remedy = "torch.optim.SGD(parameters, lr=...) with one rate above 0, without momentum and weight decay"
+            raise FederationError(f"{why}: {remedy}")
         return LocalProblem(Quadratic(slope={n: self._own(client, n, c) - c for n, c in shared.tensors.items()}))
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:

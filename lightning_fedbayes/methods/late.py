@@ -112,6 +112,5 @@ class FedAsync(Late):
 
 def moved(sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior) -> GaussianPosterior:
     """Return the present means, moved as far as a client has moved from its start."""
-    return GaussianPosterior.point_mass(
-        {name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()}
-    )
+    means = {name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()}
+    return GaussianPosterior.point_mass(means)

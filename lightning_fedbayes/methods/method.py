@@ -65,14 +65,11 @@ class Participant:
     frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        errors.check_at_least("number", self.number, 0)
-        errors.check_at_least("num_examples", self.num_examples, 1)
-        errors.check_at_least("problem", self.problem, 0)
-        errors.check_at_least("steps", self.steps, 0)
+        for name, least in (("number", 0), ("num_examples", 1), ("problem", 0), ("steps", 0)):
+            errors.check_at_least(name, getattr(self, name), least)
         if self.rate is not None:
             errors.check_number("rate", self.rate, "[0, inf)")
-        if not isinstance(self.kept, dict) or self.kept:
-            check_mapping("kept", self.kept, Tensor)
+        check_mapping("kept", self.kept, Tensor)
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ class Quadratic:
             check_mapping("strength", self.strength, Tensor)
         else:
             errors.check_number("strength", self.strength)
-        if not isinstance(self.slope, dict) or self.slope:
-            check_mapping("slope", self.slope, Tensor)
+        check_mapping("slope", self.slope, Tensor)
         if self.names is not None:
             errors.check_strings("names", self.names, "give names of the posterior, or None for all")
 
@@ -137,12 +133,9 @@ class LocalProblem:
     measures: bool = False
 
     def __post_init__(self) -> None:
-        if self.quadratic is not None:
-            errors.check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
-        if self.prior is not None:
-            errors.check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
-        if not isinstance(self.start, dict) or self.start:
-            check_mapping("start", self.start, Tensor)
+        for name, each in (("quadratic", self.quadratic), ("prior", self.prior)):
+            errors.check_kind(name, each, Quadratic | None, "give an fb.methods.Quadratic")
+        check_mapping("start", self.start, Tensor)
 
 
 @dataclass(frozen=True)
@@ -251,10 +244,8 @@ class Method:
     @property
     def described(self) -> str:
         """The name with the rule, and with the arguments that are numbers and text, for logs."""
-        own = {
-            key: value for key, value in vars(self).items() if isinstance(value, int | float | str) and key[0] != "_"
-        }
-        options = [f"{key}={value}" for key, value in own.items()]
+        own = [(key, value) for key, value in vars(self).items() if isinstance(value, int | float | str)]
+        options = [f"{key}={value}" for key, value in own if key[0] != "_"]
         options = [self._rule_name, *options] if self.registered else options
         return f"{self.name}({', '.join(options)})" if options else self.name
 
@@ -274,9 +265,8 @@ class Method:
         ``weighting`` is of the federation. ``private``: clients add noise to what they send.
         """
         if private and self.sends:
-            return "privacy=", (
-                "a client sends more than a posterior, and noise protects only that. Take a method that sends no more"
-            )
+            why = "a client sends more than a posterior, and noise protects only that"
+            return "privacy=", f"{why}. Take a method that sends no more"
         return None
 
     def tells(self, key: str) -> bool:
@@ -350,10 +340,9 @@ class Method:
 
     def check_late(self, posterior: GaussianPosterior) -> None:
         """Raise FederationError if messages cannot be taken that come late. Before the first round."""
-        raise FederationError(
-            f"schedule= with fusion='{self.name}': {type(self).__name__} fuses what clients send about one and the "
-            "same global model, and a late message is about an older one. Take 'sites', or an averaging rule"
-        )
+        why = f"{type(self).__name__} fuses what clients send about one and the same global model, and a late message"
+        remedy = "is about an older one. Take 'sites', or an averaging rule"
+        raise FederationError(f"schedule= with fusion='{self.name}': {why} {remedy}")
 
     def late(
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
@@ -409,10 +398,8 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
         found = errors.listed(report.sent) or "nothing"
         raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
     if versions != [version_if_any(each) for each in tensors]:
-        raise FederationError(
-            f"{method.name}: report(...) has written into the posterior that the client has trained: make a new "
-            "GaussianPosterior of what it sends"
-        )
+        what = f"{method.name}: report(...) has written into the posterior that the client has trained"
+        raise FederationError(f"{what}: make a new GaussianPosterior of what it sends")
     return report
 
 

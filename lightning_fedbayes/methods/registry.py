@@ -39,11 +39,8 @@ def register_method(name: str) -> Callable[[M], M]:
             raise FusionError(f"cannot register {shown(method)} as '{name}': a method is a Method subclass")
         if vars(method).get("registered"):
             raise FusionError(f"{method.__name__} is registered as '{method.registered}' already; register a subclass")
-        needed = [
-            each.name
-            for each in signature(method).parameters.values()
-            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
+        given = [each for each in signature(method).parameters.values() if each.default is each.empty]
+        needed = [each.name for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         if needed:
             raise FusionError(f"'{name}' is to be made without arguments: give {', '.join(needed)} a default")
         if name in available_methods():

@@ -27,8 +27,7 @@ class Sums(Method):
 
     So a client counts once however often it takes part, one that joins late is added, changed data are corrected, and
     :func:`~lightning_fedbayes.remove_client` takes a client out. Values with names that do not begin with "sums." are
-    sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` take one round: each message gets
-    noise.
+    sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` take one round: messages get noise.
 
     When to use it: for a module with parameters that are sums. No bound on a client's influence applies.
     """
@@ -50,11 +49,9 @@ class Sums(Method):
         """See :meth:`Method.report`. Raise FederationError unless the sums count each example once."""
         sums = {name: value for name, value in trained.posterior.mean.items() if name not in client.frozen}
         if COUNT in sums and not torch.isclose(sums[COUNT][-1, -1], sums[COUNT].new_tensor(client.num_examples)):
-            raise FederationError(
-                f"the sums of a client with {client.num_examples} examples count {float(sums[COUNT][-1, -1]):g}: take "
-                "local_epochs=1, accumulate_grad_batches=1, no gradient clipping, every batch, and SGD of rate 1 as "
-                "the module configures it"
-            )
+            what = f"the sums of a client with {client.num_examples} examples count {float(sums[COUNT][-1, -1]):g}"
+            remedy = "local_epochs=1, accumulate_grad_batches=1, no gradient clipping, every batch, and SGD of rate 1"
+            raise FederationError(f"{what}: take {remedy} as the module configures it")
         kept = {name: value for name, value in client.kept.items() if name in client.frozen}
         kept |= {name: value.clone() for name, value in sums.items() if name.startswith(CUMULATIVE)}
         mean = dict(shared.posterior.mean)
@@ -77,11 +74,9 @@ class Sums(Method):
         """See :meth:`Method.check_late`: a client's change of sums is the same whenever it comes."""
         others = [name for name in posterior.names if not name.startswith(CUMULATIVE)]
         if others:
-            raise FederationError(
-                f"schedule= with fusion='sums': {listed(others)} are sums over one round's clients at the present "
-                "solution, as the slopes of a softmax head are: take a head that sums determine (one_hot, "
-                "gaussian), or leave schedule= out"
-            )
+            what = f"{listed(others)} are sums over one round's clients at the present solution, as the slopes of a"
+            remedy = "take a head that sums determine (one_hot, gaussian), or leave schedule= out"
+            raise FederationError(f"schedule= with fusion='sums': {what} softmax head are: {remedy}")
 
     def late(
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
@@ -95,6 +90,5 @@ class Sums(Method):
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():
             return None
-        return GaussianPosterior.point_mass(
-            {name: value - own[name].to(value) if name in own else value for name, value in posterior.mean.items()}
-        )
+        sums = posterior.mean.items()
+        return GaussianPosterior.point_mass({n: value - own[n].to(value) if n in own else value for n, value in sums})

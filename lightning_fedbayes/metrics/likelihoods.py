@@ -87,7 +87,6 @@ class Categorical(_OfClasses):
         channels: the dimension of the classes in the outputs, 1 as torch's losses take them, or -1, the last.
 
     Shapes: outputs (batch, classes, \*positions), targets (batch, \*positions), integers.
-
     Raises: FedBayesError if an argument is out of range.
 
     >>> Categorical().nll(torch.zeros(1, 4, 2), torch.tensor([[0, 3]]))
@@ -208,7 +207,6 @@ class Gaussian(Likelihood):
             the units of the targets.
 
     Shapes: outputs (batch,), (batch, targets, \*positions). Targets of as many entries.
-
     Raises: FedBayesError if ``noise`` or ``units`` has another form.
 
     >>> Gaussian(2.0).nll(torch.zeros(1, 1), torch.zeros(1))  # log 2√2π
@@ -262,10 +260,9 @@ class Gaussian(Likelihood):
             mean, log_variance = outputs.chunk(2, channels)
             return mean, log_variance.exp()
         if isinstance(self.noise, str):
-            raise FedBayesError(
-                "likelihood 'gaussian': the noise is not known. Give fb.Gaussian(noise=0.5), a module with "
-                "noise_variance, or fb.Gaussian(noise='output') if half of the outputs are log variances"
-            )
+            remedy = "fb.Gaussian(noise='output') if half of the outputs are log variances"
+            given = "Give fb.Gaussian(noise=0.5), a module with noise_variance"
+            raise FedBayesError(f"likelihood 'gaussian': the noise is not known. {given}, or {remedy}")
         noise = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device) / self._units(outputs.device)[1]
         return outputs, noise.to(outputs).square().expand_as(outputs)
 
@@ -433,10 +430,9 @@ def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likeli
             continue
         totals = outputs.detach().sum(found.channels)
         if bool((outputs >= 0).all()) and torch.allclose(totals, torch.ones_like(totals), atol=1e-4):
-            raise FedBayesError(
-                f"{type(module).__name__}: the outputs of every example are at least 0 and sum to 1, so they are "
-                "probabilities, and logits are needed: leave the softmax out, or give the module its own likelihood"
-            )
+            what = "the outputs of every example are at least 0 and sum to 1, so they are probabilities"
+            remedy = "leave the softmax out, or give the module its own likelihood"
+            raise FedBayesError(f"{type(module).__name__}: {what}, and logits are needed: {remedy}")
         return found
     shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     who = f"{type(module).__name__}: {shapes} of {targets.dtype}"

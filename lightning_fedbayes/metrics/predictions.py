@@ -130,10 +130,9 @@ class Likelihood(ABC):
         """Raise FedBayesError unless outputs and targets of a batch go together."""
         why = self.unfit(outputs, targets)
         if why:
-            raise FedBayesError(
-                f"likelihood '{self.name}': outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of "
-                f"{targets.dtype}: {why}; give the module another likelihood, one of {', '.join(LIKELIHOODS)}"
-            )
+            both = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of {targets.dtype}"
+            remedy = f"give the module another likelihood, one of {', '.join(LIKELIHOODS)}"
+            raise FedBayesError(f"likelihood '{self.name}': {both}: {why}; {remedy}")
 
     def check_draws(self, draws: Tensor, targets: Tensor) -> None:
         """Raise FedBayesError unless draws of outputs and the targets of a batch go together."""

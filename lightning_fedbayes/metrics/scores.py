@@ -295,8 +295,7 @@ class SurvivalMetric(ExampleMetric):
 
     def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
         """Add examples. See :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
-        happened = check_survival(time, event, risk=risk)
-        self.keep(risk, time, happened)
+        self.keep(risk, time, check_survival(time, event, risk=risk))
 
 
 class ConcordanceIndex(SurvivalMetric):

@@ -29,7 +29,6 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
 
     Raises FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already. In training, data without a
     length, or a ``training_step`` that returns something else.
-
     Source: [BA-BFL] eq. (3); [FBDL] eq. (6).
 
     >>> class Own(L.LightningModule):

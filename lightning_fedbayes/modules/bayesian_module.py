@@ -55,9 +55,7 @@ class BayesianModule(L.LightningModule):
             "closed_form", as "omc" with exact mean and variance, for a network that is one linear layer. The last three
             are meant for ``fusion="gaussian_fit"`` ([FedAG]).
 
-    Raises:
-        FedBayesError: an argument is out of range, or ``predictive`` does not fit the network.
-
+    Raises FedBayesError: an argument is out of range, or ``predictive`` does not fit the network.
     Source of the loss: [BA-BFL] eq. (3); [FBDL] eq. (6).
     """
 
@@ -86,11 +84,8 @@ class BayesianModule(L.LightningModule):
         self.network = network
         self.predictive: Predictive = predictive
         self.global_round = GlobalRound()
-        self.samples = samples
-        self.kl_weight = kl_weight
-        self.warmup_rounds = warmup_rounds
-        self.learning_rate = learning_rate
-        self.optimizer = optimizer
+        self.samples, self.kl_weight, self.warmup_rounds = samples, kl_weight, warmup_rounds
+        self.learning_rate, self.optimizer = learning_rate, optimizer
         self._federated = False
         self._given_examples: int | None = None
         self._fit_examples: int | None = None
@@ -152,8 +147,7 @@ class BayesianModule(L.LightningModule):
         """Return the factor β_t / n of the summed KL. Raise FedBayesError if n is not known."""
         if self.num_examples is None:
             what = f"{type(self).__name__} does not know the number of training examples that the KL is divided by"
-            remedy = "train with a Trainer on a data set with a length, or set module.num_examples"
-            raise FedBayesError(f"{what}: {remedy}")
+            raise FedBayesError(f"{what}: train with a Trainer on a data set with a length, or set module.num_examples")
         warm = 1.0 if not self.warmup_rounds else min(1.0, (self.current_epoch + 1) / self.warmup_rounds)
         return self.kl_weight * warm / self.num_examples
 
@@ -358,8 +352,7 @@ class LikelihoodModule(ScoredModule, BayesianModule):
         scaler: standardises targets of a Gaussian: a :class:`~lightning_fedbayes.FederatedScaler`, True for a new one,
             False for none. Outputs are in its units. Losses, predictions and scores in the units of the targets.
 
-    Raises:
-        FedBayesError: an argument has the wrong type.
+    Raises FedBayesError: an argument has the wrong type.
     """
 
     def __init__(

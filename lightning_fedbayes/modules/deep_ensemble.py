@@ -50,9 +50,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
         scaler: see :class:`HybridBayesianRegressor`. Outputs of the networks are in its units.
         learning_rate, optimizer: see :class:`BayesianModule`.
 
-    Raises:
-        FedBayesError: no network, two with equal initial parameters, or outputs that are not two per target.
-
+    Raises FedBayesError: no network, two with equal initial parameters, or outputs that are not two per target.
     Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; [FedAG], §4.3.
 
     >>> model = DeepEnsembleRegressor([nn.Linear(3, 2) for _ in range(5)])
@@ -80,11 +78,9 @@ class DeepEnsembleRegressor(LikelihoodModule):
             twins = [other for other, each in enumerate(pairs) if each and all(torch.equal(a, b) for a, b in each)]
             if twins:
                 what = f"networks {twins[0]} and {number} have equal parameters, and would learn the same"
-                remedy = "build each one, as in [mlp(3, 2) for _ in range(5)]"
-                raise FedBayesError(f"{what}: {remedy}")
-        super().__init__(
-            Ensemble(networks), Gaussian("output"), learning_rate=learning_rate, optimizer=optimizer, scaler=scaler
-        )
+                raise FedBayesError(f"{what}: build each one, as in [mlp(3, 2) for _ in range(5)]")
+        options: Any = {"learning_rate": learning_rate, "optimizer": optimizer, "scaler": scaler}
+        super().__init__(Ensemble(networks), Gaussian("output"), **options)
         self.save_hyperparameters(ignore=["networks", "optimizer", "scaler"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,8 +98,7 @@ class DeepEnsembleRegressor(LikelihoodModule):
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Return mean and decomposed variance of the mixture for inputs, or for (inputs, targets)."""
-        outputs = self.sample(self.inputs_of(batch))
-        means, variances = mean_and_variance(outputs.movedim(2, 1).flatten(0, 1))
+        means, variances = mean_and_variance(self.sample(self.inputs_of(batch)).movedim(2, 1).flatten(0, 1))
         return self._known().predict(torch.cat([means, variances.log()], -1))
 
 

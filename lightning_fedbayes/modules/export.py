@@ -110,6 +110,5 @@ def _load_means(module: nn.Module, means: Mapping[str, Tensor]) -> None:
         parameter = parameters[paths[name]]
         if parameter.shape != mean.shape:
             what = f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module"
-            remedy = "give the posterior of this module"
-            raise PosteriorError(f"{what}; {remedy}")
+            raise PosteriorError(f"{what}; give the posterior of this module")
         parameter.copy_(mean)

@@ -63,7 +63,6 @@ class HierarchicalFit:
         any, or None, has the population's :math:`N(\hat\beta, \mathrm{Cov}(\hat\beta) + S \Psi S^\top)`.
 
         Raises FedBayesError: ``client`` is no name of a client of the fit.
-
         Source: Laird and Ware (1982) §3.
         """
         columns, random = len(self.fixed), list(self.random)
@@ -122,16 +121,13 @@ class HierarchicalLinearRegression:
     It depends on the data only through each client's :class:`LinearStatistics` (Woodbury's identity): one message per
     client gives the result of the pooled data. For Ψ = 0 the model is ordinary least squares.
 
-    When to use it: clients with few examples each, such as schools or hospitals, that are alike but not the same. At
-    least two, better ten.
+    When to use it: clients with few examples, as schools or hospitals, alike but not the same: two, or better ten.
 
     Args:
         random: columns with coefficients that differ from client to client; (0,) is a random intercept if ``bias``.
         bias: column 0 of the statistics is the column of ones that :meth:`LinearStatistics.of` puts there.
 
-    Raises:
-        FedBayesError: ``random`` is empty, repeats a column or is not of columns.
-
+    Raises FedBayesError: ``random`` is empty, repeats a column or is not of columns.
     Source: Laird and Ware (1982); REML: Patterson and Thompson (1971).
 
     >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(1)
@@ -170,13 +166,10 @@ class HierarchicalLinearRegression:
         # outside of inference mode, where there are no gradients
         with torch.inference_mode(False), torch.enable_grad():
             sent = [clients[name] for name in names]
-            data = _Stacked(
-                torch.stack([client.gram.cpu() for client in sent]),
-                torch.stack([client.moment.cpu() for client in sent]),
-                torch.stack([client.square.cpu() for client in sent]).sum(),
-                sum(client.num_examples for client in sent),
-                list(self.random),
-            )
+            sums = ("gram", "moment", "square")
+            grams, moments, squares = (torch.stack([getattr(each, name).cpu() for each in sent]) for name in sums)
+            count = sum(client.num_examples for client in sent)
+            data = _Stacked(grams, moments, squares.sum(), count, list(self.random))
             self._check_identified(data)
             root = _maximise(data)
         log_likelihood, noise, fixed, factor = data.estimate(root)
@@ -232,8 +225,7 @@ class HierarchicalLinearRegression:
             raise FedBayesError(f"columns {listed(which)} are {how}: {remedy}")
         random = list(self.random)
         within = data.grams[:, random][:, :, random] / data.scale[random] / data.scale[random].unsqueeze(1)
-        coefficients = int(torch.linalg.matrix_rank(within, hermitian=True).sum())
-        needed = max(coefficients, len(gram))
+        needed = max(int(torch.linalg.matrix_rank(within, hermitian=True).sum()), len(gram))
         if data.num_examples <= needed:
             what = f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise"
             remedy = "give clients more examples, or take columns out of random"
@@ -276,9 +268,8 @@ class _Stacked:
         inner = torch.eye(len(root)).to(root) + root.T @ across[:, self.random]
         factor = torch.linalg.cholesky(inner)
         half = torch.linalg.solve_triangular(factor, across.mT, upper=False)
-        half_moment = torch.linalg.solve_triangular(
-            factor, (self.moments[:, self.random] @ root).unsqueeze(2), upper=False
-        )
+        moments = (self.moments[:, self.random] @ root).unsqueeze(2)
+        half_moment = torch.linalg.solve_triangular(factor, moments, upper=False)
         return (
             self.gram - (half.mT @ half).sum(0),
             self.moments.sum(0) - (half.mT @ half_moment).sum(0).squeeze(1),

@@ -19,8 +19,7 @@ from lightning_fedbayes.metrics.likelihoods import RegressionPrediction
 class LinearStatistics:
     r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
 
-    Statistics of parts of the data add up by ``+``, and ``-`` takes a part out again. Those of few examples can reveal
-    them.
+    Statistics of parts of the data add up by ``+``, and ``-`` takes a part out. Those of few examples can reveal them.
 
     Args:
         gram: :math:`X^\top X`, float64, shape (columns, columns).
@@ -218,7 +217,6 @@ class BayesianLinearRegression:
         Exact for clients of any size, if every client uses the same noise variance.
 
         Raises FedBayesError: no models, or models that differ in shape, prior or noise.
-
         Source: [FBDL] eq. (17), with full covariance.
         """
         errors.check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
@@ -226,9 +224,8 @@ class BayesianLinearRegression:
             raise FedBayesError("there are no models to conflate: give one per client")
         first = models[0]
         for number, model in enumerate(models):
-            errors.check_kind(
-                f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError
-            )
+            who = f"model {number}"
+            errors.check_kind(who, model, BayesianLinearRegression, "give fitted models", error=FedBayesError)
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
                     values = f"{getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model {number}"
@@ -236,9 +233,8 @@ class BayesianLinearRegression:
             if model.moment.shape != first.moment.shape:
                 shapes = f"(features + 1, targets) = {tuple(model.moment.shape)}, model 0 {tuple(first.moment.shape)}"
                 raise FedBayesError(f"model {number} has {shapes}: fit all clients to the same columns")
-        gram, moment, squares = (
-            torch.stack([getattr(model, name) for model in models]).sum(0) for name in ("gram", "moment", "squares")
-        )
+        names = ("gram", "moment", "squares")
+        gram, moment, squares = (torch.stack([getattr(model, name) for model in models]).sum(0) for name in names)
         return BayesianLinearRegression(gram, moment, squares, first.prior_std, first.noise)
 
     @property
@@ -267,8 +263,7 @@ class BayesianLinearRegression:
         else:
             return variance
         what = f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples"
-        remedy = f"{why}. Give the variance of the noise as a number, or more examples"
-        raise FedBayesError(f"{what}: {remedy}")
+        raise FedBayesError(f"{what}: {why}. Give the variance of the noise as a number, or more examples")
 
     def _determined(self, variance: float) -> float:
         r"""Return :math:`\gamma`, the number of weights that the data determine under this noise."""
@@ -317,9 +312,7 @@ class BayesianLinearRegression:
             generator: source of the draws. None: the global one.
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
-
         Raises FedBayesError: another number of features, or an estimate of the noise that fails.
-
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """
         check_numbers(inputs=inputs)

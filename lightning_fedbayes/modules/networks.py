@@ -93,7 +93,6 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     ``with_mc_dropout``, or fully variational by ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], ...)``.
 
     Shapes: (batch, channels, height, width), any size → (batch, classes).
-
     Source: He et al. 2016, *Deep Residual Learning for Image Recognition*, §4.2 with n = 3; He et al. 2015, eq. (10).
 
     >>> sum(parameter.numel() for parameter in resnet20().parameters())

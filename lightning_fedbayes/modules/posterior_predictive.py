@@ -59,9 +59,7 @@ class PosteriorPredictive(ScoredModule):
             "targets". An object goes to ``forward`` as it is, a mapping as keywords if they fit its signature, or else
             as one argument. A method ``unpack`` of ``module`` does the same.
 
-    Raises:
-        FedBayesError: an argument is out of range, or the posterior is of another network.
-
+    Raises FedBayesError: an argument is out of range, or the posterior is of another network.
     Source of the linearised predictive: Immer, Korzepa and Bauer 2021.
 
     >>> network = nn.Linear(4, 3)
@@ -88,8 +86,7 @@ class PosteriorPredictive(ScoredModule):
             check_choice("predictive", predictive, ("draws", "linearised"), error=FedBayesError)
         check_unpack(unpack)
         self.network = module
-        self.posterior = posterior
-        self.samples = samples
+        self.posterior, self.samples = posterior, samples
         self.likelihood = None if likelihood is None else likelihoods.get_likelihood(likelihood)
         self.predictive = predictive
         self._unpack = unpack
@@ -106,8 +103,7 @@ class PosteriorPredictive(ScoredModule):
         for name, mean in posterior.mean.items():
             if name not in paths or shapes[paths[name]] != mean.shape:
                 what = f"the posterior has '{name}' of shape {tuple(mean.shape)}, and the module has no such parameter"
-                remedy = "give the module that was trained, not a part of it or another one"
-                raise FedBayesError(f"{what}: {remedy}")
+                raise FedBayesError(f"{what}: give the module that was trained, not a part of it or another one")
 
     def forward(self, inputs: Any) -> Tensor:
         """Return the network's output at its present parameters."""
@@ -179,8 +175,7 @@ class PosteriorPredictive(ScoredModule):
             self.likelihood = found = likelihoods.likelihood_of(self.network, outputs, targets)
         if found is None and (outputs.ndim < 2 or outputs.shape[1] < 2):
             what = f"{type(self.network).__name__} has one output per example, a logit or a number"
-            remedy = "give likelihood='bernoulli' or likelihood=fb.Gaussian(noise=...)"
-            raise FedBayesError(f"{what}: {remedy}")
+            raise FedBayesError(f"{what}: give likelihood='bernoulli' or likelihood=fb.Gaussian(noise=...)")
         return found or likelihoods.Categorical()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
@@ -248,19 +243,15 @@ def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> Gauss
             continue
         names = [name for name, _ in module.named_parameters()]
         numbers = [number for group in groups for number in group["params"]]
-        values = checkpoint["state_dict"]
-        mean = {name: values[name] for name in names}
+        mean = {name: checkpoint["state_dict"][name] for name in names}
         shapes = [states[n]["momentum"].shape if n in states else mean[name].shape for n, name in zip(numbers, names)]
         if len(names) != len(numbers) or shapes != [each.shape for each in mean.values()]:
             what = "the checkpoint's IVON does not train all parameters of this module in their order"
-            remedy = "give posterior=optimizer.posterior(module) in place of a checkpoint"
-            raise FedBayesError(f"{what}: {remedy}")
-        variance = {
-            name: states[n]["precision"].reciprocal().to(mean[name])
-            if "precision" in states.get(n, {})
-            else torch.zeros_like(mean[name])
-            for n, name in zip(numbers, names)
-        }
+            raise FedBayesError(f"{what}: give posterior=optimizer.posterior(module) in place of a checkpoint")
+        variance = {name: torch.zeros_like(value) for name, value in mean.items()}
+        for n, name in zip(numbers, names):
+            if "precision" in states.get(n, {}):
+                variance[name] = states[n]["precision"].reciprocal().to(mean[name])
         return GaussianPosterior(mean, variance)
     why = "it is neither of a federation (FederatedBayes) nor of training with fb.IVON"
     raise FedBayesError(f"the checkpoint holds no posterior: {why}")

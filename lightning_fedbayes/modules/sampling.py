@@ -243,8 +243,7 @@ def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
     if type(layer) is nn.Linear:
         return prefix, layer
     what = f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}"
-    remedy = "the variance of any other network has no closed form; use 'omc' or 'bootstrap'"
-    raise FedBayesError(f"{what}: {remedy}")
+    raise FedBayesError(f"{what}: the variance of any other network has no closed form; use 'omc' or 'bootstrap'")
 
 
 def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure,
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.methods.method import PREFIX
-from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits, changed
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, REMEDY, Guard, Limits, changed
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
     BufferAverage,
@@ -156,20 +156,16 @@ class Aggregation:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
-        self.rule = rule
-        self.guard = guard
+        self.rule, self.guard = rule, guard
         self._adds = adds
         self.state = rule.init() if state is None else state
-        self.weighting = weighting
-        self.previous = previous
-        self.collective = collective
+        self.weighting, self.previous, self.collective = weighting, previous, collective
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
         self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
         self._clips = guard is not None and not rule.resists
         points = previous.is_point_mass if guard is None else guard.is_deterministic
         self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
-        waiting = 2 * FEWEST * previous.num_parameters
-        self._is_small = waiting <= MOST_AT_ONCE and not self._by_pieces
+        self._is_small = 2 * FEWEST * previous.num_parameters <= MOST_AT_ONCE and not self._by_pieces
         self._group = max(2 * FEWEST, MOST_MEASURED // max(1, previous.num_parameters)) if self._is_small else FEWEST
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
@@ -223,11 +219,7 @@ class Aggregation:
             self._buffers.before = dict(update.buffers)
 
     def _judge(self) -> None:
-        """Measure the clients that came since the last call, and add those that need no longer wait.
-
-        The limits are set at 7 clients of this process (small networks: 14 or more), and again at 14, 28, … A client
-        that passes is then at most ``max_influence`` times as large as an honest one, if less than half so far are bad.
-        """
+        """Measure clients that came since the last call, and add those within limits, set at 7 clients, 14, 28, …"""
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
@@ -236,10 +228,8 @@ class Aggregation:
             if bool(absurd.any()):
                 for update, is_absurd in zip(recent, absurd.tolist(), strict=True):
                     if is_absurd:
-                        self._refused[update.client] = (
-                            f"client {update.client}: it moves the means by more than a factor of {MOST_MOVE:g}: check "
-                            "its training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
-                        )
+                        why = f"it moves the means by more than a factor of {MOST_MOVE:g}: check its {REMEDY}"
+                        self._refused[update.client] = f"client {update.client}: {why}"
                         self._weights.pop(update.client, None)
                 recent = [update for update in recent if update.client not in self._refused]
                 self._held = [update for update in self._held if update.client not in self._refused]
@@ -308,9 +298,9 @@ class Aggregation:
             everyone = self.collective.all_gather(self.admitted())
         weights = dict(sorted(self._weights_of(everyone).items()))
         outlying = self._add_held(weights, everyone)
-        total = sum(weights.values()) if several else self._accumulator.total
-        self._accumulator.check_not_empty(total)
         of_all = sum(weights.values())
+        total = of_all if several else self._accumulator.total
+        self._accumulator.check_not_empty(total)
         shares = {client: weight / of_all for client, weight in weights.items()}
         state = self.state
         if isinstance(self.rule, SumRule) and not several:
@@ -418,11 +408,8 @@ class Aggregation:
         return dict(zip(clients, values, strict=True))
 
     def _add_to_sums(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
-        """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
-
-        A large network with variances is summed up client by client, so that one flat vector is held at a time.
-        """
-        if not self._by_pieces and not self._is_small and len(clients) > 1:
+        """Add clients to all running sums: of each its update, its posterior as the guard left it, its weight."""
+        if not self._by_pieces and not self._is_small and len(clients) > 1:  # hold one large flat vector at a time
             for each in clients:
                 self._add_to_sums([each])
             return

@@ -71,6 +71,8 @@ DECAY = 0.9
 """Factor by which sizes of earlier rounds fade in every round, where there are few clients."""
 MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
+REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
+"""End of messages about updates that are refused."""
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
 
@@ -114,10 +116,8 @@ class Guard:
         is_alone: bool = False,
         part: float = 1.0,
     ) -> None:
-        self.previous = previous
-        self.part = part
-        self.probabilistic = probabilistic
-        self.max_influence = max_influence
+        self.previous, self.probabilistic = previous, probabilistic
+        self.max_influence, self.part = max_influence, part
         self.counted: dict[int, dict[str, Tensor]] = {}
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
@@ -145,16 +145,13 @@ class Guard:
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.
 
-        Such are one where the network has none, a 0 where it has one, and a change by a factor beyond
-        :data:`MOST_CHANGE`.
+        Such are one where the network has none, a 0 where it has one, and a change by more than :data:`MOST_CHANGE`.
         """
         for name in self._deterministic if not posterior.is_point_mass else ():
             value = posterior.variance[name]
             if not is_zero(value) and bool(value.any()):
-                raise FusionError(
-                    f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
-                    "the global model; all clients must train the same network"
-                )
+                what = f"'{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in the"
+                raise FusionError(f"{who}: {what} global model; all clients must train the same network")
         if self.is_deterministic:
             return
         _, variance = posterior.flatten()
@@ -166,11 +163,9 @@ class Guard:
         for name, change, sent, before in parts:
             far = (change * MOST_CHANGE < 1) | (change > MOST_CHANGE)
             if bool(far.any()):
-                raise FusionError(
-                    f"{who}: a variance of '{name}' is {float(sent[far][0]):.3g}, where the global posterior has "
-                    f"{float(before[far][0]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
-                    "client's training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
-                )
+                was = f"{float(sent[far][0]):.3g}, where the global posterior has {float(before[far][0]):.3g}"
+                most = f"it may change by a factor of {MOST_CHANGE:g} in a round. Check the client's {REMEDY}"
+                raise FusionError(f"{who}: a variance of '{name}' is {was}; {most}")
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         """Return :meth:`sizes` of ``updates``. ``by_pieces`` without copying any client of a deterministic network."""
@@ -228,8 +223,7 @@ class Guard:
         Lengths of a tensor of n entries may be :math:`1 + 2 / \sqrt n` times as large, since short vectors scatter. A
         tensor that most clients do not move may move as far per entry as the whole network. Of fewer than
         :data:`FEWEST` clients only each tensor's lengths are bounded: by :data:`FEW` times ``max_influence`` times the
-        second longest whole update of at least three, or what was usual before, if that is more. ``sizes`` have shape
-        (clients, 4, tensors).
+        second longest whole update of three or more, or the usual one, if longer. Sizes: (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
@@ -275,9 +269,8 @@ class Guard:
         lengths = self._numels.to(mean.device, torch.int64)
         if bool((sizes[2:] > limits[2:]).any()):
             ratio = self._ratio(variance)
-            bounded = torch.minimum(
-                torch.maximum(ratio, (1 / limits[2]).repeat_interleave(lengths)), limits[3].repeat_interleave(lengths)
-            )
+            least, most = (each.repeat_interleave(lengths) for each in (1 / limits[2], limits[3]))
+            bounded = torch.minimum(torch.maximum(ratio, least), most)
             variance = torch.where(bounded == ratio, variance, self._variance * bounded)
             sizes = self.sizes([(mean, variance)])[0].to(mean.device)
         kept = torch.where(sizes > limits, limits / sizes, 1.0)[:2].amin(0).repeat_interleave(lengths)

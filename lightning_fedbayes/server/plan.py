@@ -216,12 +216,9 @@ def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching
     """Raise FederationError for a client that would never have a batch."""
     idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]
     if idle and batching.limit != 1.0:
-        raise FederationError(
-            f"limit_train_batches={batching.limit} leaves no batch to the clients {listed(idle)} (their numbers of "
-            "examples in brackets); give a number of batches of each client, or a larger share"
-        )
+        what = f"limit_train_batches={batching.limit} leaves no batch to the clients {listed(idle)}"
+        remedy = "give a number of batches of each client, or a larger share"
+        raise FederationError(f"{what} (their numbers of examples in brackets); {remedy}")
     if idle:
-        raise FederationError(
-            f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True: "
-            f"{listed(idle)}; they would never train. Use drop_last=False or a smaller batch"
-        )
+        what = f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True"
+        raise FederationError(f"{what}: {listed(idle)}; they would never train. Use drop_last=False or a smaller batch")

@@ -259,17 +259,11 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
     most = max((client for each in starts for client in each), default=0)
     if clients is not None and most >= clients:
         raise FederationError(f"replay= has a client {most}, but there are {clients} clients, from 0")
-    return [
-        Turn(
-            tuple(sorted(begin)),
-            tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived)),
-            frozenset(),
-            (),
-            float(number),
-            fusion.clients,
-        )
-        for number, (begin, fusion) in enumerate(zip(starts, fusions))
-    ]
+    turns = []
+    for number, (begin, fusion) in enumerate(zip(starts, fusions)):
+        arrivals = tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived))
+        turns.append(Turn(tuple(sorted(begin)), arrivals, frozenset(), (), float(number), fusion.clients))
+    return turns
 
 
 class Timeline:
@@ -304,9 +298,7 @@ class Timeline:
         self.concurrency = min(together, most or together)
         self.buffer = min(buffer, self.concurrency)
         self._first = max(self.buffer, first) if first <= self.concurrency else self.buffer
-        self._mean = sum(sizes) / clients
-        self._sizes = sizes
-        self._seed = seed
+        self._sizes, self._mean, self._seed = sizes, sum(sizes) / clients, seed
         self._begin()
 
     def _begin(self) -> None:
@@ -333,11 +325,9 @@ class Timeline:
             if not self._under_way or self._under_way[0].time > self._time:  # those that come at once are heard at once
                 starts |= self._fill(round, heard | refused)
             if not self._under_way or math.isinf(self._under_way[0].time):
-                raise FederationError(
-                    f"after {round} rounds of schedule= no message is under way any more, and no client can start: "
-                    f"{len(self._busy)} clients never come back. Give max_staleness=, a larger concurrency, or fewer "
-                    "rounds"
-                )
+                what = f"after {round} rounds of schedule= no message is under way any more, and no client can start"
+                remedy = "Give max_staleness=, a larger concurrency, or fewer rounds"
+                raise FederationError(f"{what}: {len(self._busy)} clients never come back. {remedy}")
             arrival = heapq.heappop(self._under_way)
             self._time = max(self._time, arrival.time)
             self._busy.pop(arrival.client)

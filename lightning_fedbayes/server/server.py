@@ -147,11 +147,8 @@ class Server:
         self.versions = None if late is None else Versions(self.method, late, posterior)
         self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
         self.rules = candidates(self.method.rule)
-        self.weighting = weighting
-        self.safeguards = safeguards
-        self.collective = collective
-        self.rounds = 0
-        self.failed_rounds = 0
+        self.weighting, self.safeguards, self.collective = weighting, safeguards, collective
+        self.rounds, self.failed_rounds = 0, 0
         self.history: list[dict[str, float]] = []
         self.accepted: dict[int, int] = {}
         self.sites: dict[int, Mapping[str, Tensor]] = {}
@@ -266,8 +263,7 @@ class Server:
 
         Processes that share the clients exchange the outcomes of their clients here, with a ``note`` to the others,
         then what the fusion needs. An ``AutoFusion`` needs the ``score``: the loss of a candidate on held-out data.
-        Raise FederationError if as many rounds in a row as ``safeguards`` allow have failed. The state is the one after
-        the round.
+        Raise FederationError, in the state after the round, if as many in a row as ``safeguards`` allow have failed.
         """
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
@@ -363,26 +359,21 @@ class Server:
         posterior, tensors = self.method.fuse(self._shared, aggregate.posterior, averages, heard)
         if posterior is not aggregate.posterior:
             check_finite(posterior, "the fused posterior")
-        figures = {
-            **aggregate.metrics,
-            **mean_variance(posterior),
-            **self.method.figures(self._shared, posterior, tensors),
-        }
+        figures = {**aggregate.metrics, **mean_variance(posterior)}
+        figures |= self.method.figures(self._shared, posterior, tensors)
         return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors), metrics=figures)
 
     def _figures(
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
         told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
-        total, examples, megabytes, spent = 0.0, 0, 0.0, []
+        total, examples = 0.0, 0
         for outcome in valid:
-            megabytes += outcome.num_bytes
             if math.isfinite(outcome.metrics.get("train_loss", math.nan)):
                 total += outcome.metrics["train_loss"] * outcome.num_examples
                 examples += outcome.num_examples
-        for outcome in outcomes:
-            if "privacy/epsilon" in outcome.metrics:  # over Flower, where each client keeps its account
-                spent.append(outcome.metrics["privacy/epsilon"])
+        # over Flower, where each client keeps its account
+        spent = [each.metrics["privacy/epsilon"] for each in outcomes if "privacy/epsilon" in each.metrics]
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(outcomes) - len(valid)),
@@ -390,7 +381,7 @@ class Server:
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
             "megabytes_down": (self.posterior.num_bytes + bytes_of(told)) * len(outcomes) / 1e6,
-            "megabytes_up": megabytes / 1e6,
+            "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
         if self.collective.size > 1:
             figures["megabytes_between_processes"] = (self.collective.bytes_sent - self._bytes_before) / 1e6
@@ -406,11 +397,9 @@ class Server:
         cause = refusal or (failed[0] if failed else FusionError("no client has sent an update"))
         too_few = f"had fewer than min_clients={self.safeguards.min_clients} valid updates"
         rounds = f"{self.failed_rounds} round{'s' if self.failed_rounds > 1 else ''} in a row"
-        error = FederationError(
-            f"{rounds} {'could not be fused' if refusal else too_few}; the global posterior of the last good "
-            "round is kept. "
-            f"{'The rule says' if refusal else 'The first failure of this round was'} {type(cause).__name__}: {cause}"
-        )
+        what = f"{rounds} {'could not be fused' if refusal else too_few}; the global posterior of the last good round"
+        said = "The rule says" if refusal else "The first failure of this round was"
+        error = FederationError(f"{what} is kept. {said} {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error
 

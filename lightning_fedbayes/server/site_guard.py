@@ -1,7 +1,6 @@
 r"""Guard of a round of sites: no client's site is much larger than the others', and none moves the means much more.
 
-With the global posterior :math:`N(m, 1/\Lambda)`, the sizes of a client's message are, for every tensor and for all
-together,
+With the global posterior :math:`N(m, 1/\Lambda)`, the sizes of a message are, for every tensor and for all together,
 
 * move :math:`\|(\theta_k - m) \Lambda^{1/2}\|`, in standard deviations;
 * gradient :math:`\|g_k \Lambda^{-1/2}\|` and precision :math:`\|\Lambda_k / \Lambda\|_1` of its whole site.
@@ -150,8 +149,7 @@ class SiteGuard(Guard):
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples.
 
-        Few clients are compared with earlier rounds of more, or without rounds with others' last sizes, if there are
-        any.
+        Few clients are compared with earlier rounds of more, or without rounds with others' last sizes, if any.
         """
         examples = sizes[:, 3, 0].tolist()
         self._examples |= dict(zip(clients, examples))
@@ -168,17 +166,14 @@ class SiteGuard(Guard):
         bounds = torch.where(limits > 0, self.max_influence * limits, torch.inf)
         if self.is_alone:
             bounds = torch.full_like(bounds, torch.inf)
-        return SiteLimits(
-            torch.cat([bounds, torch.full_like(bounds[:2], torch.inf)]),
-            statistics.median(examples),
-            self._examples,
-            lambda client: not self.is_alone and self._opposes(client, usual_agreement),
-        )
 
-    def _opposes(self, client: int, usual: Sequence[float]) -> bool:
-        """Return whether a client has gone another way than the others, in the rounds so far."""
-        agreed, expected, spread, _ = self._sums(client, usual)
-        return FEW * self.max_influence * agreed < expected and expected - agreed > self.max_influence * spread
+        def opposes(client: int) -> bool:  # it has gone another way than the others, in the rounds so far
+            agreed, expected, spread, _ = self._sums(client, usual_agreement)
+            return FEW * self.max_influence * agreed < expected and expected - agreed > self.max_influence * spread
+
+        bounds = torch.cat([bounds, torch.full_like(bounds[:2], torch.inf)])
+        against = (lambda client: False) if self.is_alone else opposes
+        return SiteLimits(bounds, statistics.median(examples), self._examples, against)
 
     def _sums(self, client: int, usual: Sequence[float]) -> list[float]:
         r"""Return :math:`\sum d a_k, \sum d m, \sum |d| s` of a client, with this round of :func:`_agreement`."""
@@ -228,17 +223,12 @@ class SiteGuard(Guard):
         move = move / whole if whole else move
         numels = self._numels.long()[torch.tensor(self._is_own, dtype=torch.bool)]
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
-        wanted = {
-            **site,
-            "gradient": site["gradient"] * gradient,
-            "precision": site["precision"].clamp_min(0) * precision,
-        }
+        wanted = {**site, "gradient": site["gradient"] * gradient}
+        wanted["precision"] = site["precision"].clamp_min(0) * precision
         if not whole:
-            wanted |= {"examples": torch.zeros_like(site["examples"])}
-            wanted |= {
-                name: MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
-                for name in ("gradient", "precision")
-            }
+            wanted["examples"] = torch.zeros_like(site["examples"])
+            for name in ("gradient", "precision"):
+                wanted[name] = MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
         changes, counted = {}, {}
         for name, new in wanted.items():
             start = old[name].to(device) if name in old else torch.zeros_like(new)

@@ -24,8 +24,7 @@ class Versions:
 
     def __init__(self, method: Method, late: Late, posterior: GaussianPosterior) -> None:
         method.check_late(posterior)
-        self.method = method
-        self.late = late
+        self.method, self.late = method, late
         self.begun: dict[int, Shared] = {}
 
     def taken(
@@ -56,15 +55,11 @@ class Versions:
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return the rounds."""
-        return {
-            round: {
-                "posterior": each.posterior.state_dict(),
-                "tensors": dict(each.tensors),
-                "share": each.share,
-                "is_new": each.is_new,
-            }
-            for round, each in self.begun.items()
-        }
+        state = dict[int, dict[str, Any]]()
+        for round, each in self.begun.items():
+            state[round] = {"posterior": each.posterior.state_dict(), "tensors": dict(each.tensors)}
+            state[round] |= {"share": each.share, "is_new": each.is_new}
+        return state
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
         """Restore what :meth:`state_dict` gave."""

@@ -144,10 +144,8 @@ class KnownOverlap:
             raise FusionError(f"KnownOverlap: {why}")
         most = torch.minimum(sizes[:, None], sizes)
         if not bool((counts == counts.T).all()) or not bool(((counts >= 0) & (counts <= most)).all()):
-            raise FusionError(
-                "KnownOverlap: shared[j][k] and shared[k][j] have to be equal, at least 0, and at most the sizes of j "
-                "and k, shared[j][j] and shared[k][k]"
-            )
+            limit = "at least 0, and at most the sizes of j and k, shared[j][j] and shared[k][k]"
+            raise FusionError(f"KnownOverlap: shared[j][k] and shared[k][j] have to be equal, {limit}")
         self.shared = counts
 
     def __call__(self, facts: Sequence[ClientFacts]) -> Tensor:
@@ -167,12 +165,7 @@ class KnownOverlap:
         return weights
 
 
-PER_CLIENT: dict[str, ClientWeight] = {
-    "equal": equal,
-    "train_size": train_size,
-    "distance": distance,
-    "distance_l2": distance_l2,
-}
+PER_CLIENT: dict[str, ClientWeight] = {each.__name__: each for each in (equal, train_size, distance, distance_l2)}
 """Weightings that look at one client at a time, so that posteriors stream."""
 
 PER_COHORT: dict[str, CohortWeights] = {"max_discrepancy": max_discrepancy, "max_discrepancy_l2": max_discrepancy_l2}
@@ -226,9 +219,8 @@ def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPoste
     if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
         return
     if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
-        raise FusionError(
-            f"weighting '{weighting}' compares probabilistic parameters and this network has none; use '{weighting}_l2'"
-        )
+        what = f"weighting '{weighting}' compares probabilistic parameters and this network has none"
+        raise FusionError(f"{what}; use '{weighting}_l2'")
 
 
 def effective_clients(weights: Sequence[float]) -> float:
@@ -270,10 +262,8 @@ class BufferAverage:
                     continue
             wrong.append(name)
         if wrong:
-            raise FusionError(
-                f"{who}: buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes "
-                "differ); all clients must train the same network"
-            )
+            what = f"buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes differ)"
+            raise FusionError(f"{who}: {what}; all clients must train the same network")
         for name, value in buffers.items():
             known = torch.isfinite(like[name]) if self.before is not None else torch.tensor(True)
             if bool((~torch.isfinite(value) & known.to(value.device)).any()):

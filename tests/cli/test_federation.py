@@ -56,9 +56,8 @@ def contains(whole, part):
 def test_the_file_makes_the_federation_that_python_would():
     made = FederationCLI(["--config", str(CONFIGS / "untrusted.yaml"), *QUICK, "--seed_everything=5"], run=False)
     federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
-    by_hand = fb.FederatedBayes(
-        fb.IIDPartition(10), fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"), seed=5
-    )
+    rule = Reliability("ivar_vb", then="reverse_kl_barycenter")
+    by_hand = fb.FederatedBayes(fb.IIDPartition(10), fusion=rule, seed=5)
     assert federation.described() == by_hand.described()
     assert isinstance(made.model, fb.HybridBayesianClassifier)
     assert [layer.out_features for layer in made.model.network if hasattr(layer, "out_features")] == [50, 10]

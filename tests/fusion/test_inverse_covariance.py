@@ -57,9 +57,8 @@ def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
         total += torch.distributions.MultivariateNormal(mean, covariance).entropy()
     for j in range(5):
         q = torch.distributions.MultivariateNormal(latent.features[j], latent.spread[j])
-        prior = torch.distributions.MultivariateNormal(
-            torch.zeros(2, dtype=torch.float64), latent.feature_variance * torch.eye(2, dtype=torch.float64)
-        )
+        covariance = latent.feature_variance * torch.eye(2, dtype=torch.float64)
+        prior = torch.distributions.MultivariateNormal(torch.zeros(2, dtype=torch.float64), covariance)
         total -= torch.distributions.kl_divergence(q, prior)
     torch.testing.assert_close(icov.free_energy(latent, x @ x.T / size, size) * size, total)
 

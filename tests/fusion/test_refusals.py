@@ -7,16 +7,21 @@ import torch
 
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import DistributedWeightConsolidation, FusionAccumulator, get_rule
+from lightning_fedbayes.fusion import (
+    AlphaBarycenter,
+    DistributedWeightConsolidation,
+    FusionAccumulator,
+    Reliability,
+    get_rule,
+)
+from tests.refusals import refusals
 
 from .strategies import KINDS, RULES, posterior
 
 
 def two_layers(head=(2, 3), mean=1.0, variance=0.5):
-    return GaussianPosterior(
-        {"body": torch.full((4,), mean), "head": torch.full(head, mean)},
-        {"body": torch.full((4,), variance), "head": torch.full(head, variance)},
-    )
+    parts = ({"body": torch.full((4,), each), "head": torch.full(head, each)} for each in (mean, variance))
+    return GaussianPosterior(*parts)
 
 
 GOOD = two_layers()
@@ -77,11 +82,6 @@ def test_names_and_shapes_that_differ(rule):
         fuse(rule, [GOOD, two_layers(head=(3, 2))], previous=PREVIOUS)
 
 
-def test_previous_of_another_network():
-    with pytest.raises(FusionError, match=r"'head' has shape \(3, 2\).*\(2, 3\) in client 0"):
-        fuse("dwc", [GOOD], previous=two_layers(head=(3, 2)))
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_says_if_it_needs_the_previous_posterior(rule):
     if not get_rule(rule).needs_previous:
@@ -137,12 +137,14 @@ def test_dwc_floor_replaces_what_is_not_positive_and_nothing_else():
     torch.testing.assert_close(floored.mean["head"][~low], torch.full((4,), 4.0 / precision))
 
 
-def test_dwc_of_a_deterministic_previous_and_probabilistic_clients():
-    with pytest.raises(FusionError, match="'w' at 1 of 1 entries"):
-        fuse("dwc", [posterior([1.0], [1.0])] * 2, previous=posterior([1.0], [0.0]))
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_floor_must_be_positive(value):
-    with pytest.raises(FusionError, match=r"min_precision=.*above 0.*None turns the floor off"):
-        DistributedWeightConsolidation(min_precision=value)
+OFF = "min_precision=.*above 0.*None turns the floor off"
+test_arguments_and_previous_posteriors_that_cannot_be = refusals(
+    FusionError,
+    (lambda: fuse("dwc", [GOOD], previous=two_layers(head=(3, 2))), r"'head' has shape \(3, 2\).*\(2, 3\) in client 0"),
+    (lambda: fuse("dwc", [posterior([1.0], [1.0])] * 2, previous=posterior([1.0], [0.0])), "'w' at 1 of 1 entries"),
+    *((lambda value=each: DistributedWeightConsolidation(min_precision=value), OFF) for each in (0.0, -1.0, math.nan)),
+    (lambda: AlphaBarycenter(math.nan), "alpha=nan"),
+    (lambda: Reliability("fedavg"), "infers no reliability of clients"),
+    (lambda: Reliability("ivar_vb", then="conflation"), "takes no weights"),
+    (lambda: Reliability("ivar_bv"), "ivar_vb"),
+)

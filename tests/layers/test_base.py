@@ -14,6 +14,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import kl
+from tests.refusals import refusals
 
 from .helpers import KINDS, draws, example, make
 
@@ -142,20 +143,16 @@ def test_a_training_step_compiles_to_one_graph(estimator, small, monkeypatch):
         torch.testing.assert_close(gradient, p.grad)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"prior_variance": 1.0, "prior_std": 1.0},
-        {"prior": layers.NormalPrior(), "prior_std": 1.0},
-        {"prior": layers.NormalPrior(), "prior_mean": 1.0},
-        {"prior_variance": 0.0},
-        {"prior_std": -1.0},
-        {"prior_std": math.inf},
-    ],
+test_contradictory_or_improper_priors_are_refused = refusals(
+    ConversionError,
+    ({"prior_variance": 1.0, "prior_std": 1.0}, "not both"),
+    ({"prior": layers.NormalPrior(), "prior_std": 1.0}, "prior= is a whole prior"),
+    ({"prior": layers.NormalPrior(), "prior_mean": 1.0}, "prior= is a whole prior"),
+    ({"prior_variance": 0.0}, "prior_variance=0.0"),
+    ({"prior_std": -1.0}, "prior_std=-1.0"),
+    ({"prior_std": math.inf}, "prior_std=inf"),
+    call=lambda arguments: layers.LinearReparameterization(2, 2, **arguments),
 )
-def test_contradictory_or_improper_priors_are_refused(arguments):
-    with pytest.raises(ConversionError, match="prior"):
-        layers.LinearReparameterization(2, 2, **arguments)
 
 
 BT = {

@@ -7,6 +7,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import ConversionError
+from tests.refusals import refusals
 
 from .helpers import covariance, draws
 
@@ -70,15 +71,13 @@ def test_buffers_stay_and_frozen_parameters_are_deterministic():
     assert posterior.variance["module.weight"].all()
 
 
-def test_nothing_to_sample_is_refused():
-    with pytest.raises(ConversionError, match="no trainable"):
-        layers.Reparameterized(nn.ReLU())
-    with pytest.raises(ConversionError, match="lazy"):
-        layers.Reparameterized(nn.LazyLinear(3))
-    with pytest.raises(ConversionError, match="posterior_std"):
-        layers.Reparameterized(nn.Linear(1, 1), posterior_std=-1.0)
-    with pytest.raises(ConversionError, match="Bayesian layer"):
-        layers.Reparameterized(nn.Sequential(layers.LinearReparameterization(1, 1)))
+test_nothing_to_sample_is_refused = refusals(
+    ConversionError,
+    (lambda: layers.Reparameterized(nn.ReLU()), "no trainable"),
+    (lambda: layers.Reparameterized(nn.LazyLinear(3)), "lazy"),
+    (lambda: layers.Reparameterized(nn.Linear(1, 1), posterior_std=-1.0), "posterior_std"),
+    (lambda: layers.Reparameterized(nn.Sequential(layers.LinearReparameterization(1, 1))), "Bayesian layer"),
+)
 
 
 def test_stacked_clients_have_their_own_parameters_and_noise():

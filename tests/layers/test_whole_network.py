@@ -120,9 +120,8 @@ def test_any_posterior_as_prior_is_the_gaussian_kl():
 def test_bayesian_torchs_own_kl_reads_the_mean_and_std_of_a_set_prior():
     layer = bt.LinearReparameterization(3, 2)
     read = layers.read_posterior(layer)
-    layers.set_prior(
-        layer, GaussianPosterior(read.mean, {n: torch.full_like(v, 4.0) for n, v in read.variance.items()})
-    )
+    wide = {n: torch.full_like(v, 4.0) for n, v in read.variance.items()}
+    layers.set_prior(layer, GaussianPosterior(read.mean, wide))
     assert layer.prior_weight_sigma.unique().tolist() == [2.0]
     own = sum(each.kl() / each.mean.numel() for each in layers.gaussian_parameters(layer).values())
     torch.testing.assert_close(layer.kl_loss(), own)  # a mean per tensor, but with the right prior

@@ -81,9 +81,8 @@ def run(schedule, turns):
     timeline, under_way = Timeline(schedule, [10] * 6, 0), {}
     for round in range(turns):
         turn = timeline.turn(round)
-        shared = server.begin(
-            fb.RoundPlan(round, tuple(sorted(each.client for each in turn.arrivals)), clients=6, turn=turn)
-        )
+        cohort = tuple(sorted(each.client for each in turn.arrivals))
+        shared = server.begin(fb.RoundPlan(round, cohort, clients=6, turn=turn))
         under_way |= {client: made.train(server.method, shared, client) for client in turn.starts}
         for each in turn.arrivals:
             report = under_way.pop(each.client)
@@ -115,9 +114,8 @@ def test_late_sites_end_at_the_posterior_of_all_that_were_heard(delays, missing,
     others = [client for client in range(6) if client not in missing]
     assert sorted(server.accepted) == others
     for client in others:
-        torch.testing.assert_close(
-            made.kept[client]["precision"], made.curvatures[client], rtol=1e-6 if not delays.slow else 0.3, atol=0
-        )
+        kept, curvature = made.kept[client]["precision"], made.curvatures[client]
+        torch.testing.assert_close(kept, curvature, rtol=1e-6 if not delays.slow else 0.3, atol=0)
     if not delays.slow:
         made.curvatures = made.curvatures * (6 / len(others))
         for found, true in zip(server.posterior.flatten(), made.pooled(clients=others).flatten()):

@@ -116,9 +116,8 @@ def test_the_generalised_cross_entropy_lies_between_the_cross_entropy_and_the_er
     probs = logits.softmax(1).gather(1, target[:, None])[:, 0]
     nll = nn.functional.cross_entropy(logits, target, reduction="none")
     for exponent in (0.3, 0.8, 1.0):
-        torch.testing.assert_close(
-            generalized_cross_entropy(logits, target, exponent), (1 - probs**exponent) / exponent
-        )
+        expected = (1 - probs**exponent) / exponent
+        torch.testing.assert_close(generalized_cross_entropy(logits, target, exponent), expected)
     assert torch.equal(generalized_cross_entropy(logits, target, 0.0), nll)
     torch.testing.assert_close(generalized_cross_entropy(logits, target, 1e-9), nll, rtol=1e-6, atol=1e-6)
 

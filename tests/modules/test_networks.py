@@ -65,9 +65,8 @@ def test_both_engines_train_the_same_resnet():
     results = []
     for engine in ("sequential", "vectorized"):
         torch.manual_seed(0)
-        module = HybridBayesianClassifier(
-            resnet20(classes=2), bayesian_last=0, optimizer=lambda p: torch.optim.SGD(p, 0.01)
-        )
+        options = {"bayesian_last": 0, "optimizer": lambda p: torch.optim.SGD(p, 0.01)}
+        module = HybridBayesianClassifier(resnet20(classes=2), **options)
         images = TensorDataset(torch.randn(8, 3, 8, 8), torch.arange(8) % 2)
         federate(module, fb.FederatedBayes(fb.IIDPartition(2), engine=engine), 1, loader(images, 4))
         results.append(module.network.state_dict())

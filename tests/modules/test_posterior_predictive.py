@@ -149,9 +149,8 @@ def kronecker(module, data=None):
 def test_a_linearised_regression_is_exact():
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     posterior = posterior_of(module)
-    found = fb.PosteriorPredictive(
-        module, posterior, likelihood=fb.Gaussian(0.5), predictive="linearised"
-    ).predict_step(x)
+    options = {"likelihood": fb.Gaussian(0.5), "predictive": "linearised"}
+    found = fb.PosteriorPredictive(module, posterior, **options).predict_step(x)
     assert torch.allclose(found.mean, module(x), atol=1e-6)
     assert torch.allclose(found.epistemic, 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2), rtol=1e-5)
     assert torch.allclose(found.variance, found.epistemic + 0.25)
@@ -214,9 +213,8 @@ def test_what_comes_from_laplace_is_linearised_and_nothing_else():
 def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engine, tmp_path):
     if isinstance(source, fb.SWAG) and fusion == "sites":
         pytest.skip("a SWAG has no prior")
-    federation = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"]
-    )
+    options = {"fusion": fusion, "posterior": source, "engine": engine, "keep": ["posterior"]}
+    federation = fb.FederatedBayes(fb.IIDPartition(3), **options)
     module = Plain()
     made = federate(module, federation, 2, loader())
     is_linearised = isinstance(source, fb.Laplace)

@@ -279,7 +279,6 @@ def test_clients_measure_the_noise_before_they_fit_their_own_examples(engine, ro
 def test_a_client_that_is_alone_measures_its_noise_in_every_round():
     x, y = torch.randn(40, 2), torch.randn(40, 1)
     model = Fixed(zero(), bayesian_last=0, noise_std=20.0, scaler=False)
-    trainer(4, [fb.FederatedBayes(fb.IIDPartition(1), engine="sequential")]).fit(
-        model, DataLoader(TensorDataset(x, y), 40)
-    )
+    federation = fb.FederatedBayes(fb.IIDPartition(1), engine="sequential")
+    trainer(4, [federation]).fit(model, DataLoader(TensorDataset(x, y), 40))
     assert float(model.pooled_variance) == pytest.approx(float(y.square().mean()), rel=0.01)

@@ -220,9 +220,8 @@ def test_privacy_refuses_by_name_with_a_remedy():
 def test_privacy_of_examples_refuses_too():
     def fit(**options):
         privacy = fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)
-        trainer(1, [fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg"), privacy]).fit(
-            regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True)
-        )
+        callbacks = [fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg"), privacy]
+        trainer(1, callbacks).fit(regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True))
 
     with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\)"):
         fit()

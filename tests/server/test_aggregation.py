@@ -21,9 +21,7 @@ RULES = [  # those that report no shares of their own
     if name != "first_client" and not isinstance(get_rule(name), ReliabilityRule | Preaggregation)
 ]
 SHAPES = {"body": (3,), "head": (2, 2)}
-PREVIOUS = GaussianPosterior(
-    {n: torch.zeros(s) for n, s in SHAPES.items()}, {n: torch.full(s, 50.0) for n, s in SHAPES.items()}
-)
+PREVIOUS = GaussianPosterior(*({n: torch.full(s, each) for n, s in SHAPES.items()} for each in (0.0, 50.0)))
 
 
 def update(client, num_examples=10, mean=None, buffers=None, **metrics):

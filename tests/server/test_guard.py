@@ -10,6 +10,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.server.guard import Guard
 from tests.federations import assert_close
 
 SHAPES = {"body": (40,), "head": (20,)}
@@ -110,6 +111,16 @@ def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
         assert length(unguarded, "body") < 0.1, "without the guard the bound above is broken"
 
 
+def test_every_variance_is_clipped_at_the_end_of_the_limits_that_it_exceeds():
+    """Sureness 4 and vagueness 5 allow a quarter to five times the global variance."""
+    body = 0.01 * torch.tensor([1e-3, 0.5, 1.0, 3.0, 1e3]).repeat(8)
+    update = ClientUpdate(0, 10, GaussianPosterior(ZEROS, {**ZEROS, "body": body}))
+    guard, limits = Guard(START, {"body"}, 2.0), torch.tensor([[1e9], [1e9], [4.0], [5.0]]).double().expand(4, 2)
+    _, variance = guard.clip(update, limits, guard.sizes_of([update])[0])
+    expected = 0.01 * torch.tensor([0.25, 0.5, 1.0, 3.0, 5.0], dtype=torch.float64).repeat(8)
+    torch.testing.assert_close(variance[:40], expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("count", [2, 6])
 @pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter"])
 def test_few_clients_are_bounded_by_the_rounds_before(rule, count):
@@ -152,10 +163,8 @@ def test_a_longer_update_is_clipped_to_twice_the_median_one(sent, length):
     """The closed form, of clients of some (size, examples)."""
     start = GaussianPosterior.point_mass({"w": torch.zeros(10_000, dtype=torch.float64)})
     step = torch.ones(10_000, dtype=torch.float64)
-    updates = [
-        ClientUpdate(k, examples, GaussianPosterior.point_mass({"w": step * size}))
-        for k, (size, examples) in enumerate(sent)
-    ]
+    points = [GaussianPosterior.point_mass({"w": step * size}) for size, _ in sent]
+    updates = [ClientUpdate(k, sent[k][1], point) for k, point in enumerate(points)]
     fused, _ = fuse("weighted_average", updates, start)
     torch.testing.assert_close(fused.mean["w"], step * length)
 

@@ -18,6 +18,7 @@ from lightning_fedbayes.server.weighting import (
     client_weights,
     effective_clients,
 )
+from tests.refusals import refusals
 
 NAMES = sorted([*PER_CLIENT, *PER_COHORT])
 
@@ -191,20 +192,15 @@ def test_clients_with_the_same_data_share_the_weight_of_one():
     assert client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 2)) == shares(0, 1)
 
 
-@pytest.mark.parametrize(
-    ("shared", "words"),
-    [
-        ("many", "give a square matrix"),
-        ([[1.0, 0.0]], "no square matrix"),
-        ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"),
-        ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
-        ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"),
-    ],
-    ids=str,
+test_what_is_no_overlap_is_refused = refusals(
+    FusionError,
+    ("many", "give a square matrix"),
+    ([[1.0, 0.0]], "no square matrix"),
+    ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"),
+    ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
+    ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"),
+    call=KnownOverlap,
 )
-def test_what_is_no_overlap_is_refused(shared, words):
-    with pytest.raises(FusionError, match=words):
-        KnownOverlap(shared)
 
 
 def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():

@@ -180,10 +180,9 @@ class CalibrationCallback(Reader):
     def _tell(self, what: str, names: list[str]) -> None:
         """Name the bounded clients. ``what`` they have sent."""
         if names:
-            rank_zero_info(
-                f"Calibration {self.label}: the {what} of client{'s' if len(names) > 1 else ''} {errors.listed(names)} "
-                f"stand out, and count for at most {self.max_influence:g} times those of the median client"
-            )
+            whose = f"the {what} of client{'s' if len(names) > 1 else ''} {errors.listed(names)} stand out"
+            most = f"count for at most {self.max_influence:g} times those of the median client"
+            rank_zero_info(f"Calibration {self.label}: {whose}, and {most}")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a likelihood without calibration, and messages that privacy keeps back, before anything runs."""

@@ -91,9 +91,7 @@ class FederatedConformal(CalibrationCallback):
         predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
             for yes or no (batch, 2, labels, \*positions), or lower and upper ends, shape (batch, \*, 2).
 
-    Raises:
-        FedBayesError: an argument is out of range.
-
+    Raises FedBayesError: an argument is out of range.
     Source: Vovk, Gammerman and Shafer (2005), also for the conditional (Mondrian) form; Lu et al. (2023), federated.
 
     >>> scores = {"north": torch.arange(10) / 20, "south": torch.arange(9) / 20}
@@ -137,8 +135,7 @@ class FederatedConformal(CalibrationCallback):
         self.takes_moments = kind == "interval"
         self.label = f"{kind}_{100 * level:g}"  # such as "lac_90"
         self.per_client = per_client
-        self.shrinkage = shrinkage
-        self.bins = bins
+        self.shrinkage, self.bins = shrinkage, bins
         self.epsilon = epsilon
         self.pooling: Pooling = pooling
         self.max_influence = max_influence
@@ -160,12 +157,10 @@ class FederatedConformal(CalibrationCallback):
         counts (:attr:`releases`), with new noise.
 
         Args:
-            clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
-                added its noise.
+            clients: name → scores of held-out examples, shape (examples,), or their sketch, with the client's noise.
             seed: of the noise.
 
-        Raises FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
-        grids.
+        Raises FedBayesError: no clients, one without an example, scores outside the grid, or sketches of unlike grids.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
@@ -233,11 +228,10 @@ class FederatedConformal(CalibrationCallback):
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
         scores = dict[str, Tensor]()
         for name, (first, *std, targets, counts) in found.items():
-            each = (
-                scoring.interval_scores(first, std[0], targets)
-                if self.kind == "interval"
-                else scoring.class_scores(mean_probs(first, temperature), targets, self.kind)
-            )
+            if self.kind == "interval":
+                each = scoring.interval_scores(first, std[0], targets)
+            else:
+                each = scoring.class_scores(mean_probs(first, temperature), targets, self.kind)
             scores[name] = scoring.by_example(each, counts, "amax") if self.per == "example" else each
         return scores
 
@@ -275,7 +269,6 @@ class FederatedConformal(CalibrationCallback):
             generator: of U, for "aps" with randomised scores.
 
         Returns: bool, of the shape of ``probs``.
-
         Raises FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
         """
         if self.kind == "interval":
@@ -295,7 +288,6 @@ class FederatedConformal(CalibrationCallback):
             client: name of the client with the threshold. None: the pooled one.
 
         Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
-
         Raises FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
         """
         if self.kind != "interval":
@@ -417,8 +409,7 @@ class FederatedConformal(CalibrationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""
-        names = ("threshold", "thresholds", "temperature", "releases")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("threshold", "thresholds", "temperature", "releases")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the thresholds. Releases stay counted. Raises FederationError for a foreign state."""

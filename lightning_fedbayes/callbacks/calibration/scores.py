@@ -54,9 +54,7 @@ def class_scores(
         generator: of U, for "aps". On the CPU.
 
     Returns: scores in [0, 1], shape (batch,), float64.
-
     Raises FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
-
     Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
 
     >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]))
@@ -119,9 +117,7 @@ def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
         targets: in the units of ``mean``, shape (batch,).
 
     Returns: scores of at least 0, shape (batch,), float64.
-
     Raises FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
-
     Source: Lei et al. (2018), §5.2.
 
     >>> interval_scores(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([2.0]))
@@ -152,8 +148,7 @@ class ScoreSketch:
         counts: number of scores in each cell, int64, shape (bins,), at most 2⁵³ in all.
         grid: "unit" or "half_line".
 
-    Raises:
-        FedBayesError: an argument is out of range or of another type.
+    Raises FedBayesError: an argument is out of range or of another type.
 
     >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
     >>> (a + b).counts
@@ -240,7 +235,6 @@ class ScoreSketch:
             seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise.
 
         Raises FedBayesError: ε is not above 0, or the seed no whole number.
-
         Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
 
         >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, seed=7).num_examples > 900
@@ -340,10 +334,9 @@ def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
         why = Categorical().unfit(draws[0], targets)
     if why:
-        raise FedBayesError(
-            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
-            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
-        )
+        both = f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and"
+        regressor = "A regressor has none: calibrate it by FederatedConformal(kind='interval')"
+        raise FedBayesError(f"{both} {tuple(logits.shape)}: {why}. {regressor}")
     if len(targets) == 0:
         raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
     finite = logits.isfinite()

@@ -82,7 +82,6 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
     Raises FedBayesError: logits that are not finite or not (batch, classes), no example, targets that are not classes
     of the logits, or a temperature that is not above 0.
-
     Source: Guo et al. (2017); derivatives in closed form, in double precision.
 
     >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).gradient
@@ -158,9 +157,8 @@ class TemperatureSearch:
     curvature is not positive it goes 1.5 downhill. A step to a larger gradient of the other sign is halved, and no step
     leaves the interval that the signs so far allow. If steps do not shrink after five exchanges, the next one goes to
     the limit of T, and back if that is too far. While a client is bounded, the difference of two gradients replaces the
-    curvature. The search ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below
-    1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges. For several draws it finds a local
-    minimum.
+    curvature. It ends when the remaining error, :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10
+    (1e-4 if a client is bounded), at a limit of T, or after ten exchanges. For several draws it finds a local minimum.
 
     When to use it: where your transport carries messages. :class:`FederatedTemperature` runs it in one process. ::
 
@@ -246,8 +244,7 @@ class TemperatureSearch:
     def _moved(self, at: float, step: float, done: bool) -> "TemperatureSearch":
         """Return the state after a step from log T = ``at``, within the limits."""
         to = min(max(at + step, -LIMIT), LIMIT)
-        end = done or self.exchanges >= MOST_EXCHANGES
-        return replace(self, temperature=math.exp(to), step=to - at, done=end)
+        return replace(self, temperature=math.exp(to), step=to - at, done=done or self.exchanges >= MOST_EXCHANGES)
 
 
 class FederatedTemperature(CalibrationCallback):
@@ -286,9 +283,7 @@ class FederatedTemperature(CalibrationCallback):
         temperature: T.
         exchanges: number of messages of each client that :meth:`fit` took.
 
-    Raises:
-        FedBayesError: ``temperature`` is not above 0, or ``max_influence`` is below 1.
-
+    Raises FedBayesError: ``temperature`` is not above 0, or ``max_influence`` is below 1.
     Source: Guo et al. (2017).
 
     >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
@@ -308,8 +303,7 @@ class FederatedTemperature(CalibrationCallback):
         if temperature is not None:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         scores.check_influence(max_influence)
-        self.max_influence = max_influence
-        self.temperature = temperature
+        self.max_influence, self.temperature = max_influence, temperature
         self.exchanges = 0
         self._scaled = ExitStack()
 

@@ -67,10 +67,8 @@ class Split:
 
     def __repr__(self) -> str:
         classes = f" of {len(self.classes)} classes" if self.classes else ""
-        return (
-            f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
-            f"{max(self.sizes):,} per client)"
-        )
+        sizes = f"{min(self.sizes):,} to {max(self.sizes):,} per client"
+        return f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {sizes})"
 
     def _repr_html_(self) -> str:
         head, *rows = self._table()
@@ -123,9 +121,8 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     if not is_class_label(labels):
         why = "counting needs one integer per example"
         raise PartitionError(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {why}")
-    errors.check_kind(
-        "indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError
-    )
+    remedy = "give a vector of indices for each client"
+    errors.check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
     if not indices:
         raise PartitionError("there are no indices to count: give a vector of them for each client")
     for client in indices:
@@ -268,8 +265,7 @@ def check_enough(clients: int, num_examples: int | None) -> int:
     errors.check_at_least("num_examples", num_examples, 0, error=PartitionError)
     if clients > num_examples:
         what = f"{clients} clients cannot share {num_examples} examples, since each needs at least one"
-        remedy = "use fewer clients or more data"
-        raise PartitionError(f"{what}; {remedy}")
+        raise PartitionError(f"{what}; use fewer clients or more data")
     return num_examples
 
 
@@ -330,8 +326,7 @@ class SizesPartition(Partition):
             raise PartitionError(f"sizes={shown(self.sizes)}: give integers (numbers of examples) or floats, fractions")
         if self.fractional and sum(self.sizes) > 1 + 1e-9:
             what = f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share"
-            remedy = "lower them, or pass integers for numbers of examples"
-            raise PartitionError(f"{what}; {remedy}")
+            raise PartitionError(f"{what}; lower them, or pass integers for numbers of examples")
 
     @property
     def clients(self) -> int:
@@ -351,6 +346,5 @@ class SizesPartition(Partition):
             ends = np.floor(ends * total + 0.5).astype(np.int64)
         if ends[-1] > total:
             what = f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples"
-            remedy = "lower the sizes, or pass fractions as floats"
-            raise PartitionError(f"{what}; {remedy}")
+            raise PartitionError(f"{what}; lower the sizes, or pass fractions as floats")
         return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

@@ -19,9 +19,8 @@ MAX_ALPHA = 1e12
 class ClassPartition(LabelPartition):
     """Give each client exactly m classes (quantity-based label imbalance).
 
-    The data are cut into K·m shards of a single class each, and each client gets m random shards of different classes.
-    Larger classes are cut into more shards, so that the largest shard is as small as possible. It deals every example
-    exactly once.
+    The data are cut into K·m shards of one class each, and each client gets m random ones of different classes. Larger
+    classes are cut into more, so that the largest shard is as small as possible. It deals every example exactly once.
 
     Use it for the hardest label skew. K·m must be at least the number of classes.
 
@@ -154,8 +153,7 @@ class DirichletPartition(LabelPartition):
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:
             what = f"min_examples {least} × {self.clients} clients is more than the {total} examples"
-            remedy = "lower min_examples or clients"
-            raise PartitionError(f"{what}; {remedy}")
+            raise PartitionError(f"{what}; lower min_examples or clients")
         classes, supply = np.unique(labels, return_counts=True)
         if self.per == "label":
             counts = self._counts_per_label(supply, least, generator)

@@ -54,13 +54,8 @@ class HeadSlopes:
         gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
         eye = torch.eye(classes).to(gram)
         curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
-        return cls(
-            gram.new_tensor(count * math.log(classes)),
-            gram[-1] / classes - sums.moment.T,
-            count * (eye - 1 / classes) / classes,
-            curvature,
-            count,
-        )
+        slope, spread = gram[-1] / classes - sums.moment.T, count * (eye - 1 / classes) / classes
+        return cls(gram.new_tensor(count * math.log(classes)), slope, spread, curvature, count)
 
     @classmethod
     def of(cls, logits: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> "HeadSlopes":
@@ -80,8 +75,7 @@ class HeadSlopes:
             return NotImplemented
         if self.curvature.shape != other.curvature.shape or self.slope.shape != other.slope.shape:
             what = f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up"
-            remedy = "give all clients the same fit"
-            raise FedBayesError(f"{what}: {remedy}")
+            raise FedBayesError(f"{what}: give all clients the same fit")
         return HeadSlopes(*(getattr(self, name) + value for name, value in vars(other).items()))
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -261,17 +255,11 @@ def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variation
 
 
 def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:
-    """Return 1 if the last step ``move`` has gone well, or the part of it to go instead.
-
-    That is the zero of the slope along the step, by the line through its values :math:`d_0` at the start and
-    :math:`d_1` at the end. ``before`` and ``loss`` are slope and loss at the start. Without a loss (of a variational
-    posterior, where losses belong to two covariances) its rise is :math:`(d_0 + d_1) / 2`, by the trapezoidal rule.
-    """
+    """Return 1 if the last step ``move`` from slope ``before`` went well, else the part of it to the slope's zero."""
     prior, start = fit.prior_precision, fit.weights - move
-    first, last = (
-        float(((slope + prior * at) * move).sum()) for slope, at in ((before, start), (found.slope, fit.weights))
-    )
-    rise = (first + last) / 2
+    ends = (before, start), (found.slope, fit.weights)
+    first, last = (float(((slope + prior * at) * move).sum()) for slope, at in ends)
+    rise = (first + last) / 2  # by the trapezoidal rule: losses of a variational posterior belong to two covariances
     if loss is not None:
         sizes = float(fit.weights.square().sum()) - float(start.square().sum())
         rise = float(found.loss) - loss + prior / 2 * sizes
@@ -287,9 +275,8 @@ def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]]
         precision = float(prior_std) ** -2
     else:
         pull = system.product(fit.weights) - fit.prior_precision * fit.weights - found.slope
-        precision = evident_precision(
-            *system.coordinates(pull), None if fit._last is None else fit.prior_precision, FACTOR
-        )
+        near = None if fit._last is None else fit.prior_precision
+        precision = evident_precision(*system.coordinates(pull), near, FACTOR)
     system = system.with_prior(precision)
     slope = found.slope + precision * fit.weights
     step = _two_loops(system, fit._memory, slope, precision)
@@ -310,12 +297,8 @@ def _stepped(fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]]
 def _two_loops(
     system: KroneckerSystem, memory: tuple[tuple[Tensor, Tensor], ...], slope: Tensor, precision: float
 ) -> Tensor:
-    """Return L-BFGS's :math:`H g` for the slope g with the prior's part, from the system as the first guess.
-
-    ``memory`` holds moves of the weights and changes of the loss's slope without the prior's part.
-
-    Source: Nocedal and Wright 2006, algorithm 7.4.
-    """
+    """Return L-BFGS's step for a slope, from the system as first guess: Nocedal and Wright 2006, algorithm 7.4."""
+    # memory holds moves of the weights and changes of the loss's slope without the prior's part
     pairs = [(s, y + precision * s) for s, y in memory]
     pairs = [(s, y, 1 / float((s * y).sum())) for s, y in pairs if float((s * y).sum()) > 0]
     lengths: list[float] = []
@@ -338,9 +321,8 @@ Terms = list[tuple[Tensor, Tensor]]
 
 def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> LinearStatistics:
     """Return the sums over a client's examples, once, and over all others', 1 - ``weight`` times."""
-    parts = {
-        name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in ("gram", "moment", "square")
-    }
+    names = ("gram", "moment", "square")
+    parts = {name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in names}
     return LinearStatistics(**parts, num_examples=round((1 - weight) * sums.num_examples + weight * own.num_examples))
 
 

@@ -70,9 +70,7 @@ class BayesianHead:
             as many exchanges, which tell clients only the weights, but less exact, and s too small for wide posteriors.
         exchanges: most exchanges of slopes.
 
-    Raises:
-        FedBayesError: an argument is out of range.
-
+    Raises FedBayesError: an argument is out of range.
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
     variational posterior; Kuss and Rasmussen 2005.
 
@@ -166,7 +164,6 @@ class BayesianHead:
             weight: w in [0, 1].
 
         Raises FedBayesError: the fit is not done, or values or shapes do not fit.
-
         Source: Ibrahim and Chen 2000, for the power prior.
         """
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
@@ -182,9 +179,8 @@ class BayesianHead:
         if self.likelihood != "softmax":
             sums = mixed_sums(fit.sums, own, weight)  # at the noise and the prior of the federation's
             return gaussian_fit(sums, fit.likelihood, fit.prior_precision, fit.noise)
-        return personal_softmax(
-            fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational"
-        )
+        is_variational = self.inference == "variational"
+        return personal_softmax(fit, own, lambda at: self.slopes(at, features, targets), weight, is_variational)
 
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
         """Return the fit of all clients' sums. A softmax is not done yet. Raise FedBayesError if all targets are 0."""

@@ -41,8 +41,7 @@ class HeadModule(PosteriorPredictive):
         features: their number.
         samples: draws of a prediction, at least 256.
 
-    Raises:
-        FedBayesError: an argument is out of range.
+    Raises FedBayesError: an argument is out of range.
     """
 
     federated_method: ClassVar[str] = "sums"
@@ -86,7 +85,8 @@ class HeadModule(PosteriorPredictive):
         self._before = before
         self.sums.requires_grad_(before is None)
         self.slopes.requires_grad_(before is not None)
-        _clear(self._exchanged)
+        for value in self._exchanged.values():
+            value.data.zero_()
 
     @property
     def _exchanged(self) -> nn.ParameterDict:
@@ -95,8 +95,8 @@ class HeadModule(PosteriorPredictive):
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return a loss with minus the batch's statistics as its gradient."""
         own = self._exchanged
-        if batch_idx == 0 and not self._has_clients:
-            _clear(own)
+        for value in own.values() if batch_idx == 0 and not self._has_clients else ():
+            value.data.zero_()
         with torch.no_grad():
             inputs, targets = unpacked(batch, self, needs_targets=True)
             features = self.features(inputs)
@@ -131,14 +131,9 @@ class HeadModule(PosteriorPredictive):
         if self._before is None:
             gram = (values["gram"] + values["gram"].T) / 2  # noise of privacy is of single entries
             smallest = torch.linalg.eigvalsh(gram)[0].clamp(max=0)
-            return self.head.fit(
-                LinearStatistics(
-                    gram - smallest * torch.eye(len(gram)).to(gram),
-                    values["moment"],
-                    values["square"].clamp_min(0),
-                    max(1, round(float(values["gram"][-1, -1]))),
-                )
-            )
+            count, square = max(1, round(float(values["gram"][-1, -1]))), values["square"].clamp_min(0)
+            gram = gram - smallest * torch.eye(len(gram)).to(gram)
+            return self.head.fit(LinearStatistics(gram, values["moment"], square, count))
         count = round(float(values.pop("num_examples")))
         return self.head.step(self._before, HeadSlopes(**values, num_examples=count)) if count else self._before
 
@@ -178,12 +173,6 @@ class HeadModule(PosteriorPredictive):
             self._begin(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
 
 
-def _clear(sums: nn.ParameterDict) -> None:
-    for value in sums.values():
-        value.data.zero_()
-
-
 def _zeros(**shapes: tuple[int, ...]) -> nn.ParameterDict:
-    return nn.ParameterDict(
-        {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
-    )
+    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return nn.ParameterDict({name: nn.Parameter(value) for name, value in zeros.items()})

@@ -190,19 +190,16 @@ class IVON(Optimizer):
             closure: evaluates the loss and its gradients, once for each draw. None: the step uses the gradients of all
                 :meth:`sampled` blocks since the last step.
 
-        Raises FederationError: there is neither a closure nor a gradient at a draw, or gradients were accumulated
-        before the draw.
+        Raises FederationError: there is neither a closure nor a gradient at a draw, or one from before the draw.
         """
         result = None
         if closure is not None:
             if not callable(closure):
                 raise FederationError(f"closure={shown(closure)}: give a function that evaluates the loss")
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-                what = (
-                    "there are gradients at the mean, from before the draw of the parameters, as of accumulated batches"
-                )
+                what = "there are gradients at the mean, from before the draw of the parameters"
                 remedy = "use accumulate_grad_batches=1 and larger batches, or samples="
-                raise FederationError(f"IVON: {what}: {remedy}")
+                raise FederationError(f"IVON: {what}, as of accumulated batches: {remedy}")
             self.forget()
             for _ in range(self.samples):
                 with self.sampled(), torch.enable_grad():
@@ -296,8 +293,7 @@ class IVON(Optimizer):
         rate = float(group["lr"])
         if newton is None:  # over ρ Λ
             foreach.div_(move, precisions)
-            start = group["hessian_init"]
-            foreach.mul_(move, [start + group["prior_std"] ** -2 / each for each in scale])
+            foreach.mul_(move, [group["hessian_init"] + group["prior_std"] ** -2 / each for each in scale])
             foreach.add_(parameters, move, alpha=-rate)
         elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
             divisors = foreach.sqrt([state["square"] for state in states])

@@ -19,6 +19,7 @@ from lightning_fedbayes.callbacks.calibration import (
     temperature_message,
 )
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from tests.refusals import refusals
 
 
 def draw(seed=0, examples=400, classes=6, true=2.0, scale=4.0, draws=None):
@@ -165,35 +166,26 @@ def test_a_flat_loss_leaves_the_logits_alone():
     assert scaling.temperature == 1.0
 
 
-@pytest.mark.parametrize(
-    ("logits", "targets", "message"),
-    [
-        (torch.zeros(4), torch.zeros(4), "A regressor has none"),
-        (torch.zeros(4, 2), torch.zeros(4), "targets are of torch.float32"),
-        (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]), "targets run from 0 to 2"),
-        (torch.tensor([[math.nan, 0.0]]), torch.tensor([0]), "1 of 2 entries are not finite"),
-        (torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), "one class is needed for each"),
-        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "no held-out example"),
-    ],
+test_bad_examples_are_refused_by_the_name_of_the_client = refusals(
+    FedBayesError,
+    (torch.zeros(4), torch.zeros(4), "client south: .*A regressor has none"),
+    (torch.zeros(4, 2), torch.zeros(4), "client south: .*targets are of torch.float32"),
+    (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]), "client south: .*targets run from 0 to 2"),
+    (torch.tensor([[math.nan, 0.0]]), torch.tensor([0]), "client south: .*1 of 2 entries are not finite"),
+    (torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), "client south: .*one class is needed for each"),
+    (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "client south: .*no held-out example"),
+    call=lambda *south: FederatedTemperature().fit({"north": draw(), "south": south}),
 )
-def test_bad_examples_are_refused_by_the_name_of_the_client(logits, targets, message):
-    with pytest.raises(FedBayesError, match=f"client south: .*{message}"):
-        FederatedTemperature().fit({"north": draw(), "south": (logits, targets)})
 
-
-def test_bad_messages_and_clients_are_refused():
-    with pytest.raises(FedBayesError, match="gradient=nan"):
-        TemperatureMessage(math.nan, 1.0, 1)
-    with pytest.raises(FedBayesError, match="num_examples=0"):
-        TemperatureMessage(1.0, 1.0, 0)
-    with pytest.raises(FedBayesError, match="give a dict"):
-        FederatedTemperature().fit({})
-    with pytest.raises(FedBayesError, match="give a list of the clients' messages"):
-        TemperatureSearch().after([])
-    with pytest.raises(FedBayesError, match=r"max_influence=0\.5.* None turns the bound off"):
-        FederatedTemperature(max_influence=0.5)
-    with pytest.raises(FedBayesError, match="client a: 3 is no pair"):
-        FederatedTemperature().fit({"a": 3})
+test_bad_messages_and_clients_are_refused = refusals(
+    FedBayesError,
+    (lambda: TemperatureMessage(math.nan, 1.0, 1), "gradient=nan"),
+    (lambda: TemperatureMessage(1.0, 1.0, 0), "num_examples=0"),
+    (lambda: FederatedTemperature().fit({}), "give a dict"),
+    (lambda: TemperatureSearch().after([]), "give a list of the clients' messages"),
+    (lambda: FederatedTemperature(max_influence=0.5), r"max_influence=0\.5.* None turns the bound off"),
+    (lambda: FederatedTemperature().fit({"a": 3}), "client a: 3 is no pair"),
+)
 
 
 def ten(examples=180):

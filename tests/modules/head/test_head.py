@@ -198,24 +198,18 @@ test_arguments_out_of_range = refusals(
 )
 
 
-def test_what_clients_send_is_checked():
-    x, y = classes(30)
-    head = fb.BayesianHead(3)
-    fit = head.fit(head.sums(x, y))
-    with pytest.raises(fb.FedBayesError, match=r"classes from 0 to 2"):
-        head.sums(x, y + 1)
-    with pytest.raises(fb.FedBayesError, match=r"\(examples, features\)"):
-        head.sums(x[0], y)
-    with pytest.raises(fb.FedBayesError, match="the fit is of 6 features"):
-        head.slopes(fit, x[:, :3], y)
-    with pytest.raises(fb.FedBayesError, match="all clients of the sums have to answer"):
-        head.step(fit, head.slopes(fit, x[:9], y[:9]))
-    with pytest.raises(fb.FedBayesError, match="there are no clients"):
-        head.fit([])
-    with pytest.raises(fb.FedBayesError, match="the fit is done"):
-        head.step(head.fit_clients([(x, y)]), head.slopes(fit, x, y))
-    with pytest.raises(fb.FedBayesError, match="nothing to fit"):
-        fb.BayesianHead(1, "gaussian").fit_clients([(x, torch.zeros(30))])
+HEAD, (X, Y) = fb.BayesianHead(3), classes(30)
+FIT = HEAD.fit(HEAD.sums(X, Y))
+test_what_clients_send_is_checked = refusals(
+    fb.FedBayesError,
+    (lambda: HEAD.sums(X, Y + 1), "classes from 0 to 2"),
+    (lambda: HEAD.sums(X[0], Y), r"\(examples, features\)"),
+    (lambda: HEAD.slopes(FIT, X[:, :3], Y), "the fit is of 6 features"),
+    (lambda: HEAD.step(FIT, HEAD.slopes(FIT, X[:9], Y[:9])), "all clients of the sums have to answer"),
+    (lambda: HEAD.fit([]), "there are no clients"),
+    (lambda: HEAD.step(HEAD.fit_clients([(X, Y)]), HEAD.slopes(FIT, X, Y)), "the fit is done"),
+    (lambda: fb.BayesianHead(1, "gaussian").fit_clients([(X, torch.zeros(30))]), "nothing to fit"),
+)
 
 
 def test_few_examples_of_many_features_that_are_fitted_exactly():

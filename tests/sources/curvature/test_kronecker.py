@@ -259,9 +259,8 @@ def test_sites_that_do_not_go_together_are_refused():
 def test_weights_of_clients_in_different_units_are_not_fused(same):
     one_shot, sites = fb.KroneckerLaplace(fb.Laplace(likelihood=fb.Gaussian(noise=0.5))), []
     for mean in (0.0, 0.0 if same else 5.0):
-        module = fb.HybridBayesianRegressor(
-            nn.Sequential(nn.Linear(4, 1)), bayesian_last=0, scaler=fb.FederatedScaler(targets=(mean, 2.0))
-        )
+        scaler = fb.FederatedScaler(targets=(mean, 2.0))
+        module = fb.HybridBayesianRegressor(nn.Sequential(nn.Linear(4, 1)), bayesian_last=0, scaler=scaler)
         sites.append(one_shot.site(module, [(torch.randn(8, 4), torch.randn(8))]))
     if same:
         one_shot.fuse(sites)

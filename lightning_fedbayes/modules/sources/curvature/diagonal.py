@@ -88,9 +88,8 @@ class Laplace:
         if self.prior_std is not None:
             errors.check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
         errors.check_number("temperature", self.temperature, "(0, inf)")
-        object.__setattr__(
-            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
-        )
+        patterns = errors.check_strings("parameters", self.parameters, "give patterns of names")
+        object.__setattr__(self, "parameters", patterns)
 
     def posterior(self, module: nn.Module, batches: Iterable[Any]) -> GaussianPosterior:
         """Return the posterior of a trained ``module``, with copies of its parameters as means.
@@ -269,9 +268,8 @@ class SWAG:
         errors.check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
         errors.check_number("scale", self.scale, "(0, inf)")
         errors.check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
-        object.__setattr__(
-            self, "parameters", errors.check_strings("parameters", self.parameters, "give patterns of names")
-        )
+        patterns = errors.check_strings("parameters", self.parameters, "give patterns of names")
+        object.__setattr__(self, "parameters", patterns)
 
 
 Source = Laplace | SWAG

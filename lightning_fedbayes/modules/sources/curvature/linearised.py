@@ -41,8 +41,7 @@ def linearised_outputs(
             a graph, which is not divided into examples: one pass, and one back for every output of every example.
         vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``. Otherwise one by one.
 
-    Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
-    O, O).
+    Returns: the means, (batch, \*outputs), and the covariances between the O outputs of an example, (batch, O, O).
     Source: Immer, Korzepa and Bauer 2021.
     """
     paths = parameter_paths(network)
@@ -137,10 +136,9 @@ def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Itera
     with torch.enable_grad():
         found = output(leaves)
         entries = [row.reshape(-1).unbind() for row in found]
+    parameters = list(leaves.values())
     for row, own in zip(found.detach(), entries):
-        gradients = [
-            torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True) for each in own
-        ]
+        gradients = [torch.autograd.grad(each, parameters, retain_graph=True, materialize_grads=True) for each in own]
         yield row[None], {path: torch.stack(each)[None] for path, each in zip(at, zip(*gradients))}
 
 

@@ -154,11 +154,8 @@ class KroneckerSystem:
             direction = step + torch.where(is_open, slope / before, 0.0) * direction
         else:
             worst = float((_norm(residual) / _norm(target)).nan_to_num(0.0).max())
-            warnings.warn(
-                f"the equations of a layer's weights are solved to {worst:.1e} only: take a smaller prior_std, or "
-                "damping=0.1",
-                stacklevel=3,
-            )
+            what = f"the equations of a layer's weights are solved to {worst:.1e} only"
+            warnings.warn(f"{what}: take a smaller prior_std, or damping=0.1", stacklevel=3)
         return x
 
 
