@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import MOVING, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
-from lightning_fedbayes.clients.learned import LearnedPosterior
+from lightning_fedbayes.clients.learned import LearnedPosterior, full
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import Pull, Watch
@@ -54,6 +54,7 @@ class SequentialEngine(Engine):
         self._client: Client | None = None
         self._failure: Exception | None = None
         self._losses: list[Tensor] = []
+        self._counts: list[int] = []  # examples of each loss
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
@@ -108,7 +109,7 @@ class SequentialEngine(Engine):
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._losses, self._examples = client, None, [], 0
+        self._client, self._failure, self._losses, self._counts = client, None, [], []
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
@@ -143,7 +144,8 @@ class SequentialEngine(Engine):
 
         Where learning rates may move in every step, only the longest client of each earlier round has.
         """
-        if self._failure is not None or not self.plan.cohort:
+        client = self._client
+        if self._failure is not None or client is None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))
         others = self._others_steps
@@ -173,10 +175,9 @@ class SequentialEngine(Engine):
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
-            start, _ = self.span(self._batch_idx)
-            rest = self.sizes[self.plan.cohort[self._position]] - (self._batch_idx - start) * self._loader.batch_size
-            self._losses.append(loss.flatten() * min(rest, self._loader.batch_size))
-            self._examples += min(rest, self._loader.batch_size)
+            most = self._loader.batch_size
+            self._losses.append(loss.sum())  # a copy: a compiled step may write its next loss there
+            self._counts.append(min(client.num_examples - batch_idx * most, most))
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -204,7 +205,9 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
-            metrics["train_loss"] = float(torch.cat(self._losses).sum()) / self._examples * self.context.accumulate
+            losses = full(torch.stack(self._losses))
+            total = (losses * torch.tensor(self._counts, device=losses.device)).sum()
+            metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch
