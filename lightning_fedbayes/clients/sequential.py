@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -154,10 +153,9 @@ class SequentialEngine(Engine):
         try:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            with ExitStack() as inside:
-                for term in self._terms:
-                    inside.enter_context(term.added(self.context.module, self.model.parameters))
-                outputs = step(optimizer, batch_idx, kwargs)
+            for term in reversed(self._terms):  # the first is added first
+                step = term.added(self.context.module, self.model.parameters)(step)
+            outputs = step(optimizer, batch_idx, kwargs)
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:
@@ -176,7 +174,7 @@ class SequentialEngine(Engine):
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
             most = self._loader.batch_size
-            self._losses.append(loss.sum())  # a copy: a compiled step may write its next loss there
+            self._losses.append(loss.clone() if loss.ndim == 0 else loss.sum())  # a compiled step may write there again
             self._counts.append(min(client.num_examples - batch_idx * most, most))
         return outputs
 
@@ -206,7 +204,7 @@ class SequentialEngine(Engine):
         metrics = {}
         if self._losses:
             losses = full(torch.stack(self._losses))
-            total = (losses * torch.tensor(self._counts, device=losses.device)).sum()
+            total = (losses * losses.new_tensor(self._counts)).sum()
             metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes

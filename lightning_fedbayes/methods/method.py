@@ -71,8 +71,7 @@ class Participant:
         errors.check_at_least("steps", self.steps, 0)
         if self.rate is not None:
             errors.check_number("rate", self.rate, "[0, inf)")
-        if not isinstance(self.kept, dict) or self.kept:
-            check_mapping("kept", self.kept, Tensor)
+        check_mapping("kept", self.kept, Tensor)
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,7 @@ class Quadratic:
             check_mapping("strength", self.strength, Tensor)
         else:
             errors.check_number("strength", self.strength)
-        if not isinstance(self.slope, dict) or self.slope:
-            check_mapping("slope", self.slope, Tensor)
+        check_mapping("slope", self.slope, Tensor)
         if self.names is not None:
             errors.check_strings("names", self.names, "give names of the posterior, or None for all")
 
@@ -141,8 +139,7 @@ class LocalProblem:
             errors.check_kind("quadratic", self.quadratic, Quadratic, "give an fb.methods.Quadratic")
         if self.prior is not None:
             errors.check_kind("prior", self.prior, Quadratic, "give an fb.methods.Quadratic")
-        if not isinstance(self.start, dict) or self.start:
-            check_mapping("start", self.start, Tensor)
+        check_mapping("start", self.start, Tensor)
 
 
 @dataclass(frozen=True)
@@ -401,8 +398,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     if not isinstance(report, Report):
         errors.check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
-        if not isinstance(given, dict) or given:
-            check_mapping(f"{method.name}: {name}", given, Tensor)
+        check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = set(method.sent or shared.tensors) if method.sends else set()
     if report.sent.keys() != expected:
         wanted = f"send the names of init, {errors.listed(expected)}" if expected else "say sends = True in its class"

@@ -198,7 +198,7 @@ class Server:
         self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound, guard = self.posterior, self.safeguards.max_influence, None
-        if method.sends_means:
+        if method.sends_means and not previous.is_point_mass:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
             previous = previous.flattened()
@@ -365,7 +365,7 @@ class Server:
             check_finite(posterior, "the fused posterior")
         figures = {
             **aggregate.metrics,
-            **mean_variance(posterior),
+            **({} if posterior is aggregate.posterior else mean_variance(posterior)),
             **self.method.figures(self._shared, posterior, tensors),
         }
         return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors), metrics=figures)
