@@ -198,7 +198,7 @@ class Server:
         self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound, guard = self.posterior, self.safeguards.max_influence, None
-        if method.sends_means and not previous.is_point_mass:
+        if method.sends_means:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
             previous = previous.flattened()
