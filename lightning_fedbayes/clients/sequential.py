@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import MOVING, Step, TrainingContext, TrainingLog
 from lightning_fedbayes.clients.engine import Engine
-from lightning_fedbayes.clients.learned import LearnedPosterior, full
+from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import Pull, Watch
@@ -203,8 +203,9 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
-            losses = full(torch.stack(self._losses))
-            total = (losses * losses.new_tensor(self._counts)).sum()
+            losses = torch.stack(self._losses)
+            dtype = torch.promote_types(losses.dtype, torch.float32)  # sums in half precision are coarse
+            total = (losses * losses.new_tensor(self._counts, dtype=dtype)).sum()
             metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes

@@ -185,8 +185,7 @@ class Guard:
     @cached_property
     def _most_move(self) -> float:
         """The largest root mean square of a tensor's moves."""
-        means = [self._mean] if self.previous.num_parameters <= PIECE else self.previous.mean.values()
-        largest = (float(value.abs().max()) for value in means if value.numel())
+        largest = (float(value.abs().max()) for value in self.previous.mean.values() if value.numel())
         return MOST_MOVE * (1 + max(largest, default=0.0))
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
