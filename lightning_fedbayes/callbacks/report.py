@@ -221,8 +221,8 @@ class FederationReport:
         x-axis is "round", from 1, also of what the module logs per epoch: ``training_names`` without ``step_names``.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
-        trainer.callback_metrics["round"] = torch.tensor(figures["round"])
+        logged = {**named, "round": figures["round"]}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in logged.items()})
         if not trainer.loggers:
             return
         shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}

@@ -119,8 +119,11 @@ class FederatedLoader:
             for client in plan.cohort:
                 tensors, rows = self.tensors[client]
                 size = len(tensors[0]) if rows is None else len(rows)
-                for indices in plans.client_batches(plan.round, client, size, self.batching):
-                    picked = part_of(indices if rows is None else rows[indices], *self.part)
+                batches = plans.client_batches(plan.round, client, size, self.batching)
+                if rows is not None:
+                    batches = rows[torch.cat(batches)].split([len(each) for each in batches])
+                for indices in batches:
+                    picked = part_of(indices, *self.part)
                     yield [examples(tensor, picked) for tensor in tensors]
 
     def iterate(self, loader: DataLoader, plan: plans.RoundPlan) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -54,6 +53,7 @@ class SequentialEngine(Engine):
         self._client: Client | None = None
         self._failure: Exception | None = None
         self._losses: list[Tensor] = []
+        self._counts: list[int] = []  # examples of each loss
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
@@ -108,7 +108,7 @@ class SequentialEngine(Engine):
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._losses, self._examples = client, None, [], 0
+        self._client, self._failure, self._losses, self._counts = client, None, [], []
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
@@ -143,7 +143,8 @@ class SequentialEngine(Engine):
 
         Where learning rates may move in every step, only the longest client of each earlier round has.
         """
-        if self._failure is not None or not self.plan.cohort:
+        client = self._client
+        if self._failure is not None or client is None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))
         others = self._others_steps
@@ -152,10 +153,9 @@ class SequentialEngine(Engine):
         try:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            with ExitStack() as inside:
-                for term in self._terms:
-                    inside.enter_context(term.added(self.context.module, self.model.parameters))
-                outputs = step(optimizer, batch_idx, kwargs)
+            for term in reversed(self._terms):  # the first is added first
+                step = term.added(self.context.module, self.model.parameters)(step)
+            outputs = step(optimizer, batch_idx, kwargs)
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:
@@ -173,10 +173,9 @@ class SequentialEngine(Engine):
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
-            start, _ = self.span(self._batch_idx)
-            rest = self.sizes[self.plan.cohort[self._position]] - (self._batch_idx - start) * self._loader.batch_size
-            self._losses.append(loss.flatten() * min(rest, self._loader.batch_size))
-            self._examples += min(rest, self._loader.batch_size)
+            most = self._loader.batch_size
+            self._losses.append(loss.clone() if loss.ndim == 0 else loss.sum())  # a compiled step may write there again
+            self._counts.append(min(client.num_examples - batch_idx * most, most))
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -208,7 +207,10 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, error, client.num_examples, seconds)
         metrics = {}
         if self._losses:
-            metrics["train_loss"] = float(torch.cat(self._losses).sum()) / self._examples * self.context.accumulate
+            losses = torch.stack(self._losses)
+            dtype = torch.promote_types(losses.dtype, torch.float32)  # sums in half precision are coarse
+            total = (losses * losses.new_tensor(self._counts, dtype=dtype)).sum()
+            metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch

@@ -436,11 +436,8 @@ def _own_attributes() -> frozenset[str]:
 
 
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, PLAIN) and name not in _own_attributes()
-    }
+    own = _own_attributes()
+    return {name: value for name, value in vars(optimizer).items() if name not in own and isinstance(value, PLAIN)}
 
 
 def _copy_of(options: dict[str, Any]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def check_client(client: Any, num_examples: Any, seconds: Any) -> None:
 
 def check_mapping(name: str, values: Any, kind: type) -> None:
     """Raise FederationError unless ``values`` maps strings to values of a type."""
-    check_kind(name, values, Mapping, f"give a dict, name → {kind.__name__}")
+    check_kind(name, values, dict | Mapping, f"give a dict, name → {kind.__name__}")  # most are dicts, a quick look
     for key, value in values.items():
         if not isinstance(key, str) or not isinstance(value, kind):
             raise FederationError(f"{name}[{shown(key)}]={shown(value)}: give a dict, name → {kind.__name__}")

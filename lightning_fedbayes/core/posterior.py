@@ -367,7 +367,7 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None =
         parts = [part.to(dtype) for part in parts]
     if not parts:
         return torch.zeros(0, dtype=dtype)
-    lengths = [len(part) for part in parts]
+    lengths = [part.numel() for part in parts]
     if len(parts) > 1 and sum(lengths) <= PIECE and room is None:
         return torch.cat(parts).to(dtype)
     if room is None:

@@ -134,7 +134,8 @@ class LocalProblem:
 
     def __post_init__(self) -> None:
         for name, each in (("quadratic", self.quadratic), ("prior", self.prior)):
-            errors.check_kind(name, each, Quadratic | None, "give an fb.methods.Quadratic")
+            if each is not None:
+                errors.check_kind(name, each, Quadratic, "give an fb.methods.Quadratic")
         check_mapping("start", self.start, Tensor)
 
 
@@ -390,8 +391,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     if not isinstance(report, Report):
         errors.check_kind(f"{method.name}: report(...)", report, Report, "return an fb.methods.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
-        if not isinstance(given, dict) or given:
-            check_mapping(f"{method.name}: {name}", given, Tensor)
+        check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = set(method.sent or shared.tensors) if method.sends else set()
     if report.sent.keys() != expected:
         wanted = f"send the names of init, {errors.listed(expected)}" if expected else "say sends = True in its class"

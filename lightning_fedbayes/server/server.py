@@ -359,7 +359,7 @@ class Server:
         posterior, tensors = self.method.fuse(self._shared, aggregate.posterior, averages, heard)
         if posterior is not aggregate.posterior:
             check_finite(posterior, "the fused posterior")
-        figures = {**aggregate.metrics, **mean_variance(posterior)}
+        figures = {**aggregate.metrics, **({} if posterior is aggregate.posterior else mean_variance(posterior))}
         figures |= self.method.figures(self._shared, posterior, tensors)
         return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors), metrics=figures)
 

@@ -229,8 +229,8 @@ def effective_clients(weights: Sequence[float]) -> float:
     >>> effective_clients([0.5, 0.5]), effective_clients([1.0, 0.0])
     (2.0, 1.0)
     """
-    values = as_weights(weights)
-    return float(values.sum() ** 2 / values.square().sum())
+    values = torch.tensor(weights, dtype=torch.float64)
+    return float(values.sum().square() / values.square().sum())
 
 
 class BufferAverage:

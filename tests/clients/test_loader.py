@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.loading import FailedBatch, tensors_of
+from lightning_fedbayes.core.loading import FailedBatch, Parts, tensors_of
 from lightning_fedbayes.core.private_torch import tree_leaves
 from lightning_fedbayes.data import Clients
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
@@ -100,8 +100,7 @@ def batches_of(*arguments, **options):
 def assert_same_batches(first, second):
     assert len(first) == len(second) > 0
     for a, b in zip(first, second):
-        assert type(a) is type(b)
-        assert len(a) == len(b)
+        assert (type(a), len(a)) == (type(b), len(b))
         for x, y in zip(a, b):
             assert x.dtype == y.dtype
             assert torch.equal(x, y)
@@ -157,9 +156,10 @@ class TestWaysOfLoading:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_in_memory_equals_one_by_one(self, drop_last, workers):
         sizes, batching = [7, 12, 5], Batching(4, drop_last=drop_last, local_epochs=2, seed=1)
-        fast = batches_of(clients_of_sizes(sizes), batching)
         slow = batches_of(clients_of_sizes(sizes, Tensors), batching, num_workers=workers)
-        assert_same_batches(fast, slow)
+        rows = Parts(TensorDataset(*data(24)), torch.arange(24).split(sizes))
+        for datasets in (clients_of_sizes(sizes).datasets, rows):
+            assert_same_batches(batches_of(Clients(("0", "1", "2"), datasets), batching), slow)
 
     @pytest.mark.parametrize(("workers", "start"), [(2, "fork"), (1, "spawn")])
     def test_random_transforms_do_not_depend_on_the_workers(self, workers, start):

@@ -88,17 +88,17 @@ def test_a_users_recurrent_layer_shares_nothing(caplog):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", 2])
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_the_training_loss_is_the_mean_over_examples(engine, epochs):
-    """Clients of 5, 9 and 4 examples in batches of 4, so that last batches are short, and nothing learns."""
+@pytest.mark.parametrize(("epochs", "precision"), [(1, "32-true"), (2, "32-true"), (1, "bf16-true")])
+def test_the_training_loss_is_the_mean_over_examples(engine, epochs, precision):
+    """Clients of 5, 9 and 4 examples in batches of 4: last ones are short. In half precision 5 · 300 would be 1504."""
 
     class Mean(Plain):
         def training_step(self, batch, batch_idx):
             return self.net(batch[0]).mean() * 0 + batch[0].mean()
 
-    values = torch.randn(18, 6, dtype=torch.float64).float()
+    values = torch.randn(18, 6) if precision == "32-true" else torch.full((18, 6), 300.0)
     parts = dict(zip("abc", values.split([5, 9, 4])))
     data = fb.ClientDatasets({name: TensorDataset(part, torch.zeros(len(part))) for name, part in parts.items()})
     federation = fb.FederatedBayes(engine=engine, local_epochs=epochs)
-    federate(Mean(), federation, 1, DataLoader(data, batch_size=4))
+    federate(Mean(), federation, 1, DataLoader(data, batch_size=4), precision=precision)
     assert federation.history[0]["train_loss"] == pytest.approx(float(values.mean()), abs=1e-6)

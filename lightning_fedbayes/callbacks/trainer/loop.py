@@ -395,14 +395,14 @@ def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in vars(loop).items():
         if hasattr(value, "on_save_checkpoint"):
             state |= loop_state(value, f"{prefix}{name}.")
-        elif is_dataclass(value) and hasattr(value, "state_dict"):
+        elif hasattr(value, "state_dict") and is_dataclass(value):
             state[f"{prefix}{name}"] = _counts(value)
     return state
 
 
 def _counts(progress: Any) -> dict[str, Any]:
     """Return the fields of Lightning's counters, as ``dataclasses.asdict`` does."""
-    return {name: _counts(value) if is_dataclass(value) else value for name, value in vars(progress).items()}
+    return {name: value if isinstance(value, int) else _counts(value) for name, value in vars(progress).items()}
 
 
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
