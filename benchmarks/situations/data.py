@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from benchmarks.situations.situation import ALONE, NEVER, Group, Mapped, mapped
+from benchmarks.situations.situation import ALONE, DIFFERENT, NEVER, Group, Mapped, mapped
 from tests.federations import CLASSES, FEATURES
 from tests.zoo.case import Net, callback
 
@@ -245,6 +245,50 @@ asked(
     given=lambda loader: DataLoader(loader.dataset, batch_size=None),
     why="batch sampler of its own",
     **NEVER,
+)(Plain)
+
+
+class Centred(Dataset):
+    """Reads batches at once, and centres their inputs."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.x, self.y = dataset.tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        x = self.x[indices]
+        return list(zip(x - x.mean(0), self.y[indices]))
+
+
+asked(
+    "a data set that reads whole batches by __getitems__",
+    "https://github.com/pytorch/pytorch/issues/107218",
+    "read all examples of a batch at once, and normalize them together",
+    dataset=Centred,
+    sequential=DIFFERENT,
+    vectorized=DIFFERENT,
+)(Plain)
+
+
+class Doubling(DataLoader):
+    """Changes batches on their way, as loaders that prefetch or repeat do."""
+
+    def __iter__(self) -> Any:
+        return ((2 * x, y) for x, y in super().__iter__())
+
+
+asked(
+    "a subclass of DataLoader with an __iter__ of its own",
+    "https://github.com/talmolab/sleap-nn/pull/237",
+    "change or repeat batches in the loader",
+    given=lambda loader: Doubling(loader.dataset, 4),
+    sequential=DIFFERENT,
+    vectorized=DIFFERENT,
 )(Plain)
 
 

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from benchmarks.situations.situation import ALONE, Group, mapped
+from benchmarks.situations.situation import ALONE, ERROR, Group, mapped
 
 asked = Group("Hugging Face", "transformers", "datasets", "peft")
 TRANSFORMERS = "https://github.com/huggingface/transformers"
@@ -103,8 +103,8 @@ def padded():
 
 @asked(
     "BERT with its default dropout",
-    f"{TRANSFORMERS}/issues/26758",
-    "fine-tune as the configuration comes",
+    "https://github.com/Lightning-AI/pytorch-lightning/issues/20646",
+    "fine-tune with the dropout of the configuration",
     dataset=mapped(sentences),
     loading=collator("DataCollatorWithPadding"),
     noisy=True,
@@ -112,6 +112,18 @@ def padded():
 )
 def dropped():
     return Wrapped(classifier(num_hidden_layers=1, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+
+
+@asked(
+    "BERT as from_pretrained returns it, in eval()",
+    "https://github.com/Lightning-AI/pytorch-lightning/issues/20128",
+    "fine-tune a model whose mode Lightning leaves as it is, so that nothing is dropped",
+    dataset=mapped(sentences),
+    loading=collator("DataCollatorWithPadding"),
+    tolerance=1e-4,
+)
+def evaluated():
+    return Wrapped(classifier(num_hidden_layers=1, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5).eval())
 
 
 @asked(
@@ -166,6 +178,8 @@ class Causal(Wrapped):
     dataset=mapped(answers),
     loading=collator("DataCollatorForSeq2Seq"),
     tolerance=1e-4,
+    why="attn_mask",
+    **ALONE,
 )
 def answering():
     from transformers import T5Config, T5ForConditionalGeneration
@@ -179,7 +193,7 @@ def answering():
     f"{TRANSFORMERS}/issues/10459",
     "fine-tune a speech model with SpecAugment",
     dataset=mapped(lambda x, y: {"input_values": x.repeat(20), "labels": y}),
-    why="NumPy",
+    why="in the layer Wav2Vec2GroupNormConvLayer",
     **ALONE,
 )
 def spoken():
@@ -211,6 +225,7 @@ def spoken():
     dataset=mapped(texts),
     loading=collator("DataCollatorForLanguageModeling", mlm=False),
     tolerance=1e-4,
+    why="scatter_add_",
     **ALONE,
 )
 def experts():
@@ -220,18 +235,27 @@ def experts():
     return Wrapped(MixtralForCausalLM(MixtralConfig(**routed, **{**LLAMA, "num_hidden_layers": 1})))
 
 
-def from_columns(dataset: Any) -> Any:
-    """Return a data set of Hugging Face, of columns, whose examples are transformed when they are read."""
+def from_columns(dataset: Any, padded: bool = False) -> Any:
+    """Return a data set of Hugging Face, of columns, whose examples are transformed when they are read.
+
+    Args:
+        dataset: of tensors.
+        padded: texts have different lengths, and all that are read at once are padded to one length.
+    """
     import datasets
 
     x, y = dataset.tensors
     columns = datasets.Dataset.from_dict({"text": x.tolist(), "label": y.tolist()})
 
+    def pads(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        words = [tokens(torch.tensor(row)) for row in rows["text"]]
+        return {**tokenizer().pad({"input_ids": words}, return_tensors="pt"), "labels": torch.tensor(rows["label"])}
+
     def transform(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         words = (torch.tensor(rows["text"]) + 4).clamp(0, 15).long() + 6
         return {"input_ids": list(words), "labels": [torch.tensor(label) for label in rows["label"]]}
 
-    return columns.with_transform(transform)
+    return columns.with_transform(pads if padded else transform)
 
 
 @asked(
@@ -245,6 +269,18 @@ def transformed():
     return Wrapped(classifier())
 
 
+asked(
+    "datasets.Dataset with a transform that pads the batch",
+    "https://github.com/huggingface/datasets/pull/646",
+    "tokenize in the transform, padding=True: the data set reads whole batches by __getitems__",
+    dataset=lambda dataset: from_columns(dataset, padded=True),
+    tolerance=1e-4,
+    sequential=ERROR,
+    why="stack expects each tensor to be equal size",
+    **ALONE,
+)(transformed)
+
+
 @asked(
     "LoRA on Llama with gradient checkpointing",
     f"{PEFT}/pull/404",
@@ -252,6 +288,7 @@ def transformed():
     dataset=mapped(texts),
     loading=collator("DataCollatorForLanguageModeling", mlm=False),
     tolerance=1e-4,
+    why="takes gradients itself",
     **ALONE,
 )
 def adapted():
@@ -288,6 +325,7 @@ def prompted():
     dataset=mapped(sentences),
     loading=collator("DataCollatorWithPadding"),
     tolerance=1e-4,
+    why="does not treat every entry of a parameter alike",
     **ALONE,
 )
 class OwnRate(Wrapped):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader
 
-from benchmarks.situations.situation import ALONE, NEVER, Group
+from benchmarks.situations.situation import ALONE, DIFFERENT, NEVER, Group
 from tests.federations import CLASSES, FEATURES, network
 from tests.zoo.case import Net
 
@@ -56,6 +56,37 @@ def pruned():
     prune.random_unstructured(net[0], "weight", 0.5)
     prune.l1_unstructured(net[2], "weight", 0.3)
     return Net(net)
+
+
+@asked(
+    "a parameter that is replaced in the step",
+    "https://github.com/VainF/Torch-Pruning/issues/409",
+    "cut or reset weights while the network trains",
+    sequential=DIFFERENT,
+    vectorized=DIFFERENT,
+)
+class Replaced(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.net[0].weight = nn.Parameter(0.5 * self.net[0].weight.detach())
+        return self.loss(batch)
+
+
+@asked(
+    "activations that a hook keeps for the loss",
+    "https://github.com/ultralytics/ultralytics/pull/24894",
+    "compare features of layers, caught by forward hooks in a dict",
+    why="training_step changes self.features",
+    **ALONE,
+)
+class Watched(Net):
+    def __init__(self):
+        super().__init__()
+        self.features = {}
+        self.net[0].register_forward_hook(lambda layer, inputs, output: self.features.update(first=output))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + 0.1 * self.features["first"].square().mean()
 
 
 @asked(

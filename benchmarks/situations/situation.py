@@ -38,6 +38,17 @@ class Begins(L.Callback):
             pl_module.load_state_dict({**pl_module.state_dict(), **self.state})
 
 
+class Positions(zoo.Positions):
+    """Puts schedules that are none of torch's, which are told the epoch, to where a round begins."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        others = [each.scheduler for each in trainer.lr_scheduler_configs if hasattr(each.scheduler, "step_update")]
+        if not others:
+            super().on_train_start(trainer, pl_module)
+        for schedule in others:
+            schedule.step(self.first)
+
+
 def loop_of_plain_fits(case: Case, again: int = 0) -> dict[str, Tensor]:
     """Federated averaging by plain fits, each of a module made anew: it may not allow copies, or make layers late.
 
@@ -45,16 +56,20 @@ def loop_of_plain_fits(case: Case, again: int = 0) -> dict[str, Tensor]:
         case: a case.
         again: round of a second call of ``fit``, in which schedules begin anew.
     """
-    shared: dict[str, Tensor] = {}
+    shared, kinds = dict[str, Tensor](), dict[str, torch.dtype]()
     for round in range(case.rounds):
         steps, total = (round - again if round >= again else round), dict[str, Tensor]()
         for client, (size, dataset) in enumerate(zip(SIZES, zoo.parts(case, SIZES).values())):
             own = case.module()
-            zoo.fit(case, own, dataset, [Begins(shared), zoo.Positions(case, client, steps)], round + 1, round)
-            for name, value in zoo.values(own).items():
+            zoo.fit(case, own, dataset, [Begins(shared), Positions(case, client, steps)], round + 1, round)
+            for name, value in own.state_dict().items():
                 total[name] = total.get(name, 0) + value.double() * size / sum(SIZES)
-        shared = total
-    return {name: value.float() for name, value in shared.items()}
+                kinds[name] = value.dtype
+        shared = {
+            name: (value if kinds[name].is_floating_point else value.round()).to(kinds[name])
+            for name, value in total.items()
+        }
+    return {name: value for name, value in shared.items() if value.is_floating_point()}
 
 
 @dataclass(frozen=True)

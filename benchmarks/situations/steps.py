@@ -263,7 +263,7 @@ class Reversal(torch.autograd.Function):
     "a gradient reversal layer",
     "https://github.com/pytorch/pytorch/issues/1110",
     "domain adaptation by an autograd.Function",
-    why="Reversal",
+    why="autograd.Function",
     **ALONE,
 )
 class Adapted(Net):
