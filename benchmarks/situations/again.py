@@ -130,6 +130,6 @@ asked(
     "stop at any point by a callback",
     callbacks=lambda: [StopsInside()],
     federate=cut_short,
-    why="was cut short",
+    why="Round 2 was cut short; the module holds the global posterior that it started from",
     **NEVER,
 )(Net)

@@ -29,7 +29,7 @@ LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
     given=lambda loader: DataLoader(
         loader.dataset, 4, sampler=WeightedRandomSampler(torch.ones(len(loader.dataset)), len(loader.dataset))
     ),
-    why="sampler",
+    why="clients' orders are planned by FederatedBayes",
     **NEVER,
 )
 class Plain(Net):
@@ -54,7 +54,7 @@ asked(
     f"{LIGHTNING}/issues/17793",
     "put sequences of one length into a batch, to pad nothing",
     given=lambda loader: DataLoader(loader.dataset, batch_sampler=Alike(loader.dataset)),
-    why="sampler",
+    why="clients' batches are planned by FederatedBayes",
     **NEVER,
 )(Plain)
 
@@ -64,7 +64,7 @@ asked(
     f"{LIGHTNING}/issues/11632",
     "train on labelled and unlabelled batches side by side",
     given=lambda loader: CombinedLoader({"a": loader, "b": DataLoader(loader.dataset, 4)}, "max_size_cycle"),
-    why="CombinedLoader",
+    why="the training loader is a CombinedLoader",
     **NEVER,
 )
 class TwoLoaders(Net):
@@ -104,7 +104,7 @@ def none_of_bad_batches(rows: list[Any]) -> Any:
     f"{LIGHTNING}/issues/6753",
     "leave a whole batch out when an example in it is broken",
     loading={"collate_fn": none_of_bad_batches},
-    why="NoneType",
+    why="batches hold more than tensors (NoneType)",
     **ALONE,
 )
 class SkipsNone(Net):
@@ -157,7 +157,7 @@ class Bundle:
     loading={
         "collate_fn": lambda rows: Bundle(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])),
     },
-    why="Bundle",
+    why="batches hold more than tensors (Bundle)",
     **ALONE,
 )
 class Objects(Named):
@@ -243,7 +243,7 @@ asked(
     "store batches, and let the loader make none",
     dataset=InBatches,
     given=lambda loader: DataLoader(loader.dataset, batch_size=None),
-    why="batch sampler of its own",
+    why="clients' batches are planned by FederatedBayes",
     **NEVER,
 )(Plain)
 
@@ -359,7 +359,7 @@ asked(
     f"{LIGHTNING}/issues/10469",
     "augment batches on the device, by a hook of the data module",
     given=Augmenting,
-    why="on_after_batch_transfer",
+    why="has a hook on_after_batch_transfer",
     **ALONE,
 )(Plain)
 

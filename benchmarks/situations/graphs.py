@@ -77,7 +77,7 @@ class Classifier(Net):
     "classify graphs; the size of a batch is none of its tensors'",
     dataset=mapped(ring),
     given=graph_loader,
-    why="DataBatch",
+    why="batches hold more than tensors (DataBatch)",
     tolerance=1e-4,
     **ALONE,
 )
@@ -104,7 +104,7 @@ class Convolution(nn.Module):
     "convert a network by to_hetero, and train with HeteroData",
     dataset=mapped(shop),
     given=graph_loader,
-    why="HeteroDataBatch",
+    why="batches hold more than tensors (HeteroDataBatch)",
     tolerance=1e-4,
     **ALONE,
 )
@@ -133,7 +133,7 @@ class Kinds(Net):
     "keep the best nodes of each graph",
     dataset=mapped(ring),
     given=graph_loader,
-    why="DataBatch",
+    why="batches hold more than tensors (DataBatch)",
     tolerance=1e-4,
     **ALONE,
 )
@@ -165,6 +165,6 @@ asked(
     dataset=mapped(ring),
     given=lightning_dataset,
     data_noise=True,
-    why="DataBatch",
+    why="batches hold more than tensors (DataBatch)",
     **ALONE,
 )(graphs)

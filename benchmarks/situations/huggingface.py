@@ -178,7 +178,7 @@ class Causal(Wrapped):
     dataset=mapped(answers),
     loading=collator("DataCollatorForSeq2Seq"),
     tolerance=1e-4,
-    why="attn_mask",
+    why="is not differentiable with respect to argument 'attn_mask'",
     **ALONE,
 )
 def answering():
@@ -225,7 +225,7 @@ def spoken():
     dataset=mapped(texts),
     loading=collator("DataCollatorForLanguageModeling", mlm=False),
     tolerance=1e-4,
-    why="scatter_add_",
+    why="scatter_add_(self, *extra_args) is not possible",
     **ALONE,
 )
 def experts():

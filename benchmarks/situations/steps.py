@@ -22,7 +22,7 @@ LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
     "mixup by NumPy's beta distribution",
     f"{LIGHTNING}/issues/790",
     "mix pairs of examples, and both losses",
-    why="NumPy",
+    why="draws from Python's or NumPy's generator",
     **ALONE,
 )
 class Mixup(Net):
@@ -263,7 +263,7 @@ class Reversal(torch.autograd.Function):
     "a gradient reversal layer",
     "https://github.com/pytorch/pytorch/issues/1110",
     "domain adaptation by an autograd.Function",
-    why="autograd.Function",
+    why="it must override the setup_context staticmethod",
     **ALONE,
 )
 class Adapted(Net):
@@ -283,7 +283,7 @@ class Adapted(Net):
     f"{LIGHTNING}/issues/4956",
     "go on after a bad example",
     dataset=mapped(lambda x, y: (torch.where(x[0] > 2.8, x / 0.0, x), y)),
-    why="on_after_backward",
+    why="has a hook on_after_backward",
     **ALONE,
 )
 class Cleared(Net):
@@ -345,7 +345,7 @@ class Collected(Net):
     "a GAN: two optimizers that the step toggles",
     f"{LIGHTNING}/issues/17801",
     "train a generator and a discriminator by manual optimization",
-    why="automatic_optimization",
+    why="automatic_optimization is False",
     **NEVER,
 )
 class Gan(Net):

@@ -88,7 +88,7 @@ def dropping():
     "mix examples in the step, by NumPy",
     dataset=mapped(picture),
     loading={"drop_last": True},
-    why="scatter_",
+    why="aten::scatter_(self, *extra_args) is not possible",
     **ALONE,
 )
 class Mixed(Net):
@@ -110,7 +110,7 @@ class Mixed(Net):
     f"{LIGHTNING}/issues/10914",
     "update timm's moving average before gradients are cleared",
     dataset=mapped(picture),
-    why="on_before_zero_grad",
+    why="has a hook on_before_zero_grad",
     **ALONE,
 )
 class Averaged(Net):
