@@ -103,11 +103,21 @@ class StopsInside(L.Callback):
             trainer.should_stop = True
 
 
+class Lines(logging.Handler):
+    """Keeps the lines of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def cut_short(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> Learnt:
     """Train, and raise FederationError with the line that says what was dropped."""
-    lines: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    handler.emit, level = lines.append, logger.level
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler, level = Lines(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -115,7 +125,7 @@ def cut_short(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> Learnt:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    said = [line.getMessage() for line in lines if "was cut short" in line.getMessage()]
+    said = [line for line in handler.lines if "was cut short" in line]
     if (
         said
         and difference(learnt, federated(replace(case, rounds=1, callbacks=list), engine, sizes)[0]) <= case.tolerance

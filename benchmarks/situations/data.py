@@ -27,7 +27,7 @@ LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
     f"{LIGHTNING}/issues/3716",
     "draw examples of rare classes more often",
     given=lambda loader: DataLoader(
-        loader.dataset, 4, sampler=WeightedRandomSampler(torch.ones(len(loader.dataset)), len(loader.dataset))
+        loader.dataset, 4, sampler=WeightedRandomSampler([1.0] * len(loader.dataset), len(loader.dataset))
     ),
     why="clients' orders are planned by FederatedBayes",
     **NEVER,
@@ -218,7 +218,7 @@ asked(
     "augmentation by NumPy in __getitem__",
     "https://github.com/pytorch/pytorch/issues/5059",
     "draw an augmentation with NumPy's global generator when an example is read",
-    dataset=mapped(lambda x, y: (x + np.float32(0.3) * torch.from_numpy(np.random.randn(FEATURES)).float(), y)),
+    dataset=mapped(lambda x, y: (x + 0.3 * torch.from_numpy(np.random.randn(FEATURES)).float(), y)),
     data_noise=True,
 )(Plain)
 

@@ -1,5 +1,6 @@
 """Graphs of PyTorch Geometric."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -144,12 +145,12 @@ class Pooled(Classifier):
         super().__init__(GATConv(2, 4, heads=2, dropout=0.2))
         self.pool, self.head = TopKPooling(8, ratio=0.5), nn.Linear(8, CLASSES)
 
-    def forward(self, graph):
+    def forward(self, x: Any) -> Tensor:
         from torch_geometric.nn import global_mean_pool
 
-        x = self.net(graph.x, graph.edge_index).relu()
-        x, _, _, batch, *_ = self.pool(x, graph.edge_index, None, graph.batch)
-        return self.head(global_mean_pool(x, batch, len(graph.y)))
+        found = self.net(x.x, x.edge_index).relu()
+        found, _, _, batch, *_ = self.pool(found, x.edge_index, None, x.batch)
+        return self.head(global_mean_pool(found, batch, len(x.y)))
 
 
 def lightning_dataset(loader: DataLoader) -> L.LightningDataModule:

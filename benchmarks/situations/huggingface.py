@@ -1,5 +1,6 @@
 """Models, collators and adapters of transformers, datasets and peft; tiny, with weights that are drawn on the spot."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

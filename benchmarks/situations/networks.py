@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import lightning as L
 import torch
@@ -26,6 +27,8 @@ LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
     loading={"drop_last": True},
 )
 class StillNorm(Net):
+    net: Any
+
     def __init__(self):
         super().__init__(network(batch_norm=True))
 
@@ -66,6 +69,8 @@ def pruned():
     vectorized=DIFFERENT,
 )
 class Replaced(Net):
+    net: Any
+
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
             self.net[0].weight = nn.Parameter(0.5 * self.net[0].weight.detach())
@@ -80,6 +85,8 @@ class Replaced(Net):
     **ALONE,
 )
 class Watched(Net):
+    net: Any
+
     def __init__(self):
         super().__init__()
         self.features = {}
@@ -95,6 +102,8 @@ class Watched(Net):
     "leave the number of inputs to the first batch",
 )
 class Lazy(Net):
+    net: Any
+
     def __init__(self):
         super().__init__(nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(CLASSES)))
 

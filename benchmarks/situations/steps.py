@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-import torchmetrics
 from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from benchmarks.situations.situation import ALONE, NEVER, Group, mapped
 from tests.federations import CLASSES, FEATURES, network
@@ -168,6 +170,9 @@ class Truncated(Net):
     **NEVER,
 )
 class Moco(Net):
+    queue: Tensor
+    place: Tensor
+
     def __init__(self):
         super().__init__()
         self.keys = copy.deepcopy(self.net).requires_grad_(False)
@@ -190,6 +195,10 @@ class Moco(Net):
 
 class Codebook(nn.Module):
     """Vector quantization; codes are moving averages in buffers."""
+
+    sizes: Tensor
+    sums: Tensor
+    codes: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,10 +334,8 @@ def nested():
 class Collected(Net):
     def __init__(self):
         super().__init__()
-        found = torchmetrics.classification
-        self.metrics = torchmetrics.MetricCollection(
-            [found.MulticlassAccuracy(CLASSES), found.MulticlassF1Score(CLASSES)], prefix="train/"
-        )
+        metrics = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
+        self.metrics = MetricCollection(metrics, prefix="train/")
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -355,7 +362,8 @@ class Gan(Net):
         self.discriminator = nn.Linear(CLASSES, 1)
 
     def training_step(self, batch, batch_idx):
-        for optimizer, sign in zip(self.optimizers(), (1, -1)):
+        optimizers: Any = self.optimizers()
+        for optimizer, sign in zip(optimizers, (1, -1)):
             self.toggle_optimizer(optimizer)
             loss = sign * self.discriminator(self(batch[0])).mean()
             optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Models, optimizers and schedules of timm."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -46,7 +47,7 @@ class Cosine(Net):
         optimizer = create_optimizer_v2(self.net, "adamw", lr=0.01, weight_decay=0.05, eps=1e-3)
         return [optimizer], [CosineLRScheduler(optimizer, t_initial=4, warmup_t=1, warmup_lr_init=0.001)]
 
-    def lr_scheduler_step(self, scheduler, metric):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step(epoch=self.current_epoch + 1)
 
 
