@@ -315,6 +315,34 @@ asked(
 )(Plain)
 
 
+class Shrinking(Mapped):
+    """Has half of its examples after the first epoch."""
+
+    share = 1.0
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, lambda x, y: (x, y))
+
+    def __len__(self) -> int:
+        return int(self.share * super().__len__())
+
+
+asked(
+    "a data set that becomes smaller",
+    f"{LIGHTNING}/issues/21448",
+    "choose examples anew in every epoch, without a restart",
+    dataset=Shrinking,
+    callbacks=callback(
+        on_train_epoch_start=lambda self, trainer, module: [
+            setattr(part, "share", 0.5 if trainer.current_epoch else 1.0)
+            for part in getattr(trainer.train_dataloader.dataset, "datasets", [trainer.train_dataloader.dataset])
+        ]
+    ),
+    sequential=DIFFERENT,
+    vectorized=DIFFERENT,
+)(Plain)
+
+
 class Growing(L.LightningDataModule):
     """Makes larger batches in later epochs, of data that it takes in ``setup``."""
 

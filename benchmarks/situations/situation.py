@@ -60,15 +60,17 @@ def loop_of_plain_fits(case: Case, again: int = 0) -> dict[str, Tensor]:
     shared, kinds = dict[str, Tensor](), dict[str, torch.dtype]()
     for round in range(case.rounds):
         steps, total = (round - again if round >= again else round), dict[str, Tensor]()
-        for client, (size, dataset) in enumerate(zip(SIZES, zoo.parts(case, SIZES).values())):
+        weights = list[int]()
+        for client, dataset in enumerate(zoo.parts(case, SIZES).values()):
             own = case.module()
             zoo.fit(case, own, dataset, [Begins(shared), Positions(case, client, steps)], round + 1, round)
+            weights.append(len(dataset))  # pyright: ignore[reportArgumentType]
             for name, value in own.state_dict().items():
-                total[name] = total.get(name, 0) + value.double() * size / sum(SIZES)
+                total[name] = total.get(name, 0) + value.double() * weights[-1]
                 kinds[name] = value.dtype
         shared = {
             name: (value if kinds[name].is_floating_point else value.round()).to(kinds[name])
-            for name, value in total.items()
+            for name, value in ((name, value / sum(weights)) for name, value in total.items())
         }
     return {name: value for name, value in shared.items() if value.is_floating_point()}
 
