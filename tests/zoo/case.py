@@ -70,6 +70,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     loading: dict[str, Any] = field(default_factory=dict)
+    given: Callable[[DataLoader], Any] = lambda loader: loader  # what the Trainer gets for it
     dataset: Callable[[TensorDataset], Dataset] = lambda dataset: dataset
     rounds: int = 2
     sequential: str = EQUAL
@@ -88,8 +89,8 @@ class Case:
 class Positions(L.Callback):
     """Makes a plain fit one of a client in a round: its seed, its round, its schedules."""
 
-    def __init__(self, client: int, first: int) -> None:
-        self.client, self.first = client, first
+    def __init__(self, case: Case, client: int, first: int) -> None:
+        self.seed, self.client, self.first = case.federation.get("seed", 0), client, first
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
@@ -99,7 +100,7 @@ class Positions(L.Callback):
                 config.scheduler.step()  # pyright: ignore[reportCallIssue]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seed_everything(derive_seed(0, "training", trainer.current_epoch, self.client))
+        seed_everything(derive_seed(self.seed, "training", trainer.current_epoch, self.client))
 
 
 def parts(case: Case, sizes: Sequence[int]) -> dict[str, Dataset]:
@@ -109,10 +110,10 @@ def parts(case: Case, sizes: Sequence[int]) -> dict[str, Dataset]:
     return {str(client): case.dataset(TensorDataset(*each)) for client, each in enumerate(rows)}
 
 
-def loader(case: Case, dataset: Dataset) -> DataLoader:
+def loader(case: Case, dataset: Dataset) -> Any:
     """Return a loader of ``dataset`` in its own order, so that orders need no comparison."""
     own = torch.Generator()  # an iterator would draw a seed for its workers from the global one
-    return DataLoader(dataset, **{"batch_size": 4, "shuffle": False, "generator": own, **case.loading})
+    return case.given(DataLoader(dataset, **{"batch_size": 4, "shuffle": False, "generator": own, **case.loading}))
 
 
 def fit(
@@ -145,7 +146,7 @@ def plain(case: Case) -> dict[str, Tensor]:
     """Train on all data by one plain fit."""
     module = case.module()
     ((_, dataset),) = parts(case, (sum(SIZES),)).items()
-    fit(case, module, dataset, [Positions(0, 0)], case.rounds)
+    fit(case, module, dataset, [Positions(case, 0, 0)], case.rounds)
     return values(module)
 
 
@@ -156,7 +157,7 @@ def loop_of_plain_fits(case: Case) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for client, (size, dataset) in enumerate(zip(SIZES, parts(case, SIZES).values())):
             own = copy.deepcopy(shared)
-            fit(case, own, dataset, [Positions(client, round)], round + 1, round)
+            fit(case, own, dataset, [Positions(case, client, round)], round + 1, round)
             for name, value in values(own).items():
                 total[name] = total.get(name, 0) + value.double() * size / sum(SIZES)
         shared.load_state_dict({**shared.state_dict(), **total})

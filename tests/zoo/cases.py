@@ -21,16 +21,14 @@ from torch import nn, optim
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
+from benchmarks.situations.situation import ALONE, NEVER, Mapped
 from tests.federations import CLASSES, FEATURES, network, of_bayesian_torch
 from tests.zoo import optimizers as own
 from tests.zoo.case import EQUAL, REFUSED, Case, Net, callback, net
 
 CASES: list[Case] = []
-ALONE = {"vectorized": REFUSED}
-NEVER = {**ALONE, "sequential": REFUSED}
 HOOKS = "Hooks of the module"
 
 
@@ -684,18 +682,8 @@ def backward_hook():
     return made
 
 
-@case(HOOKS, "manual optimization", **NEVER)
-class Manual(Net):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-@case(HOOKS, "training_step(dataloader_iter)", **NEVER)
-class Iterates(Net):
-    def training_step(self, dataloader_iter):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.loss(next(dataloader_iter)[0])
-
+add(HOOKS, "manual optimization", net(automatic_optimization=False), **NEVER)
+hook("training_step(dataloader_iter)", "training_step", **NEVER)(lambda self, dataloader_iter: None)
 
 CALLBACKS = "Callbacks"
 
@@ -773,19 +761,6 @@ for name, options, how in [
     ("val_check_interval", {"val_check_interval": 0.5}, {**NEVER, "validates": True}),
 ]:
     add(TRAINER, name, trainer=options, **how)
-
-
-class Mapped(Dataset):
-    """The examples of a data set in another form."""
-
-    def __init__(self, dataset: Any, form: Callable[..., Any]) -> None:
-        self.dataset, self.form = dataset, form
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.form(*self.dataset[index])
 
 
 class Centred(Mapped):

@@ -1,0 +1,1 @@
+"""Situations from public threads, each trained by plain Lightning and as a federation."""
