@@ -111,7 +111,8 @@ class FederatedBayes(L.Callback):
         self.settings = self._given = settings.FederationSettings(*first, *last)
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None  # by a checkpoint
+        self._earlier: dict[str, Any] | None = None  # of the fit before
         self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
@@ -200,12 +201,14 @@ class FederatedBayes(L.Callback):
         """Check the Trainer and put the clients between it and its training loader."""
         if stage != "fit":
             return
+        if self._earlier is None and self._loader is not None:  # else the fit before was refused
+            self._earlier = self.state_dict() or None
         self.settings = self._given
         with self._mistakes():
             checks.check_trainer(trainer, pl_module, self.settings)
         use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
-            self._federation, self._restored = None, None
+            self._federation, self._restored, self._earlier = None, None, None
             self._report = FederationReport()
         self._loader = None
         with self._mistakes():
@@ -297,19 +300,19 @@ class FederatedBayes(L.Callback):
         if self.settings.fusion is not None and self.settings.method.auto is not None:
             with self._mistakes():
                 checks.check_held_out(trainer)
-        earlier = self._restored
-        if earlier is None and self._federation is not None:
-            earlier = self.state_dict()
+        earlier = self._restored or self._earlier
         federation = make_federation(self.settings, loop.context(), loader, loop.collective, loop.held_out_batches)
         self._federation, self.settings = federation, federation.settings
         if earlier is not None:
             checks.check_same_federation(trainer, earlier["settings"], self.described())
+            if not loop.reloads_data:
+                checks.check_same_data(loader.clients, earlier.get("digests", ()))
             federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
             loop.step_plateau(earlier.get("plateau", {}), earlier["rounds"])
         else:
             federation.engine.states.begin()
-        self._restored = None
+        self._restored, self._earlier = None, None
         return loop, loader, federation
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -423,7 +426,10 @@ class FederatedBayes(L.Callback):
         """Return the whole federation at the end of the last finished round."""
         if self._federation is None:
             return {}
-        return {**self._federation.state_dict(), "report": self._report.state_dict(), "settings": self.described()}
+        own = {"report": self._report.state_dict(), "settings": self.described()}
+        if self._loader is not None:
+            own["digests"] = self._loader.digests
+        return {**self._federation.state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""

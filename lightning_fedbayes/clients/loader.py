@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from lightning_fedbayes.clients.contents import digests
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError
@@ -78,6 +79,11 @@ class FederatedLoader:
         self.shapes = tensors.shapes
         self._sizes = plans.OfClients(clients.sizes)
         self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
+
+    @cached_property
+    def digests(self) -> Tensor:
+        """Digests of the clients' data (:func:`~lightning_fedbayes.clients.contents.digests`)."""
+        return digests(self.clients.datasets)
 
     def __len__(self) -> int:
         plan = self._plan(self)

@@ -269,6 +269,11 @@ def _is_opaque(value: Any) -> bool:
     return isinstance(value, type | nn.Module) or type(value).__module__.split(".")[0] in LIBRARIES
 
 
+def holds_generators(value: Any) -> bool:
+    """Return True if a value holds a random generator, at most four levels down."""
+    return next(_generators(value), None) is not None
+
+
 def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the random generators that a value holds, at most ``depth`` levels down."""
     if type(value) in UNCHANGING or isinstance(value, Tensor):

@@ -8,11 +8,16 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
+<<<<<<< HEAD:lightning_fedbayes/callbacks/trainer/checks.py
 from lightning_fedbayes.callbacks.trainer.data import held_out_batches
 from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy
+=======
+from lightning_fedbayes.clients.contents import differing
+>>>>>>> 0be4f51f (A run that goes on with another split of the data is refused, with the clients named):lightning_fedbayes/trainer/checks.py
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed, shown
 from lightning_fedbayes.data.clients import Clients
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -129,6 +134,18 @@ def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None
         raise FederationError(
             f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start one from "
             "its weights: the module's load_from_checkpoint(path), and trainer.fit without ckpt_path"
+        )
+
+
+def check_same_data(clients: Clients, stored: Tensor) -> None:
+    """Raise FederationError if clients have other examples than those of which a checkpoint has ``stored`` digests."""
+    others = differing(clients.datasets, stored) if len(stored) == len(clients) else []
+    if others:
+        whose = listed(shown(clients.names[client]) for client in others)
+        raise FederationError(
+            f"these are other data than those of the rounds before: the first or the last example of {len(others)} "
+            f"clients differs: {whose}. Was the split drawn without a seed? Give the data of the rounds before, or "
+            "start a new federation from the checkpoint's weights, with load_from_checkpoint"
         )
 
 
