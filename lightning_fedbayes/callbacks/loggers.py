@@ -6,7 +6,7 @@ import netrc
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
-from functools import cache
+from functools import cache, wraps
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,23 @@ def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
 
 @cache
 def prepare_wandb() -> None:
-    """Log offline without an account, and silence a warning that users can do nothing about.
+    """Let ``wandb.init`` log offline without an account, and silence a warning that users can do nothing about.
 
-    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Do not call ``wandb.login`` here: it fixes
-    wandb's settings before the variable is set. The Trainer starts its loggers before its hooks, so call it earlier.
+    By itself it asks on a terminal and fails elsewhere. It is decided when a run starts: an account, a mode or a
+    variable that the user gives until then counts. The Trainer starts its loggers before its hooks, so call it earlier.
     """
-    if not any(name in os.environ for name in DECIDED) and not has_account(server()):
-        os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts
     import wandb
 
+    start = wandb.init
+
+    @wraps(start)
+    def init(*args: Any, **given: Any) -> Any:
+        is_decided = args or {"mode", "settings"} & given.keys() or any(name in os.environ for name in DECIDED)
+        if not is_decided and not has_account(server()):
+            given["mode"] = "offline"  # wandb itself says so when a run starts
+        return start(*args, **given)
+
+    wandb.init = init
     with redirect_stderr(StringIO()):  # what wandb has said once it does not repeat
         wandb.termwarn(ANONYMOUS, repeat=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_fedbayes.cli.messages import Options, check_file
 from lightning_fedbayes.core.errors import FedBayesError, nearest
+from lightning_fedbayes.core.quiet import environment
 
 OVERVIEW = """\
 usage: fedbayes COMMAND ... | fedbayes COMMAND --help
@@ -83,8 +84,8 @@ def _run(arguments: list[str]) -> int:
         file = value or following
         if name == "--config" and file.endswith((".yaml", ".yml")):
             check_file(Path(file))
-    os.environ.setdefault("WANDB_JOB_TYPE", command)  # for a logger without job_type in the file
     from lightning_fedbayes.cli.federation import FederationCLI
 
-    FederationCLI(arguments)
+    with environment(WANDB_JOB_TYPE=os.environ.get("WANDB_JOB_TYPE", command)):  # for a logger without one in the file
+        FederationCLI(arguments)
     return 0

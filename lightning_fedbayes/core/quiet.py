@@ -27,6 +27,26 @@ def without_banners(level: int = logging.WARNING) -> Iterator[None]:
 
 
 @contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables inside. Restore them at the end.
+
+    >>> with environment(WANDB_NAME="inside"):
+    ...     os.environ["WANDB_NAME"]
+    'inside'
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def quietly() -> Iterator[None]:
     """Switch warnings off and let Lightning and W&B log errors only. Restore both at the end.
 
@@ -35,12 +55,7 @@ def quietly() -> Iterator[None]:
     >>> with quietly():
     ...     warnings.warn("not shown")
     """
-    silent = os.environ.get("WANDB_SILENT")
-    os.environ.setdefault("WANDB_SILENT", "true")
-    with warnings.catch_warnings(), without_banners(logging.ERROR):
+    silent = os.environ.get("WANDB_SILENT", "true")
+    with warnings.catch_warnings(), without_banners(logging.ERROR), environment(WANDB_SILENT=silent):
         warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            if silent is None:
-                os.environ.pop("WANDB_SILENT", None)
+        yield

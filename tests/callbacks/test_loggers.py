@@ -264,12 +264,14 @@ def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
 
 
 SCRIPT = """
+import os
 from lightning.pytorch.loggers import WandbLogger
 from torch.utils.data import DataLoader
 import lightning_fedbayes as fb
 from tests.federations import bayesian, blobs, federate
 
 federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(2)), 2, val=DataLoader(blobs(), 40), logger=WandbLogger())
+assert "WANDB_MODE" not in os.environ
 """
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
+import weakref
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
-from tests.federations import Plain, federate, loader, trainer
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
+from lightning_fedbayes.core.quiet import environment, quietly
+from tests.federations import Plain, bayesian, federate, loader, trainer
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -36,6 +41,53 @@ def test_the_users_objects_are_as_they_were(fails, tmp_path):
     assert checkpoints.save_last is before["save_last"] is None
     assert not {"log"} & vars(module).keys()
     assert [each for each in warnings.filters if each not in filters] == []
+
+
+def test_environment_variables_are_as_they_were(monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_SILENT", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(2)), 1)
+    with quietly(), environment(MASTER_ADDR="here", PATH=""):
+        assert os.environ["WANDB_SILENT"] == "true"
+        assert (os.environ["MASTER_ADDR"], os.environ["PATH"]) == ("here", "")
+    assert dict(os.environ) == before
+
+
+class Fails(Plain):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError(self)
+
+
+FITS = {
+    "sites": (bayesian, {"engine": "sequential"}),
+    "a stack": (bayesian, {"engine": "vectorized"}),
+    "IVON": (lambda: Plain(optimizer=fb.IVON), {}),
+    "Laplace": (Plain, {"posterior": fb.Laplace(prior_std=1.0)}),
+    "personal": (Plain, {"fusion": "ditto", "keep": ["optimizer", "posterior"]}),
+    "late": (Plain, {"schedule": fb.Asynchronous(2, 2)}),
+    "refused": (Plain, {"fusion": "fedavg", "local_parameters": ["nothing"]}),
+    "failed": (Fails, {}),
+}
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_nothing_holds_a_module_a_trainer_or_a_federation_when_they_are_done(kind, tmp_path):
+    make, options = FITS[kind]
+    module, federation = make(), fb.FederatedBayes(fb.IIDPartition(3), **options)
+    callbacks = [federation, fb.UncertaintyReport(), ModelCheckpoint(tmp_path / "files")]
+    made = trainer(2, callbacks, enable_checkpointing=True, logger=CSVLogger(tmp_path / "log"))
+    fb.check(made, module, loader())
+    try:
+        made.fit(module, loader(), loader(shuffle=False))
+    except FedBayesError:
+        assert kind in ("refused", "failed")
+    held = [module, made, federation, *callbacks[1:], made.train_dataloader]
+    held += [] if kind == "refused" else [federation.federation, federation.federation.engine]
+    references = [weakref.ref(each) for each in held if each is not None]
+    del module, made, federation, callbacks, held
+    gc.collect()
+    assert [each() for each in references if each() is not None] == []
 
 
 CHANGES = {

@@ -10,12 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-<<<<<<< HEAD:lightning_fedbayes/callbacks/trainer/checks.py
 from lightning_fedbayes.callbacks.trainer.data import held_out_batches
 from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy
-=======
 from lightning_fedbayes.clients.contents import differing
->>>>>>> 0be4f51f (A run that goes on with another split of the data is refused, with the clients named):lightning_fedbayes/trainer/checks.py
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, listed, shown
 from lightning_fedbayes.data.clients import Clients

@@ -1,7 +1,6 @@
 """``Trainer(strategy="fedbayes", devices=N)``: the clients of a round spread over processes."""
 
 import functools
-import os
 from typing import Any, Literal
 
 import lightning as L
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_fedbayes.core.exchange import ALONE, Collective
+from lightning_fedbayes.core.quiet import environment
 
 
 class ClientParallelStrategy(ParallelStrategy):
@@ -80,9 +80,9 @@ class ClientParallelStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.world_size > 1:
             assert self.cluster_environment is not None
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            self.collective = connect(self.global_rank, self.world_size)
+            address, port = self.cluster_environment.main_address, str(self.cluster_environment.main_port)
+            with environment(MASTER_ADDR=address, MASTER_PORT=port):
+                self.collective = connect(self.global_rank, self.world_size)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Let all processes start from the first one's weights."""
