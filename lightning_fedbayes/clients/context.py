@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posterior
-from lightning_fedbayes.clients.rest import check_new
 from lightning_fedbayes.clients.settings import FederationSettings, Source
 from lightning_fedbayes.clients.states import has_own_state
 from lightning_fedbayes.core.errors import FederationError
@@ -126,9 +125,6 @@ class TrainingContext:
     clips_norm: bool = True
     mean_over_processes: Callable[[Tensor], Tensor] | None = None
     course: Course | None = None
-
-    def __post_init__(self) -> None:
-        check_new(self.optimizers)
 
     @property
     def is_coarse(self) -> bool:

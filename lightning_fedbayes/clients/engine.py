@@ -16,7 +16,6 @@ from lightning_fedbayes.clients.learned import TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
-from lightning_fedbayes.clients.rest import Rest
 from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, States, after_absence
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
@@ -89,7 +88,6 @@ class Engine(ABC):
         self._prior: GaussianPosterior | None = None
         self._under_way: dict[int, tuple[methods.Participant, methods.LocalProblem]] = {}
         self._start = 0.0
-        self._rest = Rest(context.optimizers, keep=keep_optimizer)
         self.use(loader)
 
     def use(self, loader: FederatedLoader) -> None:
@@ -110,7 +108,6 @@ class Engine(ABC):
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``, which may be none."""
         self.plan = plan
-        self._rest.end()
         self.states.begin_round()
         if self.context.course is not None:
             self.context.course.begin_round()
@@ -317,7 +314,6 @@ class Engine(ABC):
     def end_round(self, *, success: bool) -> None:
         """End the round. Clients keep their new state if it was fused."""
         self.states.end_round(success=success)
-        self._rest.begin()
         self._under_way = {}
         if self.local is not None:
             self.local.remove()

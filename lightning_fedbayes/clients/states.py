@@ -368,9 +368,7 @@ class ClientOptimizer:
     def read(self) -> tuple[OptimizerState, list[Changes]]:
         """Return what the client keeps: state per parameter, and changes of each group's options and of attributes."""
         optimizer = self.optimizer
-        own = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-        # copies: a state that a hook has loaded may have the tensors of another client's
-        state = {i: {name: copied(value) for name, value in entries.items()} for i, entries in own.items()}
+        state = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
         pairs = zip([*self._options, self._attributes], [*options_of(optimizer), _plain_attributes(optimizer)])
         return state, [
             {

@@ -62,8 +62,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         elif name in TUNING:
             yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
         elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
-            why = "sets accumulate_grad_batches at the start of a round, and clients train as it was before the fit"
-            yield f"{type(callback).__name__} {why}; give the Trainer accumulate_grad_batches="
+            yield f"{type(callback).__name__} changes from round to round; give accumulate_grad_batches= to the Trainer"
 
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
