@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -175,3 +178,20 @@ def test_a_plateau_cannot_follow_the_steps_of_a_client():
 
     with pytest.raises(FederationError, match=r"ReduceLROnPlateau with interval='step'.*interval='epoch'"):
         fit(Plateau(), fb.FederatedBayes())
+
+
+def test_the_script_of_the_page_is_the_plain_one_but_for_two_lines_and_ends_where_it_does_with_one_client():
+    text = (Path(__file__).parents[2] / "docs/fine_tuning.md").read_text().partition("## A script with two groups")[2]
+    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    for old, new in (("shuffle=True", "shuffle=False"), ("dropout=0.1", "dropout=0.0"), ("clients=4", "clients=1")):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    lines = [line for line in script.splitlines() if not line.endswith("# new")]
+    plain = "\n".join("federation = []" if line.endswith("# changed") else line for line in lines)
+    assert (script.count("fb"), plain.count("fb")) == (3, 0)
+    ends = []
+    for each in (plain, script):
+        exec(compile(each, "script", "exec"), found := {"__name__": __name__})
+        ends.append(parameters(found["module"]))
+        assert found["trainer"].lr_scheduler_configs[0].scheduler.last_epoch == 30
+    assert_equal(*ends)
