@@ -426,7 +426,7 @@ class FederatedBayes(L.Callback):
         """Return the whole federation at the end of the last finished round."""
         if self._federation is None:
             return {}
-        own = {"report": self._report.state_dict(), "settings": self.described()}
+        own: dict[str, Any] = {"report": self._report.state_dict(), "settings": self.described()}
         if self._loader is not None:
             own["digests"] = self._loader.digests
         return {**self._federation.state_dict(), **own}
