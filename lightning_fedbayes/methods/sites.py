@@ -100,10 +100,10 @@ class Sites(Method):
 
     Deterministic parameters are the case :math:`\Lambda_0 = \Lambda_k = 0`: SCAFFOLD with measured control variates and
     any optimizer. No divergence holds them: where its loss is flat, a client follows a control variate to the end of
-    its training, and those of a few clients do not add up to 0. So they count :math:`2^{1 - a}`. Of layers whose single
-    examples cannot be told apart, such as recurrent ones, F is the square of batches' mean gradients. Of
-    :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of :class:`~lightning_fedbayes.Laplace` the
-    information at the model that the client has received.
+    its training, and those of a few clients do not add up to 0. So beside Gaussian ones they count :math:`2^{1 - a}`.
+    Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of batches' mean
+    gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
+    :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.
 
     Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
     mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
@@ -188,7 +188,7 @@ class Sites(Method):
             _, age, gain = shared.tensors["age"].float().tolist()  # as they travel
             slope = kept["gradient"].to(common.mean.device) - share * common.gradient
             slope[common.rows] += share * ((1 - gain) * common.gradient[common.rows] - gain * common.slope)
-            slope[~common.rows] *= MEMORY ** max(0.0, age - 1)
+            slope[~common.rows] *= MEMORY ** max(0.0, age - 1) if common.names else 1.0
             strength = share * common.precision
         else:
             slope = torch.zeros_like(common.mean)
