@@ -139,11 +139,11 @@ class HybridBayesianRegressor(LikelihoodModule):
         bayesian_last: as in :class:`HybridBayesianClassifier`, like arguments that are not listed here. None is 0 also
             where ``noise`` is "residual" or "none", and where ``predictive`` is not "layers".
         noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
-            mean over about a third of an epoch, in a buffer that federations average. From the
-            second round on, clients measure it in the first of their local epochs, of a model that has not been fitted
-            to their examples alone. "per_client": each client keeps its σ, and the
-            global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but training
-            minimises the squared error. "none": the squared error, and σ = 0 in predictions, as in [FedAG].
+            mean over about a third of an epoch, in a buffer that federations average. From the second round on, clients
+            measure it in the first of their local epochs, of a model that has not been fitted to their examples alone.
+            "per_client": each client keeps its σ, and the global model has the pooled one. "fixed": σ stays
+            ``noise_std``. "residual": as "learnt", but training minimises the squared error. "none": the squared error,
+            and σ = 0 in predictions, as in [FedAG].
             Measured noise is too small where the network over-fits.
         noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
             the units of the network, as ``noise_variance`` is then.

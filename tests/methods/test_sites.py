@@ -103,6 +103,22 @@ def test_nothing_moves_at_the_pooled_posterior():
     assert figures["sites/change"] < 1e-12
 
 
+@pytest.mark.parametrize(("age", "part"), [(1.0, 1.0), (2.0, 0.5), (2.5, 2**-1.5), (10.0, 2**-9)])
+def test_control_variates_of_deterministic_parameters_fade_where_clients_train_seldom(age, part):
+    r""":math:`2^{1 - a} (g_k - w_k c)` beside Gaussian parameters, whose :math:`g_k - \gamma w_k c` does not fade."""
+    clients, method, gain = Conjugate.drawn(SIZES, point=2), fb.Sites(*PRIOR), 0.25
+    shared = by_hand(clients, method, lambda number: range(len(SIZES)), 3)
+    told = {**shared.tensors, "age": torch.tensor([3.0, age, gain]).double()}
+    problem = method.problem(
+        Shared(shared.posterior, told, shared.share, False), Participant(1, SIZES[1], clients.kept[1])
+    )
+    weight, own = SIZES[1] / sum(SIZES), clients.kept[1]["gradient"]
+    c = method.slope(shared)
+    fading = problem.quadratic.slope[POINT] * SIZES[1]
+    torch.testing.assert_close(fading, part * (own - weight * c)[4:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(problem.prior.slope[GAUSSIAN], (own - gain * weight * c)[:4], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["one direction each", "a few directions each", "all directions"])
 def test_clients_that_train_seldom_do_not_follow_an_old_gradient_to_its_end(kind):
     """A tenth of 30 clients in a round; whoever knows a direction is heard long after the others have moved there."""
