@@ -16,7 +16,7 @@ from lightning_fedbayes.clients.privacy import accountant, check_no_buffers
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, listed
-from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.metrics.likelihoods import check_by_example
 from lightning_fedbayes.modules import BayesianModule
@@ -126,7 +126,7 @@ class ExamplePrivacy(L.Callback):
         self._samples = GradSamples(pl_module)
         self._optimizer = accountant.import_opacus("opacus.optimizers").DPOptimizer(
             trainer.optimizers[0],
-            noise_multiplier=self.noise_multiplier,
+            noise_multiplier=0.0,  # below: Opacus's generator takes 32 bits of a seed
             max_grad_norm=self.clip,
             expected_batch_size=1,
         )
@@ -154,11 +154,12 @@ class ExamplePrivacy(L.Callback):
         client, step = engine.turn
         examples = len(self._optimizer.grad_samples[0])
         self._optimizer.expected_batch_size = examples
-        key = self._secret if self.seed is None else self.seed
-        seed = derive_seed(key, "gradients", engine.plan.round, client, step)
-        self._optimizer.generator = torch.Generator(parameters[0].device).manual_seed(seed)
         self._optimizer.pre_step()
-        for parameter, gradient in zip(parameters, of_prior):
+        key, std = self._secret if self.seed is None else self.seed, self.noise_multiplier * self.clip / examples
+        for number, (parameter, gradient) in enumerate(zip(parameters, of_prior)):
+            about = ("gradient", engine.plan.round, client, step, number)
+            noise = private_normal(key, parameter.grad, *about, protects=parameter.grad)
+            parameter.grad.add_(noise, alpha=std)
             if gradient is not None:
                 parameter.grad.add_(gradient)
         self._samples.reset()

@@ -1,5 +1,6 @@
 """Rounds of a federation in one process or in its share of several: an engine trains, a server fuses."""
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Federation:
         self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
+        self._secret: str = collective.all_gather(secrets.token_hex(32))[0]  # of the noise of privacy
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
@@ -148,9 +150,7 @@ class Federation:
                 if isinstance(result, ClientUpdate):
                     try:
                         if self.settings.privacy is not None:
-                            result = self.settings.privacy.send(
-                                result, self.server.posterior, self.settings.seed, self.round
-                            )
+                            result = self.settings.privacy.send(result, self.server.posterior, self._secret, self.round)
                         sent = [result] if self._falsify is None else list(self._falsify(result))
                     except FusionError as refusal:
                         sent = [ClientFailure(result.client, refusal, result.num_examples, result.seconds)]
@@ -355,6 +355,7 @@ class Federation:
         """Return the federation at the end of the last finished round."""
         states = {"clients": self.engine.states.state_dict(), "in_flight": self.in_flight.state_dict()}
         course = self.engine.context.course
+        states["secret"] = self._secret
         states["steps"] = 0 if course is None else course.done
         return {**self.server.state_dict(), **states}
 
@@ -364,6 +365,7 @@ class Federation:
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)
         self.engine.states.load_state_dict(state["clients"])
+        self._secret = state["secret"]
         self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
         if self.engine.context.course is not None:
             self.engine.context.course.done = state["steps"]

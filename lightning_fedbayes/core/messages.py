@@ -16,6 +16,9 @@ Kind = Literal[
     "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "failure"
 ]
 
+EPSILONS = ("privacy/epsilon", "privacy/simulated_epsilon")
+"""Names of ε in figures: of noise from a secret, and from a seed."""
+
 SCALE = "scale/"
 """Prefix of a scale among the buffers that the server sends. Clients answer with none."""
 

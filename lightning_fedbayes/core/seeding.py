@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Stream = Literal[
     "cohort",
@@ -17,8 +18,6 @@ Stream = Literal[
     "partition",
     "adversaries",
     "attack",
-    "privacy",
-    "gradients",
     "evaluation",
     "held out",
     "delay",
@@ -41,6 +40,28 @@ def derive_seed(seed: int | str, stream: Stream, round: int = 0, client: int = S
 def generator(seed: int, stream: Stream, round: int = 0, client: int = SERVER) -> torch.Generator:
     """Return a CPU generator for one purpose of one client in one round."""
     return torch.Generator().manual_seed(derive_seed(seed, stream, round, client))
+
+
+def private_uniform(key: int | str, size: int, *about: object, protects: Tensor | None = None) -> Tensor:
+    """Return draws between 0 and 1 for the noise of privacy, float64 on the CPU, shape (size,).
+
+    SHAKE-256 stretches the ``key``, and draws about another thing are unrelated. (Torch's generators on the CPU take 32
+    bits of a seed: whoever tries all of them can subtract their noise.) A whole number is the seed of a simulation. A
+    text is a secret: its draws depend on what they protect, too, so that no two messages share them.
+
+    >>> torch.equal(private_uniform("secret", 3, "update", 0), private_uniform("secret", 3, "update", 0))
+    True
+    """
+    name = "/".join(map(str, (type(key).__name__, key, *about))).encode()
+    if isinstance(key, str) and protects is not None:
+        name += protects.detach().double().contiguous().cpu().numpy().tobytes()
+    bits = np.frombuffer(hashlib.shake_256(name).digest(8 * size), "<u8") >> 12
+    return torch.from_numpy((bits + 0.5) * 2.0**-52)
+
+
+def private_normal(key: int | str, like: Tensor, *about: object, protects: Tensor | None = None) -> Tensor:
+    """Return draws of N(0, 1) by :func:`private_uniform`, in shape, type and place of ``like``."""
+    return torch.special.ndtri(private_uniform(key, like.numel(), *about, protects=protects)).view_as(like).to(like)
 
 
 def seed_everything(seed: int) -> None:

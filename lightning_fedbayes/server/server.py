@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.messages import SCALE, ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
+from lightning_fedbayes.core.messages import (
+    EPSILONS,
+    SCALE,
+    ClientFailure,
+    ClientOutcome,
+    ClientUpdate,
+    bytes_of,
+    check_mapping,
+)
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
@@ -372,8 +380,6 @@ class Server:
             if math.isfinite(outcome.metrics.get("train_loss", math.nan)):
                 total += outcome.metrics["train_loss"] * outcome.num_examples
                 examples += outcome.num_examples
-        # over Flower, where each client keeps its account
-        spent = [each.metrics["privacy/epsilon"] for each in outcomes if "privacy/epsilon" in each.metrics]
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(outcomes) - len(valid)),
@@ -387,8 +393,9 @@ class Server:
             figures["megabytes_between_processes"] = (self.collective.bytes_sent - self._bytes_before) / 1e6
         if examples:
             figures["train_loss"] = total / examples
-        if spent:
-            figures["privacy/epsilon"] = max(spent)
+        for name in EPSILONS:  # over Flower, where each client keeps its account
+            spent = [each.metrics[name] for each in outcomes if name in each.metrics]
+            figures |= {name: max(spent)} if spent else {}
         return figures
 
     def failure(self, refusal: FusionError | None, outcomes: Sequence[ClientOutcome]) -> FederationError:

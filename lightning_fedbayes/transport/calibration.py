@@ -131,7 +131,7 @@ def answer(
     conformal = FederatedConformal(kind=kind, bins=request["bins"])
     scores = conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)
     sketch = conformal.sketch(scores[name])
-    return sketch.noisy(request["epsilon"], secrets.randbits(62)) if request["epsilon"] else sketch
+    return sketch.noisy(request["epsilon"], secrets.token_hex(32)) if request["epsilon"] else sketch
 
 
 def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:

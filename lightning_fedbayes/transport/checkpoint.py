@@ -1,6 +1,7 @@
 """Files of a federation over a network: the server's checkpoint, and each client's state, which stays at the client."""
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -149,8 +150,9 @@ class StateFile:
     """A client's state on its disk, from round to round, between processes and runs. Without a folder it keeps none.
 
     The state after a round counts once the server has admitted that round's update: ``before`` is the last such state.
-    If the file is damaged or foreign, the client warns, starts without a state, and counts a private message for each
-    earlier round. ``messages``, noise multiplier → number of private messages, is of all federations.
+    If the file is damaged, foreign or gone, the client warns, starts without a state, and counts a private message for
+    each earlier round. ``messages``, noise multiplier → number of private messages, is of all federations, as is
+    ``secret``, the key of their noise.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
@@ -158,7 +160,8 @@ class StateFile:
         self.federation, self.round = config["federation"], config["server-round"]
         self.before: dict[int, Any] = {}
         self.messages: dict[float, int] = {}
-        self._uncounted = 0
+        self.secret = secrets.token_hex(32)
+        self._uncounted = self.round - 1 if config["accepted"] else 0  # of a client that has lost its file
         if self.path is None or not self.path.exists():
             return
         try:
@@ -167,7 +170,7 @@ class StateFile:
             rank_zero_warn(f"{error}: client {client} starts anew")
             self._uncounted = self.round - 1
             return
-        self.messages = stored["messages"]
+        self.messages, self.secret, self._uncounted = stored["messages"], stored["secret"], 0
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
@@ -184,14 +187,19 @@ class StateFile:
     def count(self, privacy: UpdatePrivacy) -> float:
         """Count a private message. Return the ε of all so far."""
         noise = privacy.noise_multiplier
+        if self._uncounted and self.path is not None and not self.path.exists():
+            rank_zero_warn(
+                f"{self.path} has no account of the private messages that the server has had: ε is that of one in each "
+                f"of the {self._uncounted} rounds before. Keep the folder from run to run"
+            )
         self.messages[noise] = self.messages.get(noise, self._uncounted) + 1
         return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
 
     def write(self, after: dict[int, Any]) -> None:
         """Write the state after the round, and the one before it in case the update is refused."""
         if self.path is not None:
-            state = {"federation": self.federation, "round": self.round, "messages": self.messages}
-            write_whole(self.path, {**state, "before": self.before, "after": after})
+            known = {name: getattr(self, name) for name in ("federation", "round", "messages", "secret", "before")}
+            write_whole(self.path, {**known, "after": after})
 
 
 def stored_state(path: Path) -> dict[str, Any]:
@@ -202,6 +210,7 @@ def stored_state(path: Path) -> dict[str, Any]:
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         check_kind("federation", stored["federation"], str, "a name is needed")
+        check_kind("secret", stored["secret"], str, "a text is needed")
         check_at_least("round", stored["round"], 1)
         for noise, count in stored["messages"].items():
             check_number("the noise of messages", noise, "[0, inf)")

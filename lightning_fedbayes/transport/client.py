@@ -100,8 +100,8 @@ class RemoteClient:
             ``buffers`` and ``local_parameters`` are the server's. A kept "posterior" is for
             :func:`~lightning_fedbayes.transport.flower.personal_posterior`. The client scores it, too, where it scores
             the global posterior, under names that begin with "personal/".
-        privacy: clips what the client sends and adds noise to it, in every message from a fresh secret seed. The client
-            counts all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
+        privacy: clips what the client sends and adds noise to it, from a secret of its own. The client counts
+            all messages that it has ever sent from its ``state_folder``, also for repeated rounds and in other
             federations, and tells the server their ε.
         one_shot: the way in which the client may be asked to send in place of rounds. None: it refuses. See
             :meth:`FusionStrategy.one_shot <lightning_fedbayes.transport.flower.FusionStrategy.one_shot>`.
@@ -219,8 +219,10 @@ class RemoteClient:
             )
         task = question.task(kept.before)
         update, after = self._with_trainer(lambda trainer: self.training.train(trainer, self.module, data(), task))
-        update = self.door.protected(update, task.posterior, task.round)
-        spent = {} if self.door.privacy is None else {"privacy/epsilon": kept.count(self.door.privacy)}
+        spent = {}
+        if self.door.privacy is not None:
+            update = self.door.privacy.send(update, task.posterior, kept.secret, task.round)
+            spent = {self.door.privacy.figure: kept.count(self.door.privacy)}
         kept.write(after)  # before anything is sent
         figures = {name: value for name, value in {**update.metrics, **spent}.items() if math.isfinite(value)}
         tensors = tensors_of(update.posterior, update.buffers)

@@ -11,7 +11,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
 from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.layers import LinearFlipout, Reparameterized, kl_divergence
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, parameters, trainer
 from tests.refusals import refusals
@@ -79,10 +79,9 @@ def test_the_noise_comes_from_seed_round_client_and_step_or_from_a_secret(seed):
     for number, (at, batch, gradient) in enumerate(noted.steps):
         expected, _ = clipped_by_hand(at, batch, clip)
         round, rest = divmod(number, 12)
-        draws = torch.Generator().manual_seed(derive_seed(4, "gradients", round, *divmod(rest, 4)))
-        for name, value in expected.items():
+        for place, (name, value) in enumerate(expected.items()):
             noise = (gradient[name] - value) * len(batch[0]) / (z * clip)
-            drawn = torch.normal(0.0, 1.0, value.shape, generator=draws)
+            drawn = private_normal(4, value, "gradient", round, *divmod(rest, 4), place)
             noises.append(noise.flatten())
             left.append((noise - drawn).flatten())
     noise, left = torch.cat(noises), torch.cat(left)

@@ -114,12 +114,23 @@ def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
     assert state(tmp_path, 5, 4).messages == {1.0: 4}
 
 
-STATE = {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {}}
+def test_a_client_that_has_lost_its_file_counts_the_rounds_before_and_says_so(tmp_path):
+    privacy = fb.UpdatePrivacy()
+    state(tmp_path, 3, 2).write({})
+    (tmp_path / "client-7.pt").unlink()
+    lost = state(tmp_path, 4, 3)
+    with pytest.warns(UserWarning, match="no account of the private messages that the server has had"):
+        assert lost.count(privacy) == privacy.figures(4)["privacy/epsilon"]
+    assert state(tmp_path, 4, 0).count(privacy) == privacy.figures(1)["privacy/epsilon"], "its first message"
+
+
+STATE = {"federation": "a", "round": 3, "secret": "s", "messages": {}, "before": {}, "after": {}}
 WRONG_STATES = {
     "nothing": {},
     "a list": [],
     "another file": {"state_dict": {"w": torch.zeros(2)}},
     "no federation": {name: value for name, value in STATE.items() if name != "federation"},
+    "no secret": {**STATE, "secret": 3},
     "no messages": {**STATE, "messages": None},
     "a word for a count": {**STATE, "messages": {1.0: "x"}},
     "another round": {**STATE, "round": None},
@@ -172,7 +183,7 @@ def test_messages_of_several_noises_add_up(tmp_path):
 
 
 def test_every_private_message_is_counted_and_the_server_reports_the_largest_epsilon(tmp_path):
-    """A round that is asked for again is another message: with the old noise the two would tell what was learnt."""
+    """A round that is asked for again counts again, and has the old noise only where the client has learnt the same."""
     privacy = fb.UpdatePrivacy(clip=0.1, noise_multiplier=2.0)
     settings = {"make": lambda: Plain(network()), "privacy": privacy, "state_folder": tmp_path}
     strategy = FusionStrategy("weighted_average", wait_for=4, checkpoint=tmp_path / "server.pt")
@@ -187,13 +198,16 @@ def test_every_private_message_is_counted_and_the_server_reports_the_largest_eps
     )
     assert state(tmp_path, 1, 0, "another", client=0).messages == {2.0: 4}, "no server resets it"
     sent = [from_arrays(reply.content["arrays"], "client")[0].flatten()[0] for reply in (first, second)]
-    assert not torch.equal(*sent)
+    assert torch.equal(*sent)
+    other = strategy.configure_train(3, initial_arrays(Plain(network(seed=1))), ConfigRecord(), grid)
+    third = grid.send_and_receive(list(other)[:1])[0].content["arrays"]
+    assert not torch.equal(sent[0], from_arrays(third, "client")[0].flatten()[0])
 
 
-def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run(tmp_path):
-    def posterior(privacy):
+def test_privacy_clips_updates_and_draws_noise_from_each_clients_secret(tmp_path):
+    def posterior(privacy, folder=tmp_path):
         strategy = FusionStrategy("weighted_average", wait_for=4, weighting="equal")
-        apps = client_apps(make=lambda: Plain(network()), privacy=privacy, state_folder=tmp_path)
+        apps = client_apps(make=lambda: Plain(network()), privacy=privacy, state_folder=folder)
         result = run(LocalGrid(apps), strategy, rounds=1, make=lambda: Plain(network()))
         assert "train_loss" not in result.train_metrics_clientapp[1]
         return strategy.server.posterior.flatten()[0]
@@ -202,7 +216,7 @@ def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run(tmp_path):
     clipped = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=0.0)) for _ in range(2)]
     torch.testing.assert_close(*clipped, rtol=0, atol=0)
     assert 0 < (clipped[0] - start).norm() <= 0.01 * (1 + 1e-5)
-    noisy = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=50.0)) for _ in range(2)]
+    noisy = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=50.0), tmp_path / each) for each in "ab"]
     spread = torch.stack([each - start for each in noisy])
     assert not torch.equal(*noisy)
     assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients

@@ -346,7 +346,7 @@ DOORS = {
     "noise_multiplier_for": door(fb.noise_multiplier_for, epsilon=8.0, delta=1e-5, rounds=2),
     "UpdatePrivacy.figures": door(fb.UpdatePrivacy().figures, rounds=2),
     "UpdatePrivacy.send": door(
-        fb.UpdatePrivacy().send, update=fb.ClientUpdate(0, 5, posterior()), previous=posterior(), seed=0, round=0
+        fb.UpdatePrivacy().send, update=fb.ClientUpdate(0, 5, posterior()), previous=posterior(), secret="s", round=0
     ),
     "ClassPartition": door(partial(split, fb.ClassPartition), clients=3),
     "DirichletPartition": door(partial(split, fb.DirichletPartition), clients=3, alpha=0.5, min_examples=1),
@@ -474,7 +474,7 @@ DOORS = {
     ),
     "ScoreSketch.of": door(calibration.ScoreSketch.of, scores=torch.rand(3), bins=8),
     "ScoreSketch.threshold": door(calibration.ScoreSketch.of(torch.rand(20)).threshold, level=0.9),
-    "ScoreSketch.noisy": door(calibration.ScoreSketch.of(torch.rand(20)).noisy, epsilon=1.0, seed=0),
+    "ScoreSketch.noisy": door(calibration.ScoreSketch.of(torch.rand(20)).noisy, epsilon=1.0, key=0),
     "ScoreSketch.__add__": door(SKETCH.__add__, other=SKETCH),
     "evaluate_clients": door(fb.evaluate_clients, module=PREDICTIVE, clients=OWN, batch_size=4),
     "evaluate_across": door(

@@ -71,7 +71,7 @@ def broken(draw, sound=posterior):
 
 
 def privatise(q):
-    fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), 0, 0)
+    fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), "", 0)
 
 
 def restored(q):

@@ -1,6 +1,7 @@
 """Conformal sets and intervals of a federation: clients send histograms of scores, the server takes a quantile."""
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,6 @@ from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, FederationError, is_number, listed, nearest, shown
-from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
 
@@ -82,6 +82,8 @@ class FederatedConformal(CalibrationCallback):
             :class:`~lightning_fedbayes.Safeguards`. None: no bound.
         per: where an example has several positions, labels or targets: "position" covers each with the level, as a
             mean over the positions of new examples. "example" covers all of an example at once.
+        seed: of the noise of a simulation that repeats; its figure is "simulated_epsilon". None: from a secret, which
+            checkpoints keep.
 
     Attributes:
         threshold: of the pooled clients. None before :meth:`fit`.
@@ -118,6 +120,7 @@ class FederatedConformal(CalibrationCallback):
         pooling: Pooling = "sum",
         max_influence: float | None = 2.0,
         per: Per = "position",
+        seed: int | None = None,
     ) -> None:
         errors.check_number("level", level, "(0, 1)", error=FedBayesError)
         errors.check_choice("kind", kind, GRIDS, error=FedBayesError)
@@ -137,6 +140,9 @@ class FederatedConformal(CalibrationCallback):
         self.per_client = per_client
         self.shrinkage, self.bins = shrinkage, bins
         self.epsilon = epsilon
+        if seed is not None:
+            errors.check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+        self.seed, self._secret = seed, secrets.token_hex(32)
         self.pooling: Pooling = pooling
         self.max_influence = max_influence
         self.releases = 0
@@ -149,7 +155,7 @@ class FederatedConformal(CalibrationCallback):
         """Return a client's message, without noise. See :meth:`ScoreSketch.of`."""
         return ScoreSketch.of(scores, self.bins, GRIDS[self.kind])
 
-    def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> "FederatedConformal":
+    def fit(self, clients: Mapping[str, Tensor | ScoreSketch]) -> "FederatedConformal":
         """Take the thresholds from each client's scores or sketch. Return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
@@ -158,15 +164,12 @@ class FederatedConformal(CalibrationCallback):
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, with the client's noise.
-            seed: of the noise.
 
         Raises FedBayesError: no clients, one without an example, scores outside the grid, or sketches of unlike grids.
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
-        errors.check_at_least("seed", seed, -LARGEST, error=FedBayesError)
-        seeds = (derive_seed(seed, "evaluation", self.releases, number) for number in range(len(clients)))
-        sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
+        sketches = {name: self._checked(name, each) for name, each in clients.items()}
         self.releases += self.epsilon is not None
         grid, sizes = GRIDS[self.kind], {name: each.num_examples for name, each in sketches.items()}
         pooled, exceeds = scoring.bounded_distribution(list(sketches.values()), self.level, self.max_influence)
@@ -202,7 +205,7 @@ class FederatedConformal(CalibrationCallback):
         Args:
             predictive: for classes as in :meth:`FederatedTemperature.fit_from`. For intervals a regressor with mean and
                 variance from ``predict_step``.
-            datasets, trained_on, batch_size, seed: as there. The noise depends on the seed, too.
+            datasets, trained_on, batch_size, seed: as there.
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
 
         Raises FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
@@ -210,7 +213,7 @@ class FederatedConformal(CalibrationCallback):
         callback.check_apart(datasets, trained_on)
         scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
         self.temperature = temperature
-        return self.fit(scores, seed=seed)
+        return self.fit(scores)
 
     def scores_of(
         self,
@@ -310,12 +313,13 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(f"no client {shown(client)}: {nearest(str(client), map(str, self.thresholds))}")
         return self.thresholds[client]
 
-    def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
+    def _checked(self, name: str, scores: Tensor | ScoreSketch) -> ScoreSketch:
         """Return a client's sketch, with noise if it is to have some. An error names the client."""
         try:
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
             if self.epsilon is not None and sketch is not scores:
-                sketch = sketch.noisy(self.epsilon, seed)
+                key = f"{self._secret if self.seed is None else self.seed}/{self.releases}/{name}"
+                sketch = sketch.noisy(self.epsilon, key)
             scoring.check_same_grid(self.sketch(torch.empty(0)), sketch)
         except FedBayesError as error:
             raise FedBayesError(f"client {name}: {error}") from None
@@ -344,6 +348,7 @@ class FederatedConformal(CalibrationCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a FederatedTemperature behind it, and counts that privacy does not let out."""
         super().setup(trainer, pl_module, stage)
+        self._secret = trainer.strategy.broadcast(self._secret)
         callbacks = callbacks_of(trainer)
         if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self) :]):
             raise FedBayesError("put FederatedTemperature first: FederatedConformal takes its sets of scaled logits")
@@ -371,7 +376,7 @@ class FederatedConformal(CalibrationCallback):
         temperature = self._temperature_in(trainer)
         scores = self._scores(found, temperature)
         self.temperature = temperature
-        self.fit(scores, seed=seed)
+        self.fit(scores)
 
     def _temperature_in(self, trainer: L.Trainer) -> float:
         scaling = callback_of(trainer, FederatedTemperature)
@@ -381,7 +386,8 @@ class FederatedConformal(CalibrationCallback):
         """Return the pooled threshold, the largest of the clients', and the ε of all noisy counts so far."""
         assert self.threshold is not None
         own = {"threshold_largest": max(self.thresholds.values())} if self.per_client else {}
-        noise = {} if self.epsilon is None else {"epsilon": self.releases * self.epsilon}
+        spent = "epsilon" if self.seed is None else "simulated_epsilon"
+        noise = {} if self.epsilon is None else {spent: self.releases * self.epsilon}
         return {"threshold": self.threshold, **own, **noise}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -409,7 +415,7 @@ class FederatedConformal(CalibrationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the thresholds, and how often noisy counts were sent."""
-        return {name: getattr(self, name) for name in ("threshold", "thresholds", "temperature", "releases")}
+        return {name: getattr(self, name) for name in ("threshold", "thresholds", "temperature", "releases", "_secret")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the thresholds. Releases stay counted. Raises FederationError for a foreign state."""
@@ -422,4 +428,5 @@ class FederatedConformal(CalibrationCallback):
         errors.check_number("temperature", state["temperature"], "(0, inf)")
         errors.check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
-        self.releases = max(self.releases, releases)
+        errors.check_kind("_secret", state["_secret"], str, "give the state of a FederatedConformal")
+        self.releases, self._secret = max(self.releases, releases), state["_secret"]

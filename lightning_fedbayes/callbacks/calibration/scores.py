@@ -1,6 +1,5 @@
 """Scores of conformal prediction, and their histograms: what a client sends in place of its data."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import private_uniform
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
 from lightning_fedbayes.metrics.likelihoods import Categorical
 
@@ -219,7 +218,7 @@ class ScoreSketch:
         check_number("level", level, "(0, 1)", error=FedBayesError)
         return edge_at(level, self.distribution(), self.grid)
 
-    def noisy(self, epsilon: float, seed: int) -> "ScoreSketch":
+    def noisy(self, epsilon: float, key: int | str) -> "ScoreSketch":
         r"""Return a sketch that is ε-differentially private for the presence of one example.
 
         Adds independent discrete Laplace noise to every count. One example changes one cell by 1. Clips at 0:
@@ -232,20 +231,19 @@ class ScoreSketch:
 
         Args:
             epsilon: ε > 0.
-            seed: of the noise, secret and new for each sketch: whoever knows it can subtract the noise.
+            key: of the noise: a secret text, or the seed of a simulation. Whoever knows it can subtract the noise.
 
-        Raises FedBayesError: ε is not above 0, or the seed no whole number.
+        Raises FedBayesError: ε is not above 0, or the key neither a text nor a whole number.
         Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
 
-        >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, seed=7).num_examples > 900
+        >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, key=7).num_examples > 900
         True
         """
         check_epsilon(epsilon)
-        check_at_least("seed", seed, -(2**62), error=FedBayesError)
-        digest = hashlib.blake2b(self.counts.cpu().numpy().tobytes(), digest_size=8).digest()
-        own = derive_seed(seed, "privacy", step=int.from_bytes(digest, "little"))
-        random = torch.Generator().manual_seed(own)
-        uniform = 1 - torch.rand(2, len(self.counts), generator=random, dtype=torch.float64)  # in (0, 1]
+        if not isinstance(key, str):
+            check_at_least("key", key, -(2**62), error=FedBayesError)
+        counts = self.counts.cpu()
+        uniform = private_uniform(key, 2 * len(counts), "counts", counts.tolist()).view(2, -1)
         above, below = (uniform.log() / -epsilon).floor().long()
         return ScoreSketch((self.counts.cpu() + above - below).clamp_min(0), self.grid)
 

@@ -1,6 +1,5 @@
 """Privacy of clients: updates are clipped and noised, and a door decides what else leaves a client."""
 
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -11,9 +10,9 @@ from torch import Tensor
 from lightning_fedbayes.clients.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FederationError, FusionError, NotSent
-from lightning_fedbayes.core.messages import ClientUpdate, Kind
+from lightning_fedbayes.core.messages import EPSILONS, ClientUpdate, Kind
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
-from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.fusion.accumulator import check_structure
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
@@ -26,22 +25,24 @@ def privatised(
     *,
     clip: float,
     noise_multiplier: float,
-    generator: torch.Generator,
+    key: int | str,
+    about: tuple[object, ...] = (),
     widen: bool = False,
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
     The update is the step from the ``previous`` global posterior (μ_o, σ_o²), which the client started from, in the
     coordinates (μ, log σ), all parameters in one vector. It is clipped to the L2 norm C and gets independent Gaussian
-    noise, drawn by the ``generator`` on the CPU:
+    noise, drawn by the ``key`` (:func:`~lightning_fedbayes.core.seeding.private_uniform`) for what it is ``about``:
 
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
 
-    The result is the global posterior moved by ũ. The logarithm keeps the variance positive whatever the noise, and σ
-    enters by its ratio to σ_o, so C bounds the whole message: without u the same noise is sent, and the L2 sensitivity
-    of the message is C. (If the data of one client are *replaced* by others, it is 2C.) For an optimizer that moves
-    means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have a mean only.
+    The result is the global posterior moved by ũ. An update that is not finite is sent as noise alone. The logarithm
+    keeps the variance positive whatever the noise, and σ enters by its ratio to σ_o, so C bounds the whole message:
+    without u the same noise is sent, and the L2 sensitivity of the message is C. (If the data of one client are
+    *replaced* by others, it is 2C.) For an optimizer that moves means and the layers' ρ alike, both parts of u are of
+    one size. Deterministic parameters have a mean only.
 
     With ``widen`` the variance of the noise, which everybody knows, is added to the variances that are not 0: the
     client's mean is then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not
@@ -62,8 +63,11 @@ def privatised(
     log_variance, log_before = (
         each[gaussian].clamp_min(SMALLEST_VARIANCE).log() for each in (variance, variance_before)
     )
-    step = clipped(torch.cat([mean - mean_before, (log_variance - log_before) / 2]), clip)
-    noise = torch.randn(step.shape, generator=generator, dtype=step.dtype).to(step.device)
+    step = torch.cat([mean - mean_before, (log_variance - log_before) / 2])
+    if not step.isfinite().all():  # that it has diverged is as private as what it has learnt
+        step = torch.zeros_like(step)
+    step = clipped(step, clip)
+    noise = private_normal(key, step, *about, protects=step)
     mean_step, log_std_step = (step + noise_multiplier * clip * noise).split([len(mean), len(log_before)])
     sent = (log_before + 2 * log_std_step).exp()
     if widen:
@@ -99,9 +103,8 @@ class UpdatePrivacy:
     The noise protects the posterior only, so the client sends nothing else: its metrics are dropped, and buffers are
     refused. Its number of examples, which weights it, counts as public.
 
-    Whoever knows the seed can take the noise away. In a simulation that is the point: runs repeat. A client on another
-    machine passes :meth:`send` a seed that only it knows, and a new one for every message: two messages with one noise
-    differ by what the client has learnt.
+    The noise comes from a secret of 256 bits: of the federation in one process, whose checkpoint keeps it, or of each
+    client on a machine of its own, in its folder. A run that goes on sends what it would have sent.
 
     Args:
         clip: C > 0.
@@ -109,6 +112,8 @@ class UpdatePrivacy:
         delta: δ in (0, 1), well below one over the number of clients.
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.
+        seed: of a simulation that repeats. Whoever knows it can subtract the noise, so the figure is then
+            ``privacy/simulated_epsilon``. None: nobody knows the noise.
 
     >>> privacy = UpdatePrivacy(clip=0.5, noise_multiplier=2.0)
     >>> after_one, after_ten = privacy.figures(rounds=1), privacy.figures(rounds=10)
@@ -120,24 +125,27 @@ class UpdatePrivacy:
     noise_multiplier: float = 1.0
     delta: float = 1e-5
     widen_posterior: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
         check_noise(self.noise_multiplier)
         check_delta(self.delta)
         errors.check_flag("widen_posterior", self.widen_posterior)
+        if self.seed is not None:
+            errors.check_at_least("seed", self.seed, -errors.LARGEST)
         check_opacus()
 
-    def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
+    def send(self, update: ClientUpdate, previous: GaussianPosterior, secret: str, round: int) -> ClientUpdate:
         """Return the private update that a client sends in place of ``update``.
 
         Raise FusionError if names or shapes differ from the ``previous`` global posterior, which the client started
-        from, and FederationError if the update has buffers. One ``seed``, ``round`` (from 0) and client give one noise:
-        never send two updates with it.
+        from, and FederationError if the update has buffers. The noise depends on the ``secret``, the ``round`` from 0,
+        the client and the update; with a ``seed`` on the seed, the round and the client alone.
         """
         errors.check_kind("update", update, ClientUpdate, "give a ClientUpdate")
         check_posterior(previous, "the previous posterior", error=FusionError)
-        errors.check_at_least("seed", seed, -errors.LARGEST)
+        errors.check_kind("secret", secret, str, "give secrets.token_hex(32)")
         errors.check_at_least("round", round, 0)
         check_structure(update.posterior, previous, f"client {update.client}")
         check_no_buffers(update.buffers)
@@ -146,10 +154,16 @@ class UpdatePrivacy:
             previous,
             clip=self.clip,
             noise_multiplier=self.noise_multiplier,
-            generator=generator(seed, "privacy", round, update.client),
+            key=secret if self.seed is None else self.seed,
+            about=("update", round, update.client),
             widen=self.widen_posterior,
         )
         return replace(update, posterior=posterior, metrics={})
+
+    @property
+    def figure(self) -> str:
+        """Name of the ε in logs."""
+        return EPSILONS[self.seed is not None]
 
     def figures(self, rounds: int) -> dict[str, float]:
         """Return the ε spent so far, as it is logged.
@@ -159,7 +173,7 @@ class UpdatePrivacy:
         so against everybody else. Who takes part is drawn without a look at the data and may be known. A secret cohort
         would not lower ε here: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
-        return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
+        return {self.figure: epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
 
 def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:
@@ -226,12 +240,6 @@ class Door:
             remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
             why = f"it sends none. {remedy} at the client would allow it"
             raise NotSent(f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: {why}")
-
-    def protected(self, update: ClientUpdate, previous: GaussianPosterior, round: int) -> ClientUpdate:
-        """Return what leaves in place of an update: itself, or its noisy version without its metrics."""
-        if self.privacy is None:
-            return update
-        return self.privacy.send(update, previous, secrets.randbits(63), round)
 
     def failure(self, error: Exception, stage: str) -> dict[str, str]:
         """Return what may leave of an exception: its class and stage. Its text if errors are shared."""

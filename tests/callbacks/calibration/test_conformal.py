@@ -125,13 +125,13 @@ def test_noise_has_the_ratio_that_privacy_allows():
     """Discrete Laplace: P(k) / P(k + 1) = exp(ε), and it falls alike on both sides."""
     epsilon, cells = 0.7, 200_000
     counts = torch.full((cells,), 1000)
-    noise = ScoreSketch(counts).noisy(epsilon, seed=1).counts - counts
+    noise = ScoreSketch(counts).noisy(epsilon, key=1).counts - counts
     shares = [(noise == k).double().mean().item() for k in range(-3, 4)]
     center = (1 - math.exp(-epsilon)) / (1 + math.exp(-epsilon))
     assert shares == pytest.approx([center * math.exp(-epsilon * abs(k)) for k in range(-3, 4)], abs=5e-3)
-    assert torch.equal(ScoreSketch(counts).noisy(epsilon, seed=1).counts, counts + noise)
-    assert not torch.equal(ScoreSketch(counts).noisy(epsilon, seed=2).counts, counts + noise)
-    assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, seed=0).counts >= 0).all()
+    assert torch.equal(ScoreSketch(counts).noisy(epsilon, key=1).counts, counts + noise)
+    assert not torch.equal(ScoreSketch(counts).noisy(epsilon, key=2).counts, counts + noise)
+    assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, key=0).counts >= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["lac", "aps"])
@@ -301,25 +301,30 @@ def test_the_noise_of_two_fits_does_not_cancel():
     """One example more: with common noise the difference of both noisy sketches would be that example alone."""
     scores = torch.rand(500, generator=torch.Generator().manual_seed(0))
     one, other = ScoreSketch.of(scores, 64), ScoreSketch.of(torch.cat([scores, torch.tensor([0.5])]), 64)
-    differ = other.noisy(1.0, seed=3).counts - one.noisy(1.0, seed=3).counts
+    differ = other.noisy(1.0, key=3).counts - one.noisy(1.0, key=3).counts
     assert int((differ != 0).sum()) > 20
-    assert torch.equal(one.noisy(1.0, seed=3).counts, one.noisy(1.0, seed=3).counts)
+    assert torch.equal(one.noisy(1.0, key=3).counts, one.noisy(1.0, key=3).counts)
 
 
 def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
     scores = {"a": torch.rand(500, generator=torch.Generator().manual_seed(0))}
     conformal, found = FederatedConformal(0.5, bins=4096, epsilon=0.5), []
     for release in range(1, 5):
-        found.append(conformal.fit(scores, seed=3).threshold)
+        found.append(conformal.fit(scores).threshold)
         assert conformal.figures()["epsilon"] == 0.5 * release
     assert len(set(found)) > 1
     again = FederatedConformal(0.5, bins=4096, epsilon=0.5)
-    assert [again.fit(scores, seed=3).threshold for _ in found] == found
+    assert [again.fit(scores).threshold for _ in found] != found, "a secret of its own"
+    for seed, same in ((3, True), (4, False)):
+        pair = [FederatedConformal(0.5, bins=4096, epsilon=0.5, seed=each).fit(scores) for each in (3, seed)]
+        assert (pair[0].threshold == pair[1].threshold) is same
+        assert pair[0].figures().keys() == {"threshold", "simulated_epsilon"}
     fresh = FederatedConformal(0.5, bins=4096, epsilon=0.5)
     fresh.load_state_dict(conformal.state_dict())
-    assert fresh.fit(scores, seed=3).figures()["epsilon"] == 2.5
+    assert fresh.fit(scores).threshold == conformal.fit(scores).threshold, "its secret goes with the state"
+    assert fresh.figures()["epsilon"] == 2.5
     conformal.load_state_dict(FederatedConformal(0.5).state_dict())
-    assert conformal.releases == 4  # what has been sent stays counted
+    assert conformal.releases == 5  # what has been sent stays counted
     assert FederatedConformal().fit(scores).releases == 0
 
 

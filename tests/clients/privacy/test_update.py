@@ -1,7 +1,10 @@
 """Updates that are clipped and noised: bounds, distribution, and coverage with the noise's variance added."""
 
 import math
+import secrets
+from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +13,12 @@ from hypothesis import strategies as st
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import ScaledUpdate
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, privatised
+from lightning_fedbayes.clients.privacy.update import clipped
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, private_normal, private_uniform
 from lightning_fedbayes.layers import read_posterior
-from lightning_fedbayes.server import Server
-from lightning_fedbayes.server.plan import RoundPlan
 from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters
 from tests.refusals import refusals
 
@@ -43,7 +46,7 @@ def step(sent, previous):
 def test_without_noise_the_update_keeps_its_direction_and_no_more_than_the_norm(scale, clip):
     before = posterior(0)
     after = posterior(1, scale=scale)
-    sent = privatised(after, before, clip=clip, noise_multiplier=0.0, generator=draws())
+    sent = privatised(after, before, clip=clip, noise_multiplier=0.0, key=0)
     honest, clipped = step(after, before), step(sent, before)
     assert clipped.norm() <= clip * (1 + 1e-4) + 1e-5
     expected = honest * min(1.0, clip / float(honest.norm()))
@@ -53,7 +56,7 @@ def test_without_noise_the_update_keeps_its_direction_and_no_more_than_the_norm(
 def test_the_noise_is_gaussian_of_the_stated_size_in_every_coordinate():
     before = posterior(0, size=20_000)
     clip, z = 0.5, 0.8
-    sent = privatised(before, before, clip=clip, noise_multiplier=z, generator=draws())
+    sent = privatised(before, before, clip=clip, noise_multiplier=z, key=0)
     noise = step(sent, before) / (clip * z)
     means, log_stds = noise[:40_000], noise[-40_000:]
     for part in (means, log_stds):  # 5 standard errors of mean, variance and fourth moment
@@ -67,9 +70,9 @@ def test_the_noise_is_gaussian_of_the_stated_size_in_every_coordinate():
 def test_one_client_moves_the_message_by_no_more_than_clip():
     """The same noise with any update and with none: sensitivity C."""
     before, clip = posterior(0), 0.7
-    nothing = privatised(before, before, clip=clip, noise_multiplier=1.0, generator=draws())
+    nothing = privatised(before, before, clip=clip, noise_multiplier=1.0, key=0)
     for seed in range(1, 20):
-        sent = privatised(posterior(seed, scale=10.0**seed), before, clip=clip, noise_multiplier=1.0, generator=draws())
+        sent = privatised(posterior(seed, scale=10.0**seed), before, clip=clip, noise_multiplier=1.0, key=0)
         moved = step(sent, before) - step(nothing, before)
         assert moved.norm() <= clip * (1 + 1e-3)
 
@@ -78,7 +81,7 @@ def test_a_gaussian_tensor_hides_which_of_its_variances_are_zero():
     before, after = posterior(0), posterior(1)
     for broken in (before, after):
         broken.variance["weight"][0, 0] = 0.0
-        sent = privatised(after, before, clip=1.0, noise_multiplier=0.1, generator=draws())
+        sent = privatised(after, before, clip=1.0, noise_multiplier=0.1, key=0)
         assert (sent.variance["weight"] > 0).all()
         assert torch.isfinite(sent.variance["weight"]).all()
 
@@ -87,7 +90,7 @@ def test_a_tensor_whose_variances_have_all_come_down_to_zero_gets_noise_like_any
     before, after = posterior(0, size=2_000), posterior(0, size=2_000)
     after.variance["weight"].zero_()
     clip, z = 2.0, 0.5
-    sent = privatised(after, before, clip=clip, noise_multiplier=z, generator=draws())
+    sent = privatised(after, before, clip=clip, noise_multiplier=z, key=0)
     noise = step(sent, before)[-4_000:]
     shift = -clip / math.sqrt(4_000)  # the clipped step, spread over all entries, nearly evenly
     assert float(noise.mean()) == pytest.approx(shift, abs=5 * clip * z / math.sqrt(4_000))
@@ -98,14 +101,14 @@ def test_what_is_deterministic_is_decided_by_the_global_posterior():
     """Not by the client, whose values would tell."""
     before, after = posterior(0), posterior(1)
     after.variance["bias"] = torch.rand(3)
-    assert not privatised(after, before, clip=1.0, noise_multiplier=0.1, generator=draws()).variance["bias"].any()
+    assert not privatised(after, before, clip=1.0, noise_multiplier=0.1, key=0).variance["bias"].any()
 
 
 def test_names_come_in_the_order_of_the_global_posterior():
     before, after = posterior(0), posterior(1)
     turned = after.ordered(["bias", "weight"])
     options = {"clip": 1.0, "noise_multiplier": 1.0}
-    first, second = (privatised(each, before, generator=draws(), **options) for each in (after, turned))
+    first, second = (privatised(each, before, key=0, **options) for each in (after, turned))
     assert first.names == second.names == before.names
     assert all(torch.equal(first.mean[name], second.mean[name]) for name in before.names)
 
@@ -113,8 +116,7 @@ def test_names_come_in_the_order_of_the_global_posterior():
 def test_widening_adds_the_variance_of_the_noise():
     before, after = posterior(0), posterior(1)
     plain, wide = (
-        privatised(after, before, clip=0.5, noise_multiplier=0.4, generator=draws(), widen=widen)
-        for widen in (False, True)
+        privatised(after, before, clip=0.5, noise_multiplier=0.4, key=0, widen=widen) for widen in (False, True)
     )
     torch.testing.assert_close(wide.variance["weight"], plain.variance["weight"] + 0.04)
     assert torch.equal(wide.mean["weight"], plain.mean["weight"])
@@ -132,7 +134,7 @@ def test_the_widened_posterior_of_a_conjugate_model_covers_the_truth_at_the_nomi
     exact = GaussianPosterior({"w": observed * variance / observation}, {"w": variance})
     before = GaussianPosterior({"w": torch.zeros(size)}, {"w": variance.clone()})
     clip = 10 * float(exact.mean["w"].norm())  # the update is not clipped
-    sent = privatised(exact, before, clip=clip, noise_multiplier=noise / clip, generator=rng, widen=widen)
+    sent = privatised(exact, before, clip=clip, noise_multiplier=noise / clip, key=3, widen=widen)
     covered = float(((sent.mean["w"] - truth).abs() <= 1.6449 * sent.variance["w"].sqrt()).double().mean())
     if nominal:
         assert covered == pytest.approx(0.9, abs=0.01)
@@ -147,7 +149,7 @@ def test_widened_messages_fuse_to_the_right_variance_of_independent_measurements
     size, n, noise = 5_000, 10, 0.3
     before = GaussianPosterior({"w": torch.zeros(size)}, {"w": torch.full((size,), 1e-4)})
     options = {"clip": 1.0, "noise_multiplier": noise, "widen": True}
-    sent = [privatised(before, before, generator=draws(client), **options) for client in range(n)]
+    sent = [privatised(before, before, key=client, **options) for client in range(n)]
     fused = fuse("conflation", sent)
     assert float(fused.mean["w"].square().mean()) == pytest.approx(float(fused.variance["w"].mean()), rel=0.1)
     assert float(fused.variance["w"].mean()) == pytest.approx(noise**2 / n, rel=0.01)
@@ -161,35 +163,66 @@ def same(first, second):
     return all(torch.equal(first.posterior.mean[name], second.posterior.mean[name]) for name in first.posterior.names)
 
 
-def test_noise_belongs_to_seed_round_and_client():
-    privacy, before = UpdatePrivacy(), posterior(0)
-    sent = privacy.send(update(), before, 7, 2)
-    assert same(sent, privacy.send(update(), before, 7, 2))
-    for other in (
-        privacy.send(update(), before, 8, 2),
-        privacy.send(update(), before, 7, 3),
-        privacy.send(update(client=1), before, 7, 2),
-    ):
-        assert not same(sent, other)
+def test_noise_belongs_to_key_round_and_client_and_that_of_a_secret_to_the_update():
+    before = posterior(0)
+    secret, seeded = UpdatePrivacy(), UpdatePrivacy(seed=7)
+    for privacy in (secret, seeded):
+        sent = privacy.send(update(), before, "a", 2)
+        assert same(sent, privacy.send(update(), before, "a", 2))
+        for other in (privacy.send(update(), before, "a", 3), privacy.send(update(client=1), before, "a", 2)):
+            assert not same(sent, other)
+    assert not same(secret.send(update(), before, "a", 2), secret.send(update(), before, "b", 2))
+    assert same(seeded.send(update(), before, "a", 2), seeded.send(update(), before, "b", 2))
+    nearly = replace(update(), posterior=posterior(1, scale=1 + 1e-6))
+    apart = (step(each.send(nearly, before, "a", 2).posterior, before) for each in (secret, seeded))
+    given = (step(each.send(update(), before, "a", 2).posterior, before) for each in (secret, seeded))
+    of_secret, of_seed = (float((a - b).norm()) for a, b in zip(apart, given))
+    assert of_seed < 1e-3 < 1 < of_secret, "two updates never share one noise"
+
+
+def test_who_knows_all_but_the_secret_finds_nothing_in_a_message():
+    """A seed of 32 bits can be tried; what is left of a message after any such noise is as far from the update."""
+    clip, before = 1.0, posterior(0, size=500)
+    learnt = replace(update(), posterior=posterior(1, size=500))
+    sent = step(UpdatePrivacy(clip, 1.0).send(learnt, before, secrets.token_hex(32), 2).posterior, before)
+    honest = clipped(step(learnt.posterior, before), clip)
+    chance = math.sqrt(2) * math.sqrt(len(sent))  # of two unrelated noises
+    for seed in (0, 2, *range(100, 300)):
+        for name in (("update", 2, 0), ()):
+            guess = private_normal(seed, sent, *name)
+            assert (sent - guess - honest).norm() > 0.8 * chance
+        torch_noise = torch.randn(len(sent), generator=draws(derive_seed(seed, "training", 2, 0)), dtype=torch.float64)
+        assert (sent - torch_noise - honest).norm() > 0.8 * chance
+    known = UpdatePrivacy(clip, 1.0, seed=7).send(learnt, before, "", 2)
+    noise = private_normal(7, sent, "update", 2, 0)
+    torch.testing.assert_close(step(known.posterior, before) - noise, honest, atol=1e-4, rtol=1e-3)
+    assert UpdatePrivacy(seed=7).figures(1).keys() == {"privacy/simulated_epsilon"}
+
+
+def test_draws_of_privacy_are_uniform_and_of_more_than_32_bits():
+    found = private_uniform("secret", 1_000_000, "a")
+    assert 0 < float(found.min()) < 1e-5 < 1 - 1e-5 < float(found.max()) < 1
+    counts = torch.histc(found, 100, 0, 1)
+    assert float(((counts - 1e4).square() / 1e4).sum()) < 99 + 5 * math.sqrt(2 * 99)
+    assert not torch.equal(private_uniform(5, 3), private_uniform(5 + 2**32, 3)), "as torch's generator would"
+    assert not torch.equal(private_uniform(5, 3), private_uniform("5", 3))
 
 
 def test_nothing_that_is_unprotected_is_sent():
-    sent = UpdatePrivacy().send(update(), posterior(0), 0, 0)
+    sent = UpdatePrivacy().send(update(), posterior(0), "", 0)
     assert (sent.client, sent.num_examples, sent.metrics, sent.buffers) == (0, 10, {}, {})
     with pytest.raises(FederationError, match=r"norm\.running_mean.*buffers='frozen'"):
-        UpdatePrivacy().send(update(buffers={"norm.running_mean": torch.zeros(2)}), posterior(0), 0, 0)
+        UpdatePrivacy().send(update(buffers={"norm.running_mean": torch.zeros(2)}), posterior(0), "", 0)
 
 
-def test_another_network_and_what_is_not_finite_are_refused_by_the_fusion():
+def test_another_network_is_refused_and_what_is_not_finite_is_sent_as_noise():
     strange = ClientUpdate(4, 10, GaussianPosterior.point_mass({"other": torch.zeros(2)}))
     with pytest.raises(FusionError, match="client 4"):
-        UpdatePrivacy().send(strange, posterior(0), 0, 0)
-    broken = update()
+        UpdatePrivacy().send(strange, posterior(0), "", 0)
+    before, broken = posterior(0, size=5_000), replace(update(), posterior=posterior(1, size=5_000))
     broken.posterior.mean["weight"][0, 0] = math.nan
-    server = Server(posterior(0))
-    server.begin(RoundPlan(0, (0,)))
-    outcome = server.admit(UpdatePrivacy().send(broken, posterior(0), 0, 0))
-    assert "is not finite" in str(outcome.error)
+    noise = step(UpdatePrivacy(1.0, 0.5).send(broken, before, "", 0).posterior, before)
+    assert float(noise.std()) == pytest.approx(0.5, rel=5 / math.sqrt(2 * len(noise)))
 
 
 test_arguments_are_checked_at_once = refusals(
@@ -205,9 +238,20 @@ test_arguments_are_checked_at_once = refusals(
 HUGE = UpdatePrivacy(clip=1e6, noise_multiplier=0.0)
 
 
-def run(module, privacy, rounds=2, clients=3, ckpt_path=None, **options):
+class AtHalf(L.Callback):
+    """Keeps a checkpoint of two rounds."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def run(module, privacy, rounds=2, clients=3, ckpt_path=None, callbacks=(), **options):
     federation = fb.FederatedBayes(fb.IIDPartition(clients), privacy=privacy, **options)
-    return federate(module, federation, rounds, ckpt_path=ckpt_path), federation
+    return federate(module, federation, rounds, ckpt_path=ckpt_path, callbacks=callbacks), federation
 
 
 def distance(first, second):
@@ -229,7 +273,7 @@ def test_no_noise_and_no_clipping_changes_nothing(engine):
 def test_the_engines_send_the_same_noise():
     modules = Plain(), Plain()
     for module, engine in zip(modules, ("sequential", "vectorized")):
-        run(module, UpdatePrivacy(0.5, 0.3), engine=engine)
+        run(module, UpdatePrivacy(0.5, 0.3, seed=0), engine=engine)
     torch.testing.assert_close(*map(parameters, modules), rtol=1e-4, atol=1e-5)
 
 
@@ -242,9 +286,8 @@ def test_an_average_of_clipped_updates_is_no_longer_than_one_of_them():
 
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
     privacy = UpdatePrivacy(0.5, 0.2, widen_posterior=True)
-    whole, half, resumed = bayesian(), bayesian(), bayesian(seed=1)
-    made, _ = run(whole, privacy, rounds=4)
-    run(half, privacy, rounds=2)[0].save_checkpoint(tmp_path / "half.ckpt")
+    whole, resumed, half = bayesian(), bayesian(seed=1), AtHalf(tmp_path / "half.ckpt")
+    made, _ = run(whole, privacy, rounds=4, callbacks=[half])
     again, _ = run(resumed, privacy, rounds=4, ckpt_path=tmp_path / "half.ckpt")
     assert_equal(parameters(whole), parameters(resumed))
     assert again.callback_metrics["privacy/epsilon"] == made.callback_metrics["privacy/epsilon"]
@@ -254,7 +297,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 def test_adversaries_begin_with_what_they_would_have_sent():
     """A free rider sends the global posterior's means; its variances are protected as those of any client."""
-    free_riders, privacy = ScaledUpdate(clients=1.0, factor=0.0), UpdatePrivacy(1.0, 1.0)
+    free_riders, privacy = ScaledUpdate(clients=1.0, factor=0.0), UpdatePrivacy(1.0, 1.0, seed=0)
     _, fed = run(bayesian(), privacy, rounds=1, adversaries=free_riders)
     _, honest = run(bayesian(), privacy, rounds=1, adversaries=None)
     _, unprotected = run(bayesian(), None, rounds=1, adversaries=None)
