@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedbayes.callbacks.evaluator import callback_of
-from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
-from lightning_fedbayes.clients import Federation
+from lightning_fedbayes.callbacks.trainer import TrainsClients
 from lightning_fedbayes.clients.privacy import accountant, check_no_buffers
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, listed
+from lightning_fedbayes.core.messages import EPSILONS
 from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.metrics.likelihoods import check_by_example
@@ -50,8 +50,9 @@ class ExamplePrivacy(L.Callback):
     ``privacy/example_epsilon`` is logged after each round: the largest ε of a client. Steps count as Poisson samples of
     a batch's share of the client's examples, neighbours differ in one example more or less. Batches are in fact
     shuffled, which is the customary approximation. Logged figures of training and numbers of examples are not
-    protected. The noise comes from a secret of the fit, which its checkpoint holds, so that a run that goes on ends as
-    one that was not interrupted: keep checkpoints where the data are.
+    protected. The noise comes from a secret in the checkpoint, so that a run that goes on ends as one that was not
+    interrupted: keep checkpoints where the data are. Over Flower and FLARE it stands among the client's callbacks
+    (``client_app(trainer={"callbacks": [...]})``), and secret and steps are in the client's folder.
 
     Args:
         clip: C > 0, in the unit of a gradient of the loss of one example.
@@ -79,13 +80,14 @@ class ExamplePrivacy(L.Callback):
         if seed is not None:
             check_at_least("seed", seed, -LARGEST)
         self.seed = seed
-        self._secret = ""
+        self._secret = secrets.token_hex(32)
         self.clip = clip
         self.noise_multiplier = noise_multiplier
         self.delta = delta
         self._counts: Counts = {}
         self._counts_before: Counts = {}
-        self._federation: Federation | None = None
+        self._trains: Any = None
+        self._unfinished = False
         self._samples: GradSamples | None = None
         self._optimizer: Any = None
         self._checked = False
@@ -95,7 +97,12 @@ class ExamplePrivacy(L.Callback):
         """Check the Trainer and the network."""
         if stage != "fit":
             return
-        if federated_callback(trainer).settings.engine == "vectorized":
+        found = callback_of(trainer, TrainsClients)
+        if found is None:
+            need = "Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
+            raise FederationError(f"ExamplePrivacy needs a FederatedBayes beside it: {need}")
+        self._trains = found
+        if found.settings.engine == "vectorized":
             what = "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute"
             remedy = "use engine='sequential' or 'auto'"
             raise FederationError(f"{what}; {remedy}")
@@ -108,7 +115,6 @@ class ExamplePrivacy(L.Callback):
         why = "To clip the gradient of each hides none: take FederatedBayes(privacy=UpdatePrivacy(...))"
         check_by_example(pl_module, why, FederationError)
         check_network(pl_module)
-        self._secret = secrets.token_hex(32)  # of this fit; one that goes on gets its own back
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the optimizer."""
@@ -119,10 +125,10 @@ class ExamplePrivacy(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the first round, put hooks on the layers."""
         self._counts_before = {client: dict(kinds) for client, kinds in self._counts.items()}
+        self._unfinished = True
         if self._samples is not None:
             return
-        self._federation = federated_callback(trainer).federation
-        check_no_buffers(self._federation.engine.model.federated_buffers)
+        check_no_buffers(self._trains.engine.model.federated_buffers)
         self._samples = GradSamples(pl_module)
         self._optimizer = accountant.import_opacus("opacus.optimizers").DPOptimizer(
             trainer.optimizers[0],
@@ -142,8 +148,7 @@ class ExamplePrivacy(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Replace the gradient by the noisy mean of the clipped gradients of the examples."""
         assert self._samples is not None
-        assert self._federation is not None
-        engine = self._federation.engine
+        engine = self._trains.engine
         assert isinstance(engine, SequentialEngine)  # gradients of single examples are an obstacle to a stack
         parameters = self._optimizer.params
         check_all_sampled(pl_module, parameters)
@@ -175,10 +180,15 @@ class ExamplePrivacy(L.Callback):
             for client, kinds in self._counts.items()
         }
 
+    @property
+    def figure(self) -> str:
+        """Name of the ε in logs."""
+        return EPSILONS[2 + (self.seed is not None)]
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the largest ε of a client."""
-        name = "privacy/example_epsilon" if self.seed is None else "privacy/simulated_example_epsilon"
-        pl_module.log(name, max(self.epsilons.values(), default=0.0))
+        self._unfinished = False
+        pl_module.log(self.figure, max(self.epsilons.values(), default=0.0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Take the hooks off the layers."""
@@ -192,8 +202,7 @@ class ExamplePrivacy(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the secret, and the steps of every client up to the end of the last finished round."""
-        unfinished = self._federation is not None and self._federation.stage == "training"
-        counts = self._counts_before if unfinished else self._counts
+        counts = self._counts_before if self._unfinished else self._counts
         steps = {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}
         return {"steps": steps, "secret": self._secret}
 
@@ -204,15 +213,6 @@ class ExamplePrivacy(L.Callback):
             client: {(noise, share): steps for noise, share, steps in kinds}
             for client, kinds in state_dict["steps"].items()
         }
-
-
-def federated_callback(trainer: L.Trainer) -> FederatedBayes:
-    """Return the callback that runs the federation. Raise FederationError if there is none."""
-    found = callback_of(trainer, FederatedBayes)
-    if found is None:
-        need = "Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
-        raise FederationError(f"ExamplePrivacy needs a FederatedBayes beside it: {need}")
-    return found
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.trainer import FitLoop, checks, use_whole_checkpoints
+from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, checks, use_whole_checkpoints
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
+from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.model import frozen_names, with_rest
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -24,7 +25,7 @@ from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, plan_round, share_of
 
 
-class FederatedBayes(L.Callback):
+class FederatedBayes(TrainsClients):
     r"""Federates the training of a LightningModule over clients, inside one Trainer and one ``fit``.
 
     An epoch is a round. The clients of the round's cohort train one after another from the global posterior, each for
@@ -133,6 +134,11 @@ class FederatedBayes(L.Callback):
         if self._federation is None:
             raise FederationError("there is no federation yet: call trainer.fit first")
         return self._federation
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the running federation, or the last one."""
+        return self.federation.engine
 
     @property
     def clients(self) -> Any:

@@ -16,8 +16,11 @@ Kind = Literal[
     "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "failure"
 ]
 
-EPSILONS = ("privacy/epsilon", "privacy/simulated_epsilon")
-"""Names of ε in figures: of noise from a secret, and from a seed."""
+EPSILONS = (
+    *("privacy/epsilon", "privacy/simulated_epsilon"),
+    *("privacy/example_epsilon", "privacy/simulated_example_epsilon"),
+)
+"""Names of ε in figures: of clients and of examples, with noise from a secret and from a seed."""
 
 SCALE = "scale/"
 """Prefix of a scale among the buffers that the server sends. Clients answer with none."""

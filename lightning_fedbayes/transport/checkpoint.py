@@ -1,5 +1,6 @@
 """Files of a federation over a network: the server's checkpoint, and each client's state, which stays at the client."""
 
+import itertools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_fedbayes.callbacks.example_privacy import ExamplePrivacy
 from lightning_fedbayes.callbacks.trainer import damage
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
@@ -152,7 +154,7 @@ class StateFile:
     The state after a round counts once the server has admitted that round's update: ``before`` is the last such state.
     If the file is damaged, foreign or gone, the client warns, starts without a state, and counts a private message for
     each earlier round. ``messages``, noise multiplier → number of private messages, is of all federations, as is
-    ``secret``, the key of their noise.
+    ``secret``, the key of noise, and ``steps``, those of an :class:`~lightning_fedbayes.ExamplePrivacy`.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
@@ -160,6 +162,7 @@ class StateFile:
         self.federation, self.round = config["federation"], config["server-round"]
         self.before: dict[int, Any] = {}
         self.messages: dict[float, int] = {}
+        self.steps: dict[int, Any] = {}
         self.secret = secrets.token_hex(32)
         self._uncounted = self.round - 1 if config["accepted"] else 0  # of a client that has lost its file
         if self.path is None or not self.path.exists():
@@ -170,7 +173,8 @@ class StateFile:
             rank_zero_warn(f"{error}: client {client} starts anew")
             self._uncounted = self.round - 1
             return
-        self.messages, self.secret, self._uncounted = stored["messages"], stored["secret"], 0
+        self._uncounted = 0
+        self.messages, self.secret, self.steps = (stored[name] for name in ("messages", "secret", "steps"))
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
@@ -187,18 +191,32 @@ class StateFile:
     def count(self, privacy: UpdatePrivacy) -> float:
         """Count a private message. Return the ε of all so far."""
         noise = privacy.noise_multiplier
+        self.messages[noise] = self.messages.get(noise, self._earlier()) + 1
+        return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
+
+    def count_steps(self, privacy: ExamplePrivacy) -> dict[str, float]:
+        """Keep the steps that ``privacy`` has counted. Return the ε of the client with the most, under its name."""
+        times = 1 + (0 if self.steps else self._earlier())
+        found = privacy.state_dict()["steps"].items()
+        self.steps = {job: [(z, share, times * steps) for z, share, steps in kinds] for job, kinds in found}
+        privacy.load_state_dict({"steps": self.steps, "secret": self.secret})
+        return {privacy.figure: max(privacy.epsilons.values())}
+
+    def _earlier(self) -> int:
+        """Return the number of earlier rounds that no account tells of. Warn if the file is gone."""
         if self._uncounted and self.path is not None and not self.path.exists():
             rank_zero_warn(
                 f"{self.path} has no account of the private messages that the server has had: ε is that of one in each "
                 f"of the {self._uncounted} rounds before. Keep the folder from run to run"
             )
-        self.messages[noise] = self.messages.get(noise, self._uncounted) + 1
-        return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
+        return self._uncounted
 
     def write(self, after: dict[int, Any]) -> None:
         """Write the state after the round, and the one before it in case the update is refused."""
         if self.path is not None:
-            known = {name: getattr(self, name) for name in ("federation", "round", "messages", "secret", "before")}
+            known = {
+                name: getattr(self, name) for name in ("federation", "round", "messages", "secret", "steps", "before")
+            }
             write_whole(self.path, {**known, "after": after})
 
 
@@ -212,6 +230,10 @@ def stored_state(path: Path) -> dict[str, Any]:
         check_kind("federation", stored["federation"], str, "a name is needed")
         check_kind("secret", stored["secret"], str, "a text is needed")
         check_at_least("round", stored["round"], 1)
+        for noise, share, steps in itertools.chain.from_iterable(stored["steps"].values()):
+            check_number("the noise of steps", noise, "[0, inf)")
+            check_number("the share of a step", share, "(0, 1]")
+            check_at_least("steps", steps, 1)
         for noise, count in stored["messages"].items():
             check_number("the noise of messages", noise, "[0, inf)")
             check_at_least("messages", count, 0)

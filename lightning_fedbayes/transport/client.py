@@ -156,8 +156,9 @@ class RemoteClient:
         keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
         callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
-        protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
-        self.door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
+        self.of_examples = next((each for each in callbacks if isinstance(each, ExamplePrivacy)), None)
+        keeps = keeps or self.of_examples is not None
+        self.door = Door(privacy, conformal_epsilon, exact, share_errors, self.of_examples is not None)
         if keeps and state_folder is None:
             why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
             raise errors.FederationError(f"{why}: pass state_folder=..., one folder per client")
@@ -218,11 +219,15 @@ class RemoteClient:
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
             )
         task = question.task(kept.before)
+        if self.of_examples is not None:
+            self.of_examples.load_state_dict({"steps": kept.steps, "secret": kept.secret})
         update, after = self._with_trainer(lambda trainer: self.training.train(trainer, self.module, data(), task))
         spent = {}
         if self.door.privacy is not None:
             update = self.door.privacy.send(update, task.posterior, kept.secret, task.round)
             spent = {self.door.privacy.figure: kept.count(self.door.privacy)}
+        if self.of_examples is not None:
+            spent |= kept.count_steps(self.of_examples)
         kept.write(after)  # before anything is sent
         figures = {name: value for name, value in {**update.metrics, **spent}.items() if math.isfinite(value)}
         tensors = tensors_of(update.posterior, update.buffers)

@@ -11,7 +11,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.trainer import FitLoop, check_schedulers, check_trainer
+from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, check_schedulers, check_trainer
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
@@ -95,7 +95,7 @@ def check_same_frozen(model: ResidentModel, digest: str) -> None:
         raise ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
 
 
-class ClientTraining(L.Callback):
+class ClientTraining(TrainsClients):
     """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
 
     Draws come from (seed, round, client): the update is the same as in one process. The server's settings are ignored.
@@ -109,6 +109,11 @@ class ClientTraining(L.Callback):
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
         self._loop: Any = None
+
+    @property
+    def engine(self) -> SequentialEngine:
+        """The engine of the present task."""
+        return self._engine
 
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task

@@ -124,7 +124,7 @@ def test_a_client_that_has_lost_its_file_counts_the_rounds_before_and_says_so(tm
     assert state(tmp_path, 4, 0).count(privacy) == privacy.figures(1)["privacy/epsilon"], "its first message"
 
 
-STATE = {"federation": "a", "round": 3, "secret": "s", "messages": {}, "before": {}, "after": {}}
+STATE = {"federation": "a", "round": 3, "secret": "s", "steps": {}, "messages": {}, "before": {}, "after": {}}
 WRONG_STATES = {
     "nothing": {},
     "a list": [],

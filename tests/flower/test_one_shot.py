@@ -125,7 +125,11 @@ def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(c
     assert "sums over its examples, for a linear model, exactly" in caplog.text
     of_examples = {"callbacks": [fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)]}
     with pytest.raises(FederationError, match="client 0 failed in training: NotSent"):
-        one_shot([client_app(Plain(), Schools(), one_shot=method, trainer=of_examples)] * SCHOOLS, method, Plain)
+        one_shot(
+            [client_app(Plain(), Schools(), one_shot=method, trainer=of_examples, state_folder=tmp_path)] * SCHOOLS,
+            method,
+            Plain,
+        )
     allowed = client_app(Plain(), Schools(), one_shot=method, exact=["statistics"], **private)
     assert len(one_shot([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
     with pytest.raises(FederationError, match=r"give an fb\.KroneckerLaplace, an"):

@@ -98,6 +98,35 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["simulation", "deployment"])
+def test_examples_are_protected_at_remote_clients_as_in_one_process(shared, tmp_path):
+    """A seed repeats their noise; each client's steps are in its folder, and a client without it counts all rounds."""
+    pytest.importorskip("opacus")
+    privacy = fb.ExamplePrivacy(0.5, 1.0, seed=3)
+
+    def federated(rounds):
+        strategy = FusionStrategy(wait_for=4, seed=3, checkpoint=tmp_path / "server.pt")
+        options = {"make": Plain, "shared": shared, "state_folder": tmp_path}
+        trainer = {"callbacks": [privacy if shared else fb.ExamplePrivacy(0.5, 1.0, seed=3)], "accelerator": "cpu"}
+        run(LocalGrid(client_apps(**options, trainer=trainer)), strategy, rounds, make=Plain)
+        return strategy, strategy.server.history[-1]["privacy/simulated_example_epsilon"]
+
+    federation, alone = fb.FederatedBayes(PARTITION, fusion="rklb", engine="sequential", seed=3), []
+    together = fb.ExamplePrivacy(0.5, 1.0, seed=3)
+    for rounds in (3, 4):
+        made = federate(Plain(), federation, rounds, BlobData().train_dataloader(), callbacks=[together])
+        alone.append(float(made.callback_metrics["privacy/simulated_example_epsilon"]))
+        together = fb.ExamplePrivacy(0.5, 1.0, seed=3)
+        if rounds == 3:
+            strategy, spent = federated(3)
+            assert_same(strategy, federation)
+            assert spent == pytest.approx(alone[0])
+    for client in range(4):
+        (tmp_path / f"client-{client}.pt").unlink()
+    with pytest.warns(UserWarning, match="no account of the private messages"):
+        assert federated(4)[1] == pytest.approx(alone[1])
+
+
 def test_a_head_in_one_exchange_is_that_of_the_pooled_data(tmp_path, monkeypatch):
     monkeypatch.setattr(BlobData, "train_dataloader", lambda self: loader(self.dataset))
     strategy = FusionStrategy(fusion="sums", fraction=0.5, wait_for=4, seed=3)

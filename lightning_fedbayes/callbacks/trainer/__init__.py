@@ -12,12 +12,13 @@ from lightning_fedbayes.callbacks.trainer.checks import (
     check_trainer,
     is_finished,
 )
-from lightning_fedbayes.callbacks.trainer.loop import FitLoop, optimizers_of
+from lightning_fedbayes.callbacks.trainer.loop import FitLoop, TrainsClients, optimizers_of
 from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy, collective_of
 
 __all__ = [
     "ClientParallelStrategy",
     "FitLoop",
+    "TrainsClients",
     "check_held_out",
     "check_not_finished",
     "check_of_a_federation",

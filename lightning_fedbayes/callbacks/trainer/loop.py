@@ -24,6 +24,7 @@ from lightning_fedbayes.callbacks.trainer.strategy import collective_of
 from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.errors import FederationError, shown
 from lightning_fedbayes.core.exchange import Collective
@@ -36,6 +37,17 @@ SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_bat
 settings_of = attrgetter(*SETTINGS)
 
 Checkpoint = dict[str, Any]
+
+
+class TrainsClients(L.Callback):
+    """A callback by which a Trainer trains clients: ``settings`` of the federation, ``engine`` of the present fit."""
+
+    settings: FederationSettings
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once training has begun."""
+        raise NotImplementedError
 
 
 class FitLoop:
