@@ -1,7 +1,6 @@
 """Figures, curves and tables for the loggers of a Trainer. Weights & Biases without an account."""
 
 import configparser
-import csv
 import netrc
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 
 from lightning_fedbayes.core.run_file import append
-from lightning_fedbayes.core.tables import Row, markdown_table
+from lightning_fedbayes.core.tables import Row, markdown_table, write_csv
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
@@ -51,8 +50,7 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(name, markdown_table(columns, rows), global_step=round)
         elif isinstance(logger, CSVLogger):
-            with open(_file(logger, name, "csv"), "w", newline="") as file:
-                csv.writer(file).writerows([columns, *rows])
+            write_csv(_file(logger, name, "csv"), [columns, *rows])
 
 
 def log_curves(

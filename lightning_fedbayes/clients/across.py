@@ -1,6 +1,5 @@
 """Cross-site evaluation: each client's own model on every client's data, and the clients that stand out."""
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,7 @@ from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table
+from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table, write_csv
 from lightning_fedbayes.data.clients import ClientDatasets
 
 if TYPE_CHECKING:
@@ -198,10 +197,8 @@ class CrossScores:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all figures as a CSV file with a head: a line for each pair of model and data."""
-        with Path(errors.check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["model", "data", *self.values])
-            writer.writeheader()
-            writer.writerows(self.rows())
+        rows = [list(row.values()) for row in self.rows()]
+        write_csv(errors.check_path("path", path), [["model", "data", *self.values], *rows])
 
     def plot(self, figure: str | None = None) -> "Figure":
         """Return a heat map of one figure, the darker the worse. Arguments and clients as in :meth:`table`."""

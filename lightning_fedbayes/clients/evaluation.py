@@ -1,6 +1,5 @@
 """Scores of every client on its data, the best personal posterior of a client, and an AutoFusion's held-out loss."""
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows
+from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, worst_rows, write_csv
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.fusion.auto import AutoFusion, Score
 from lightning_fedbayes.layers import evaluation_mode
@@ -135,10 +134,7 @@ class ClientScores:
     def to_csv(self, path: str | Path) -> None:
         """Write the table as a CSV file with a head."""
         rows = self.rows()
-        with Path(errors.check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(errors.check_path("path", path), [list(rows[0]), *(list(row.values()) for row in rows)])
 
     def markdown(self) -> str:
         """Return the table in Markdown: the clients, then mean, worst 10 % and spread."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-MOST_CHARACTERS, MOST_ITEMS, MOST_BITS = 80, 20, 256
+MOST_CHARACTERS, MOST_TEXT, MOST_ITEMS, MOST_BITS = 80, 1000, 20, 256
 """Limits of a value in an error message."""
 MOST_LISTED, MOST_KNOWN, EXAMPLES = 5, 100, 3
 """Limits of a list in a message: most items that are all named, most to choose from, examples of a longer list."""
@@ -78,7 +78,7 @@ def listed(items: Iterable[Any], most: int = MOST_LISTED) -> str:
     >>> listed(["b", "a"]), listed(range(4315))
     ('b, a', '0, 1, 2 and 4,312 others')
     """
-    names = list(map(str, items))
+    names = [_cut(str(each), MOST_CHARACTERS) for each in items]
     others = f" and {len(names) - EXAMPLES:,} others" if len(names) > most else ""
     return ", ".join(names[:EXAMPLES] if others else names) + others
 
@@ -96,8 +96,8 @@ def told_failures(failures: Mapping[str, Exception]) -> list[str]:
         by_kind.setdefault(type(error).__name__, []).append(name)
     lines = []
     for kind, names in by_kind.items():
-        are = f"clients {listed(names)} are left out; the first" if names[1:] else f"client {names[0]} is left out"
-        lines.append(f"{are}: {kind}: {failures[names[0]]}")
+        are = f"clients {listed(names)} are left out; the first" if names[1:] else f"client {listed(names)} is left out"
+        lines.append(f"{are}: {kind}: {_cut(str(failures[names[0]]), MOST_TEXT)}")
     return lines
 
 
@@ -113,7 +113,10 @@ def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | tuple | dict | set) and len(value) > MOST_ITEMS:
         return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value)
+    return _cut(repr(value), most)
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

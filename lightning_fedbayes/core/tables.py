@@ -1,10 +1,14 @@
 """Tables as text: Markdown and HTML."""
 
+import csv
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of a cell that spreadsheets evaluate."""
 Row = Sequence[str | float]
 MOST_ROWS = 100
 """Most rows of a table, or of a picture, that people look at; and most clients that settings list one by one."""
@@ -49,6 +53,16 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """
     head, *lines = ["| " + " | ".join(line) + " |" for line in texts([columns, *rows])]
     return "\n".join([head, "|" + "---|" * len(columns), *lines])
+
+
+def write_csv(path: Path | str, rows: Iterable[Row]) -> None:
+    """Write a CSV file, its head first. Text that a spreadsheet would evaluate gets an apostrophe in front."""
+
+    def safe(cell: str | float) -> str | float:
+        return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULAS) else cell
+
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(map(safe, row) for row in rows)
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Row]) -> str:

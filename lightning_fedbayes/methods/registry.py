@@ -96,8 +96,8 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
-            (``torch.load(path, weights_only=False)``). A :class:`~lightning_fedbayes.Server`, or the checkpoint of
-            Flower's (:func:`~lightning_fedbayes.transport.flower.load_checkpoint`).
+            (``torch.load(path, weights_only=False)``), also of Flower's or FLARE's server. A
+            :class:`~lightning_fedbayes.Server`, or what ``load_checkpoint`` returns.
         client: its number.
     """
     check_at_least("client", client, 0)
@@ -118,7 +118,7 @@ def _state_of(federation: Any) -> Mapping[str, Any]:
     stored = getattr(federation, "server", None)  # of Flower's checkpoint
     if isinstance(federation, Mapping):
         callbacks = federation.get("callbacks")
-        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else [federation]
+        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else [federation, federation.get("server")]
     elif isinstance(stored, Mapping):
         states = [stored]
     else:

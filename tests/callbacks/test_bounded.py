@@ -17,7 +17,7 @@ from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.trainer.checks import check_same_federation
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.evaluation import ClientScores
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, told_failures
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.clients import Clients, check_classes, clients_of
 from lightning_fedbayes.methods import Ditto
@@ -183,6 +183,15 @@ def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
     scores.to_csv(tmp_path / "scores.csv")
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 10_001
     assert len(ClientScores(scores.names, scores.num_examples, {}).table()[1]) == MOST_ROWS
+    hostile = ClientScores(("=cmd()", "@a", "n" * 10_000), (3,) * 3, {"nll": -torch.ones(3)})
+    hostile.to_csv(tmp_path / "scores.csv")
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert [line.split(",")[0][:6] for line in lines[1:]] == ["'=cmd(", "'@a", "nnnnnn"], (
+        "no spreadsheet evaluates a name"
+    )
+    assert lines[1].endswith("-1.0")
+    failures = told_failures({hostile.names[2]: OSError("x" * 10_000)})
+    assert len(failures[0]) < 1_200
     few = scores_of(100)
     assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
 
