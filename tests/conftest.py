@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
@@ -42,6 +43,11 @@ def _entry_points_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _draws_are_the_same_alone_and_in_the_run() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

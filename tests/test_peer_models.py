@@ -52,7 +52,6 @@ def images(count=8, size=32, classes=3):
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050"])
 def test_timm(name):
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     options = {"img_size": 32} if name.startswith("vit") else {}
     data = images()
     predictive = federated(Own(timm.create_model(name, num_classes=3, **options)), data)

@@ -245,7 +245,6 @@ SHORT = ("--methods", "blr", "network", "--rounds", "2", "--local-epochs", "1")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_predicts_after_every_round(method):
-    torch.manual_seed(0)
     outcome = METHODS[method](splits_of(), PLAN)
     assert len(outcome.by_round) == (1 if method in ("blr", "linear") else PLAN.rounds)
     for rows in outcome.by_round:
@@ -266,7 +265,6 @@ def test_the_noise_is_the_difference_of_two_rows():
 
 def test_sites_cost_three_times_what_a_network_costs():
     """And the noise, a buffer, and two numbers for all splits."""
-    torch.manual_seed(0)
     sent = {method: METHODS[method](splits_of(), PLAN).upload for method in ("network", "sites", "ivon_sites")}
     assert sent["sites"] == sent["ivon_sites"] == 3 * sent["network"] + round(4 + 8 / splits_of().number)
 
@@ -363,7 +361,6 @@ def test_every_reading_is_scored_by_every_prediction():
 
 
 def test_glorots_start_has_the_variance_that_it_is_named_for():
-    torch.manual_seed(0)
     network = networks(400, 11, 50)
     before = [each.detach().clone() for each in network.parameters()]
     where = torch.arange(400) >= 200

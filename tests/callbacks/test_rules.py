@@ -84,7 +84,6 @@ def test_resumed_run_chooses_the_same(tmp_path):
 
 def test_candidates_are_scored_by_the_predictions_they_would_make():
     """A module that predicts with draws from the global posterior: each candidate's own, not the last round's."""
-    torch.manual_seed(0)
     module = fb.HybridBayesianClassifier(network(), predictive="omc", samples=50, learning_rate=0.1)
     made, _, _ = choosing(["gaussian_fit", "weighted_average"], module=module, rounds=1)
     spread, point = losses(made.history[0]).values()
@@ -94,7 +93,6 @@ def test_candidates_are_scored_by_the_predictions_they_would_make():
 
 
 def test_score_is_the_nll_of_the_mean_prediction():
-    torch.manual_seed(0)
     model = bayesian().eval()
     batch = blobs(20).tensors
     torch.manual_seed(1)

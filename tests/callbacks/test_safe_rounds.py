@@ -252,7 +252,6 @@ def test_the_round_is_lost_and_the_run_goes_on(rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["ivar_vb", "multi_krum"])
 def test_bootstrap_leaves_out_the_clients_that_the_rule_leaves_out(rule):
-    torch.manual_seed(0)
     x = torch.randn(60, 3)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
     model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="residual", predictive="bootstrap", learning_rate=0.05)

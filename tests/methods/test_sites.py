@@ -400,7 +400,6 @@ def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
 @pytest.mark.parametrize("is_logistic", [False, True], ids=["quadratic", "logistic"])
 def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, shape, estimator, is_logistic, engine):
     """Price's theorem, within four standard errors, which are small, over the clients."""
-    torch.manual_seed(0)
     layer, x = make(), torch.randn(64, *shape).double()
     layer.estimator = estimator
     fb.load_posterior(layer, with_variance(fb.read_posterior(layer), 0.3**2))
@@ -504,7 +503,6 @@ def test_what_is_measured_is_of_the_data_alone(engine, trainer, scale):
         def training_step(self, batch, batch_idx) -> Tensor:
             return scale * super().training_step(batch, batch_idx)
 
-    torch.manual_seed(0)
     method, data = Remembers(), clients_of(logistic_data())
     module = Scaled(LinearReparameterization(3, 2), True, kl_weight=0.25)
     fit(module, method, data, 2, trainer, engine=engine, local_epochs=2)

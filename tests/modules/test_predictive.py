@@ -112,7 +112,6 @@ def test_a_resumed_run_ends_with_the_same_predictions(tmp_path):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_validation_scores_the_predictive_of_the_federation(engine):
-    torch.manual_seed(0)
     model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap", noise="residual")
     federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", engine=engine)
     run = trainer(2, [federation])

@@ -341,7 +341,6 @@ def test_from_a_posterior_with_a_temperature():
 
 
 def test_from_a_regressor():
-    torch.manual_seed(0)
     inputs = torch.randn(300, 2)
     network = torch.nn.Linear(2, 1)
     targets = network(inputs).detach() + 2 * torch.randn(300, 1)

@@ -46,11 +46,6 @@ def assert_agree(function, *stacks: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def spy(monkeypatch, function) -> list:
     """Record for each call of ``function`` whether its stacked form applied."""
     original, applied = operations.StackedOperations.replacements[function], []

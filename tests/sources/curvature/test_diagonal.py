@@ -76,7 +76,6 @@ def test_a_linear_model_s_precision_is_that_of_its_design():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, of a second derivative
 def test_softmax_information_is_the_hessian_of_a_linear_classifier():
-    torch.manual_seed(0)
     x, y = torch.randn(20, 3, dtype=torch.float64), torch.randint(0, 4, (20,))
     module = nn.Linear(3, 4, bias=False).double()
 
