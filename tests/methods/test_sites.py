@@ -122,11 +122,10 @@ def test_control_variates_of_deterministic_parameters_fade_where_clients_train_s
 @pytest.mark.parametrize("kind", ["one direction each", "a few directions each", "all directions"])
 def test_clients_that_train_seldom_do_not_follow_an_old_gradient_to_its_end(kind):
     """A tenth of 30 clients in a round; whoever knows a direction is heard long after the others have moved there."""
-    draws = torch.Generator().manual_seed(0)
-    known = torch.eye(30) if kind == "one direction each" else torch.rand(30, 30, generator=draws) < 0.1
+    known = torch.eye(30) if kind == "one direction each" else torch.rand(30, 30) < 0.1
     curvatures = 10 * (torch.ones(30, 30) if kind == "all directions" else known)
-    clients = Conjugate(curvatures, 1 + torch.randn(30, 30, generator=draws), [10] * 30)
-    cohorts = [torch.randperm(30, generator=draws)[:3].tolist() for _ in range(200)]
+    clients = Conjugate(curvatures, 1 + torch.randn(30, 30), [10] * 30)
+    cohorts = [torch.randperm(30)[:3].tolist() for _ in range(200)]
     found = by_hand(clients, fb.Sites(*PRIOR), lambda number: cohorts[number], 200)
     assert distance(found.posterior, clients.pooled(PRIOR)) < 1e-3
 

@@ -139,14 +139,13 @@ def test_a_single_client_keeps_its_weights():
 
 
 def test_the_solution_solves_a_badly_conditioned_system():
-    generator = torch.Generator().manual_seed(0)
 
     def factor(size):
-        rows = torch.randn(2 * size, size, generator=generator, dtype=torch.float64)
+        rows = torch.randn(2 * size, size, dtype=torch.float64)
         return rows.T @ torch.diag(10.0 ** -torch.arange(2 * size, dtype=torch.float64)) @ rows
 
     terms = [(factor(6), 1e3 * factor(4)) for _ in range(3)]
-    wanted = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    wanted = torch.randn(4, 6, dtype=torch.float64)
     target = sum(b @ wanted @ a for a, b in terms) + 1e-3 * wanted
     system = KroneckerSystem(terms, 1e-3)
     assert torch.allclose(system.solve(target), wanted, atol=1e-4)
