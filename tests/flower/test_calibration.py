@@ -98,16 +98,12 @@ class Numbers(OwnData):
         return DataLoader(fb.ClientDatasets({f"c{k}": TensorDataset(x, y) for k in range(CLIENTS)}), 4)
 
 
-def unclear():
-    return Plain(torch.nn.Linear(6, 1))
-
-
-PRIVATE = {"conformal_epsilon": 1.0}
+PRIVATE, UNCLEAR = {"conformal_epsilon": 1.0}, {"make": lambda: Plain(torch.nn.Linear(6, 1)), "data": Numbers}
 CANNOT = {
     "private": (PRIVATE, [fb.FederatedConformal()], "NotSent"),
     "another noise": (PRIVATE, [fb.FederatedConformal(epsilon=0.5)], "NotSent"),
     "temperature alone": (PRIVATE, [*both(epsilon=1.0)], "NotSent"),
-    "two answers": ({"make": unclear, "data": Numbers}, [fb.FederatedTemperature()], "FedBayesError"),
+    "two answers": (UNCLEAR, [fb.FederatedTemperature()], "FedBayesError"),
 }
 
 

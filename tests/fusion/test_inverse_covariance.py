@@ -33,10 +33,6 @@ def some_latent(clients=5, count=2):
     )
 
 
-def log_normal(x, mean, covariance):
-    return torch.distributions.MultivariateNormal(mean, covariance).log_prob(x)
-
-
 def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
     """Term by term, from the definition, with one q(y, u) for each of three parameters."""
     latent, size = some_latent(), 3
@@ -65,8 +61,9 @@ def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
 
 def test_free_energy_without_features_is_the_log_density():
     latent, x = some_latent(count=0), normal(5, 7, seed=4)
-    expected = log_normal(x.T, torch.zeros(5, dtype=torch.float64), latent.signal + torch.diag(latent.noise)).mean()
-    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / 7, 7), expected)
+    covariance = latent.signal + torch.diag(latent.noise)
+    density = torch.distributions.MultivariateNormal(torch.zeros(5, dtype=torch.float64), covariance)
+    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / 7, 7), density.log_prob(x.T).mean())
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -401,7 +401,9 @@ def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, sha
     """Price's theorem, within four standard errors, which are small, over the clients."""
     layer, x = make(), torch.randn(64, *shape).double()
     layer.estimator = estimator
-    fb.load_posterior(layer, with_variance(fb.read_posterior(layer), 0.3**2))
+    start = fb.read_posterior(layer)
+    variances = {name: torch.full_like(value, 0.3**2) for name, value in start.variance.items()}
+    fb.load_posterior(layer, fb.GaussianPosterior(start.mean, variances))
     with torch.no_grad():
         outputs = layer.double()(x).flatten(1)
     draws = torch.randn_like(outputs)
@@ -418,11 +420,6 @@ def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, sha
     error = float(traces.std()) / 12**0.5
     assert abs(float(traces.mean()) - expected) < 4 * error
     assert error < 0.1 * expected
-
-
-def with_variance(posterior: fb.GaussianPosterior, variance: float) -> fb.GaussianPosterior:
-    variances = {name: torch.full_like(value, variance) for name, value in posterior.variance.items()}
-    return fb.GaussianPosterior(posterior.mean, variances)
 
 
 @pytest.mark.parametrize("terms", [[1.0, 1.5, 2.0], [-0.3, -0.1, 0.2, 0.1], [5.0, -4.0], [9.0, 8.0, 9.0, 8.5]])

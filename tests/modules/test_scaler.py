@@ -155,16 +155,12 @@ def test_noise_that_is_measured_is_in_units_of_the_network(noise):
     assert module.predict_step(torch.zeros(1, 4)).aleatoric.item() == pytest.approx(16.0)
 
 
-def assert_filled(module, dataset):
+def test_a_fit_without_a_federation_fills_it():
+    module, dataset = regressor(), data(1e4, 500.0)
+    trainer(1).fit(module, DataLoader(dataset, 16, shuffle=True))
     y, (mean, std) = dataset.tensors[1], module.scaler.target_units
     assert mean.item() == pytest.approx(y.mean().item(), rel=1e-10)
     assert std.item() == pytest.approx(y.std(correction=0).item(), rel=1e-10)
-
-
-def test_a_fit_without_a_federation_fills_it():
-    module = regressor()
-    trainer(1).fit(module, DataLoader(data(1e4, 500.0), 16, shuffle=True))
-    assert_filled(module, data(1e4, 500.0))
 
 
 class Own(L.LightningModule):
