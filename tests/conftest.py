@@ -50,6 +50,14 @@ def _draws_are_the_same_alone_and_in_the_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _loggers_speak_again() -> Iterator[None]:
     """Commands that run quietly set the level of Lightning's loggers for the rest of the process."""

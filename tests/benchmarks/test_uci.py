@@ -193,18 +193,17 @@ def test_a_damaged_folder_is_refused_before_training(folder, damage, message):
 
 
 def test_arguments_that_cannot_be(folder, tmp_path):
-    with pytest.raises(FederationError, match=r"dataset='tory': did you mean 'toy'\? Known: toy"):
-        UCIDataModule(folder.parents[1], "tory")
-    with pytest.raises(FederationError, match="split=3: toy has 3 splits, numbered 0 to 2"):
-        build(folder, split=3)
-    with pytest.raises(FederationError, match="split=-1"):
-        build(folder, split=-1)
-    with pytest.raises(FederationError, match="in \\(0, 1\\); None"):
-        build(folder, validation_fraction=0.0)
-    with pytest.raises(FederationError, match="there is no directory"):
-        UCIDataModule(tmp_path / "nowhere", "toy")
-    with pytest.raises(FederationError, match=r"holds no data set, but data; give the directory that holds"):
-        UCIDataModule(folder.parent, "toy")
+    sets = folder.parents[1]
+    for where, name, options, says in (
+        (sets, "tory", {}, r"dataset='tory': did you mean 'toy'\? Known: toy"),
+        (sets, "toy", {"split": 3}, "split=3: toy has 3 splits, numbered 0 to 2"),
+        (sets, "toy", {"split": -1}, "split=-1"),
+        (sets, "toy", {"validation_fraction": 0.0}, r"in \(0, 1\); None"),
+        (tmp_path / "nowhere", "toy", {}, "there is no directory"),
+        (folder.parent, "toy", {}, "holds no data set, but data; give the directory that holds"),
+    ):
+        with pytest.raises(FederationError, match=says):
+            UCIDataModule(where, name, **options)
 
 
 RESULTS = Path(run.__file__).parent / "results"

@@ -205,8 +205,5 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
         grid, result.arrays, [conformal := fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)], timeout=1
     )
     assert list(conformal.thresholds) == ["0", "2"]
-
-
-def test_noise_needs_a_folder_for_its_account():
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(make(), OwnData(), conformal_epsilon=1.0)

@@ -13,6 +13,7 @@ from lightning_fedbayes.transport.flower.wire import from_arrays
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import BlobData, hybrid
 
 
@@ -67,18 +68,15 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
     assert f"partition-id is {number!r}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "keeps",
-    [
-        {"local_parameters": ["network.3.*"]},
-        {"keep": ["optimizer"]},
-        {"buffers": "local"},
-        {"privacy": fb.UpdatePrivacy()},
-    ],
+test_apps_that_cannot_be_are_refused = refusals(
+    FederationError,
+    ({"local_parameters": ["network.3.*"]}, "state_folder"),
+    ({"keep": ["optimizer"]}, "state_folder"),
+    ({"buffers": "local"}, "state_folder"),
+    ({"privacy": fb.UpdatePrivacy()}, "state_folder"),
+    ({"privacy": fb.UpdatePrivacy(), "state_folder": "/nowhere"}, "buffers unprotected"),
+    call=lambda options: client_app(hybrid(), BlobData(), **options),
 )
-def test_state_of_a_client_needs_a_folder(keeps):
-    with pytest.raises(FederationError, match="state_folder"):
-        client_app(hybrid(), BlobData(), **keeps)
 
 
 def state(folder, server_round, accepted, federation="a", client=7):
@@ -206,11 +204,6 @@ def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run(tmp_path):
     spread = torch.stack([each - start for each in noisy])
     assert not torch.equal(*noisy)
     assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients
-
-
-def test_privacy_refuses_buffers_when_the_app_is_made(tmp_path):
-    with pytest.raises(FederationError, match="buffers unprotected"):
-        client_apps(privacy=fb.UpdatePrivacy(), state_folder=tmp_path)
 
 
 @pytest.mark.parametrize("other", [None, "client-3.pt"])

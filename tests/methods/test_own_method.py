@@ -164,8 +164,3 @@ def test_an_own_source_is_resumed_bit_by_bit(tmp_path):
     by_own_source(2, **saving(tmp_path, save_last=True))
     assert_close(whole.posterior, by_own_source(ckpt_path=tmp_path / "last.ckpt").posterior)
     assert all(bool(value.all()) for value in whole.posterior.variance.values())
-
-
-def test_what_is_no_source_is_refused():
-    with pytest.raises(FederationError, match=r"give .*PosteriorSource"):
-        fb.FederatedBayes(posterior="laplace")  # pyright: ignore[reportArgumentType]

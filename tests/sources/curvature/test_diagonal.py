@@ -308,7 +308,7 @@ REFUSED = (
     (Own, {"source": fb.Laplace(fb.Gaussian(1.0))}, "one output per target"),
     (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
     (Own, {"source": fb.Laplace(prior_std=None)}, "FederatedBayes needs the prior from the start"),
-    (Own, {"source": "laplace"}, "posterior='laplace'"),
+    (Own, {"source": "laplace"}, "posterior='laplace': give .*PosteriorSource"),
     (Own, {"source": fb.SWAG(), "fusion": "sites"}, "has no prior"),
     (Learned, {"source": fb.SWAG()}, "not IVON"),
 )
