@@ -73,9 +73,8 @@ def bert():
     torch.manual_seed(0)
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(vocab_size=50, num_labels=2, **small, **still)
-    )
+    config = transformers.BertConfig(vocab_size=50, num_labels=2, **small, **still)
+    return transformers.BertForSequenceClassification(config)
 
 
 def sentences(count=12, as_encoding=False):
@@ -135,11 +134,9 @@ def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
     posteriors = []
     for module, data in ((Words(bert()), sentences()), (Pair(bert()), paired())):
         module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.05)
-        federation = fb.FederatedBayes(
-            fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine
-        )
-        trainer(1, [federation]).fit(module, data)
-        posteriors.append(federation.posterior)
+        made = fb.FederatedBayes(fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine)
+        trainer(1, [made]).fit(module, data)
+        posteriors.append(made.posterior)
     ours, wanted = posteriors
     assert ours.linearised
     assert_close(ours, wanted, rtol=1e-4, atol=1e-5)

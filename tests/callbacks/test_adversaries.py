@@ -27,7 +27,7 @@ ATTACKS = {
 def run(adversaries=None, engine="sequential", rounds=2, module=None, train=None, **options):
     module = Plain() if module is None else module
     fed = fb.FederatedBayes(
-        engine=engine, adversaries=adversaries, **{"partition": SIZES, "fusion": "fedavg", **options}
+        engine=engine, adversaries=adversaries, **{"partition": SIZES, "fusion": "fedavg"} | options
     )
     federate(module, fed, rounds, train)
     return module, fed

@@ -276,8 +276,6 @@ def test_interrupted_choice_leaves_the_last_good_posterior():
     module = Plain()
     before = [parameters(module)]
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        federate(
-            module, made, rounds=3, val=DataLoader(federations.blobs(20), 10), callbacks=[models_after_rounds(before)]
-        )
+        federate(module, made, 3, val=DataLoader(federations.blobs(20), 10), callbacks=[models_after_rounds(before)])
     assert len(before) == 2
     assert_equal(parameters(module), before[1])

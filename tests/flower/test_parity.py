@@ -212,11 +212,10 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
     strategy = FusionStrategy(**rule, wait_for=4, seed=3, evaluate=True)
     run(LocalGrid(client_apps(state_folder=tmp_path, **options)), strategy, local_parameters=local)
     alone = in_process(**{**rule, **options}, seed=3)
+    shared = strategy.server.posterior
     for client in range(4):
         for weight in (0.0, 0.4, 1.0):
-            ours = personal_posterior(
-                hybrid(), tmp_path, client, strategy.server.posterior, weight, local_parameters=local
-            )
+            ours = personal_posterior(hybrid(), tmp_path, client, shared, weight, local_parameters=local)
             theirs = alone.posterior_of(client, weight)
             assert_close(ours, theirs)
         drawn = fb.PosteriorPredictive(hybrid(), alone.posterior_of(client, 1.0))

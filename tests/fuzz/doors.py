@@ -426,9 +426,7 @@ DOORS = {
         num_examples=3,
         seconds=0.1,
     ),
-    "RoundPlan": door(
-        lambda **arguments: begun().begin(fb.RoundPlan(**arguments)), round=0, cohort=(0, 1), starts=(0, 2, 3)
-    ),
+    "RoundPlan": door(lambda **given: begun().begin(fb.RoundPlan(**given)), round=0, cohort=(0, 1), starts=(0, 2, 3)),
     "Aggregation": door(
         aggregate,
         rule=fusion.get_rule("linear_pool"),
@@ -650,9 +648,7 @@ DOORS = {
     "draws_from_posterior": door(modules.draws_from_posterior, posterior=posterior(), samples=2),
     "draws_from_clients": door(modules.draws_from_clients, clients=THREE),
     "is_stochastic": door(modules.is_stochastic, network=bayesian()),
-    "sample_outputs": door(
-        lambda **arguments: modules.sample_outputs(inputs=X, **arguments), network=bayesian(), samples=2
-    ),
+    "sample_outputs": door(lambda **given: modules.sample_outputs(inputs=X, **given), network=bayesian(), samples=2),
     "AccuracyRetained": door(partial(measure, metrics.AccuracyRetained), resolution=10),
     "AdaptiveCalibrationError": door(partial(measure, metrics.AdaptiveCalibrationError), bins=3, resolution=10),
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),

@@ -109,9 +109,8 @@ def test_control_variates_of_deterministic_parameters_fade_where_clients_train_s
     clients, method, gain = Conjugate.drawn(SIZES, point=2), fb.Sites(*PRIOR), 0.25
     shared = by_hand(clients, method, lambda number: range(len(SIZES)), 3)
     told = {**shared.tensors, "age": torch.tensor([3.0, age, gain]).double()}
-    problem = method.problem(
-        Shared(shared.posterior, told, shared.share, False), Participant(1, SIZES[1], clients.kept[1])
-    )
+    later = Shared(shared.posterior, told, shared.share, False)
+    problem = method.problem(later, Participant(1, SIZES[1], clients.kept[1]))
     weight, own = SIZES[1] / sum(SIZES), clients.kept[1]["gradient"]
     c = method.slope(shared)
     fading = problem.quadratic.slope[POINT] * SIZES[1]

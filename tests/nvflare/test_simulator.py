@@ -28,12 +28,10 @@ def folder(tmp_path_factory):
 def test_same_posterior_and_buffers_as_in_one_process(kind, folder):
     model, alone = kind.make(), kind.make()
     state = load_checkpoint(model, folder / f"{kind.seed}.pt")
-    federation = fb.FederatedBayes(
-        PARTITION, engine="sequential", fusion=kind.fusion, weighting="equal", seed=kind.seed
-    )
-    federate(alone, federation, kind.rounds, BlobData().train_dataloader())
+    made = fb.FederatedBayes(PARTITION, engine="sequential", fusion=kind.fusion, weighting="equal", seed=kind.seed)
+    federate(alone, made, kind.rounds, BlobData().train_dataloader())
     assert state.rounds == kind.rounds
-    assert_close(state.posterior, federation.posterior)
+    assert_close(state.posterior, made.posterior)
     buffers = dict(alone.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 

@@ -159,9 +159,7 @@ def test_the_authors_package_gives_the_same_on_digits():
     kind=st.sampled_from(KINDS),
     improper=st.booleans(),
 )
-def test_a_precision_stays_positive_whatever_the_gradients(
-    gradients, second, prior_std, hessian_init, seed, kind, improper
-):
+def test_precisions_stay_positive_for_all_gradients(gradients, second, prior_std, hessian_init, seed, kind, improper):
     """It loses at most half of itself in a step, and with squares at most 1/(2t), or a fiftieth, in the t-th."""
     torch.manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))

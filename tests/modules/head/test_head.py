@@ -143,7 +143,8 @@ def test_the_variational_posterior_has_the_largest_bound():
     x, y = classes(60, features=2, outputs=2)
     fit = fb.BayesianHead(2, prior_std=1.0).fit_clients([(x, y)])
     design = torch.cat([x, torch.ones(len(x), 1)], 1)
-    covariance = fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
+    axes = torch.eye(6).double().reshape(1, 6, 2, 3)
+    covariance = fit.posterior.systems[""].covariance(axes)[0]
     noise = torch.randn(20_000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def bound(mean, covariance):
@@ -156,9 +157,7 @@ def test_the_variational_posterior_has_the_largest_bound():
 
     best = bound(fit.weights, covariance)
     laplace = fb.BayesianHead(2, prior_std=1.0, inference="laplace").fit_clients([(x, y)])
-    assert best > bound(
-        laplace.weights, laplace.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
-    )
+    assert best > bound(laplace.weights, laplace.posterior.systems[""].covariance(axes)[0])
     for change in (0.9, 1.1):
         assert best > bound(fit.weights * change, covariance) - 1e-3
         assert best > bound(fit.weights, covariance * change) - 1e-3
