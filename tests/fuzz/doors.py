@@ -169,11 +169,11 @@ LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 REGRESSION = fb.Laplace(fb.Gaussian(1.0)).posterior(LINEAR, [(X, torch.zeros(8, 3))])
-HALVES = torch.arange(8) % 2
+HALVES, THIRDS = torch.arange(8) % 2, torch.arange(8) % 3
 FIT = fb.BayesianHead(2).fit(fb.BayesianHead(2).sums(X, HALVES))
 DONE_HEAD = fb.BayesianHead(2, inference="laplace")
 DONE_FIT = DONE_HEAD.fit_clients([(X, HALVES)])
-SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
+SITE = fb.KroneckerLaplace().site(LINEAR, [(X, THIRDS)])
 
 
 def ivon_step(closure):
@@ -555,24 +555,22 @@ DOORS = {
     "IVON params": door(fb.IVON, params=[torch.zeros(2, requires_grad=True)]),
     "IVON.step": door(ivon_step, closure=None),
     "IVON.posterior": door(lambda module: fb.IVON(LINEAR.parameters()).posterior(module), module=LINEAR),
-    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR, batches=[(X, torch.arange(8) % 3)]),
+    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR, batches=[(X, THIRDS)]),
     "Laplace.site": door(
-        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=torch.arange(8) % 3
+        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=THIRDS
     ),
-    "Laplace.fuse": door(
-        fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, torch.arange(8) % 3)])]
-    ),
-    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, torch.arange(8) % 3)]),
+    "Laplace.fuse": door(fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, THIRDS)])]),
+    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, THIRDS)]),
     "KroneckerLaplace.site batch": door(
         lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
         inputs=X,
-        targets=torch.arange(8) % 3,
+        targets=THIRDS,
     ),
     "KroneckerLaplace.fuse": door(fb.KroneckerLaplace().fuse, sites=[SITE]),
     **{
         f"PosteriorPredictive.{name} {task} {predictive}": door(
             partial(step, name, likelihood=task, predictive=predictive),
-            batch=[X, torch.arange(8) % 3 if task == "categorical" else torch.zeros(8, 3)],
+            batch=[X, THIRDS if task == "categorical" else torch.zeros(8, 3)],
         )
         for name in ("predict_step", "validation_step", "test_step")
         for task in ("categorical", "bernoulli")
@@ -585,7 +583,7 @@ DOORS = {
     },
     "Categorical": door(fb.Categorical, ignore_index=-100),
     "Gaussian": door(fb.Gaussian, noise=0.5),
-    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3), targets=torch.arange(8) % 3),
+    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3), targets=THIRDS),
     "Bernoulli.rows": door(fb.Bernoulli().rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Gaussian.rows": door(fb.Gaussian(1.0).rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Cox.rows": door(fb.Cox().rows, draws=X.new_zeros(2, 8, 1), targets=torch.ones(8, 2)),
