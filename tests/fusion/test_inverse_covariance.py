@@ -234,6 +234,13 @@ def test_only_those_who_hold_all_of_y_are_plausible(case, products):
     assert icov.plausible(RIGHT, products, 10**6) == case.startswith("share")
 
 
+@pytest.mark.parametrize(("shared", "expected"), [(0.5, True), (1.0, False)])
+def test_fewer_than_half_may_leave_four_fifths_of_the_average_and_no_less(shared, expected):
+    """Five of eight share an error: the three others leave 0.84 of the average's update, or 0.73."""
+    three = torch.tensor([0.0] * 5 + [1 / 3] * 3, dtype=torch.float64)
+    assert icov.plausible(three, 10 * products_of([1.0] * 8, 0.3, shared, first=5), 10**9) == expected
+
+
 @pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])
 def test_a_shared_error_and_a_shorter_update_have_the_same_products(clients, group):
     """The group is wrong with one error, or right beside others who hold a part of y, and share an error if several."""

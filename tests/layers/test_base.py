@@ -84,6 +84,12 @@ def test_stacked_clients_have_independent_noise_and_their_own_parameters(kind, e
     assert_stacked_as_alone(template, clients, example(kind))
 
 
+def test_a_layer_shows_its_prior_and_of_a_long_one_the_kind():
+    assert "prior=NormalPrior(mean=0.0, std=1.0)" in repr(layers.LinearFlipout(2, 2))
+    many = layers.NormalPrior(torch.zeros(9, 9), torch.ones(9, 9))
+    assert repr(layers.LinearFlipout(9, 9, prior=many)).endswith("prior=NormalPrior)")
+
+
 class Objective(nn.Module):
     """Squared output plus KL of a network, with or without its noise."""
 

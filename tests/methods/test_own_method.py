@@ -9,7 +9,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Report, Scaffold, unregister_method
+from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Quadratic, Report, Scaffold, unregister_method
 from tests.federations import FEATURES, Plain, assert_close, bayesian, federate, loader, quiet_checkpoints, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -120,6 +120,13 @@ def test_hooks_that_return_the_wrong_thing_are_told_so(hooks, says, engine):
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=wrong(**hooks), engine=engine)
     with pytest.raises(FederationError, match=says):
         federate(Plain(), made, 1, loader())
+
+
+def test_a_term_by_hand_is_half_the_strength_times_the_squared_move_less_the_slope_along_it():
+    values, start = {"w": torch.tensor([3.0, 1.0]), "b": torch.ones(1)}, {"w": torch.ones(2), "b": torch.zeros(1)}
+    term = Quadratic(5.0, {"w": torch.tensor([0.5, 2.0])}, frozenset("w"))
+    assert float(term(values, start)) == 5.0 / 2 * 2.0**2 - 0.5 * 2.0
+    assert float(Quadratic({"w": torch.tensor([1.0, 3.0])})(values, start)) == 1.0 / 2 * 2.0**2
 
 
 @pytest.mark.parametrize("method", [Averaging, FedProx, Ditto, Scaffold])

@@ -279,6 +279,17 @@ def run(head, data, change=None):
     return fit, path
 
 
+def test_a_large_fit_remembers_each_move_and_the_change_of_the_slope(monkeypatch):
+    monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    data, head = classes(50), fb.BayesianHead(3, inference="laplace")
+    fit = head.fit(head.sums(*data))
+    for _ in range(3):
+        before, found = fit._last[0], head.slopes(fit, *data)
+        begun, move = head.slopes(replace(fit, weights=before), *data), fit.weights - before
+        fit = head.step(fit, found)
+        torch.testing.assert_close(fit._memory[-1], (move, found.slope - begun.slope))
+
+
 def test_many_features_take_few_exchanges():
     fit, _ = run(fb.BayesianHead(4, inference="laplace"), many())
     assert fit.exchanges <= 25
