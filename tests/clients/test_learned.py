@@ -15,8 +15,6 @@ from lightning_fedbayes.modules.sources.ivon_state import first_state
 from tests.federations import Plain, federate, loader, network, trainer
 
 SIZES = fb.SizesPartition([40, 25, 13, 12])
-
-
 ENGINES = ("sequential", "vectorized")
 
 

@@ -24,13 +24,11 @@ class Plateau(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/nll"}}
 
 
-class Wide(Plain):
-    def __init__(self):
-        super().__init__(torch.nn.Linear(6, 9))
-
-
 REFUSALS = {
-    "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
+    "another network": (
+        lambda: client_apps(make=lambda: Plain(torch.nn.Linear(6, 9))),
+        "the global model and this client's network name different",
+    ),
     "too few parts": (
         lambda: [*client_apps()[:3], data_of_two()],
         "this is client 3, but the data are those of 2 clients",

@@ -165,8 +165,6 @@ BT = {
 @pytest.mark.parametrize("suffix", ["Reparameterization", "Flipout"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_kind, suffix, bias):
-    from lightning_fedbayes import layers
-
     positional, keywords, shape = BT[bt_kind]
     theirs = getattr(bt, bt_kind + suffix)(*positional, **keywords, posterior_rho_init=0.0, bias=bias)
     ours = getattr(layers, bt_kind + suffix)(*positional, **keywords, bias=bias)

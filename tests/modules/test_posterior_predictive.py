@@ -1,5 +1,6 @@
 """Predictions of any module from a posterior: moments, scores, checkpoints, and what is refused."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -41,13 +42,7 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
-class Own(Plain):
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), num_examples=90, **self.options)
+Own = partial(Plain, optimizer=partial(fb.IVON, num_examples=90))
 
 
 def test_a_checkpoint_of_a_federation_has_its_posterior(tmp_path):
