@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
@@ -42,6 +43,19 @@ def _entry_points_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _draws_are_the_same_alone_and_in_the_run() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

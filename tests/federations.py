@@ -128,9 +128,7 @@ def saving(folder: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any
     return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder, **options), *callbacks]}
 
 
-quiet_checkpoints = pytest.mark.filterwarnings(
-    "ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*"
-)
+quiet_checkpoints = pytest.mark.filterwarnings("ignore:.*exists and is not empty", "ignore:.*callbacks used to create")
 
 
 def models_after_rounds(into: list[dict[str, Tensor]]) -> L.Callback:

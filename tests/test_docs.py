@@ -132,15 +132,14 @@ def docstrings():
                     yield path.relative_to(ROOT).as_posix(), str(node.value.value)
 
 
-def without_code(text):
-    return re.sub(r"^ *```[\s\S]*?^ *```$|`+[^`]+`+|^ *>>> .*$", "", text, flags=re.MULTILINE)
+CODE = re.compile(r"^ *```[\s\S]*?^ *```$|`+[^`]+`+|^ *>>> .*$", re.MULTILINE)
 
 
 def test_every_key_that_is_used_is_in_the_bibliography():
     keys = set(hook("references").KEYS)
     assert keys == {"FedAG", "Untrusted", "BA-BFL", "FBDL"}
     pages = [(page, (ROOT / page).read_text()) for page in (*PAGES, *BENCHMARKS)]
-    used = {(key, where) for where, text in (*docstrings(), *pages) for key in KEY.findall(without_code(text))}
+    used = {(key, where) for where, text in (*docstrings(), *pages) for key in KEY.findall(CODE.sub("", text))}
     assert {key for key, _ in used} == keys, used
 
 

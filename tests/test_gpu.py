@@ -86,10 +86,9 @@ def _trainers_take_the_gpu(monkeypatch):
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     """So a second run gives the same bits as well."""
     whole = test_resume.state(*test_resume.run(tmp_path / "whole", setting, engine=engine))
+    interrupt = test_resume.Interrupt(2, 2, test_resume.crash)
     with pytest.raises(test_resume.Crash):
-        test_resume.run(
-            tmp_path / "parts", setting, callbacks=[test_resume.Interrupt(2, 2, test_resume.crash)], engine=engine
-        )
+        test_resume.run(tmp_path / "parts", setting, callbacks=[interrupt], engine=engine)
     assert_equal(whole, test_resume.state(*test_resume.run(tmp_path / "parts", setting, "last", engine=engine)))
     assert all(bool(torch.isfinite(value).all()) for value in whole.values() if value.is_floating_point())
 
@@ -113,7 +112,6 @@ def test_a_checkpoint_resumes_on_the_other_device(tmp_path, first, then, engine)
 
 @pytest.mark.parametrize("rule", available_fusions())
 def test_rules_fuse_on_the_gpu_as_on_the_cpu(rule):
-    torch.manual_seed(0)
     clients = [
         fb.GaussianPosterior(
             {"w": torch.randn(4, 3), "b": torch.randn(3)}, {"w": torch.rand(4, 3) + 0.5, "b": torch.rand(3) + 0.5}
@@ -161,7 +159,6 @@ def test_metrics_take_tensors_of_the_gpu(case):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("estimator", ["flipout", "local_reparameterization"])
 def test_bayesian_layers_train_and_predict(estimator, engine):
-    torch.manual_seed(0)
     net = nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
     )

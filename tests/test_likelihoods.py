@@ -223,7 +223,6 @@ def test_the_gradient_of_a_partial_likelihood_vanishes_at_the_estimate_of_two_gr
 @pytest.mark.parametrize("output", ["classes", "segmentation", "tokens", "one logit", "labels"])
 def test_scores_are_those_of_other_libraries_on_flat_positions(output):
     make, targets, known = OUTPUTS[output]
-    torch.manual_seed(0)
     draws, y = torch.stack([make()(torch.randn(50, 5)) for _ in range(3)]).detach(), targets(50)
     rows = known.rows(draws, y)
     probs, flat = rows["probs"].mean(0).double(), rows["target"]
@@ -246,7 +245,6 @@ def test_scores_are_those_of_other_libraries_on_flat_positions(output):
 
 
 def test_an_ignored_position_counts_nowhere():
-    torch.manual_seed(0)
     known, outputs, y = fb.Categorical(ignore_index=255), torch.randn(4, 3, 5), torch.randint(0, 3, (4, 5))
     hidden = y.clone()
     hidden[0, :2] = hidden[2] = 255
@@ -261,7 +259,6 @@ def test_an_ignored_position_counts_nowhere():
 @pytest.mark.parametrize("known", [fb.Categorical(), fb.Bernoulli(), fb.Gaussian(0.7), fb.Gaussian("output")], ids=str)
 def test_terms_add_up_to_the_fisher_information(known):
     r"""Of :math:`E_y \nabla^2 (-\log p)` by its definition: enumerated, or of Gaussians by moments."""
-    torch.manual_seed(0)
     f = torch.randn(4, dtype=torch.float64)
     is_one = isinstance(known, fb.Categorical)
     target = torch.zeros(()).long() if is_one else torch.zeros(2 if known == fb.Gaussian("output") else 4)
@@ -346,7 +343,6 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
 def test_coverage_over_redraws(output, per):
     """Positions of an example are alike by a common shift; both guarantees hold over examples that are drawn anew."""
     _, _, known = OUTPUTS[output]
-    torch.manual_seed(0)
 
     def draw(n):
         f = torch.randn(n, 3, 6) + torch.randn(n, 3, 1)

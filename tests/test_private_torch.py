@@ -55,8 +55,7 @@ def test_a_process_that_lacks_private_names_trains_all_the_same(kind):
     """The names are gone before the package is imported."""
     module, names, printed = PRIVATE[kind]
     removed = f"module = sys.modules['{module}']\nfor name in {names}: delattr(module, name)"
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT.replace("REMOVED", removed)], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", WITHOUT.replace("REMOVED", removed)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(f"{printed}sequential\n", run.stdout), run.stdout

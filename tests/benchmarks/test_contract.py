@@ -11,14 +11,7 @@ from benchmarks.contract import laws
 from benchmarks.contract.adaptors import LIBRARIES, Library
 from benchmarks.contract.laws import LAWS, examine
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Thousands of tiny calls are far slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # thousands of tiny calls are far slower on several
 
 
 class WrongLayer(nn.Module):

@@ -105,7 +105,6 @@ def test_a_vector_is_the_network_of_its_sizes(name):
 
 
 def test_rhat_is_1_for_equal_chains_and_large_for_others():
-    torch.manual_seed(0)
     chains = torch.randn(4, 2000, 3)
     assert float(truth.split_rhat(chains).max()) < 1.01
     assert float(truth.split_rhat(torch.zeros(4, 10))) == 1
@@ -143,7 +142,6 @@ def test_without_data_every_gaussian_is_the_prior():
 
 
 def test_draws_of_the_truth_itself_are_at_no_distance():
-    torch.manual_seed(0)
     data, sizes = PROBLEMS[LINEAR].data(), PROBLEMS[LINEAR].sizes
     data.setup("fit")
     inputs, targets = data.validation.tensors

@@ -38,10 +38,6 @@ def is_score(text):
     return isinstance(text, str) and re.fullmatch(r"-?\d+\.?\d*( ± \d+\.?\d*)?", text) is not None
 
 
-def other_figures(sources_):
-    return {number(text) for source in sources_ for name in OTHER for text in sources()[source].get(name, ())}
-
-
 def number(text):
     return float(text.replace(",", "").replace("−", "-").lstrip("+"))
 
@@ -54,7 +50,8 @@ def is_known(text, known):
 
 def wrong_quotes(text, sources_):
     """What a page quotes and published.yaml does not have."""
-    known = figures(sources_) | other_figures(sources_)
+    others = (sources()[source].get(name, ()) for source in sources_ for name in OTHER)
+    known = figures(sources_) | {number(each) for texts in others for each in texts}
     lines = text.splitlines()
     prose = " ".join(line for line in lines if not line.startswith("|"))
     quoted = [found for pattern in QUOTES for each in re.findall(pattern, prose) for found in re.findall(NUMBER, each)]

@@ -18,17 +18,15 @@ ATTACKS = {
     "a little": untrusted.ALittleIsEnough([0, 5], z=1.5),
     "inner product": untrusted.InnerProductManipulation([5, 1], epsilon=2.0),
     "not a number": untrusted.NotANumber(["2"]),
-    "several": untrusted.Attacks(
-        [untrusted.ALittleIsEnough([3, 2]), untrusted.SignFlip([3]), untrusted.RandomUpdate(0.3)]
-    ),
 }
+SEVERAL = untrusted.ALittleIsEnough([3, 2]), untrusted.SignFlip([3]), untrusted.RandomUpdate(0.3)
+ATTACKS["several"] = untrusted.Attacks([*SEVERAL])
 
 
 def run(adversaries=None, engine="sequential", rounds=2, module=None, train=None, **options):
     module = Plain() if module is None else module
-    fed = fb.FederatedBayes(
-        engine=engine, adversaries=adversaries, **{"partition": SIZES, "fusion": "fedavg", **options}
-    )
+    options = {"partition": SIZES, "fusion": "fedavg", **options}
+    fed = fb.FederatedBayes(engine=engine, adversaries=adversaries, **options)
     federate(module, fed, rounds, train)
     return module, fed
 

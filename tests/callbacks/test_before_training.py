@@ -10,6 +10,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, bayesian, clients, federate, loader, network, parameters, trainer
+from tests.trainer.test_checks import Scheduled
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
 STEPS = pytest.mark.parametrize("steps", [0, 2])
@@ -152,13 +153,6 @@ def test_the_check_leaves_no_trace(federated):
     assert steps == 0
 
 
-class BySteps(Plain):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": {**plateau, "monitor": "val/nll"}}
-
-
 @pytest.mark.parametrize("make", [Plain, bayesian])
 def test_a_fit_that_was_checked_is_the_fit(make):
     def fitted(checks: int) -> L.LightningModule:
@@ -177,7 +171,7 @@ def test_a_fit_that_was_checked_is_the_fit(make):
 
 def test_all_reasons_are_told_at_once():
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3), fusion="auto")], max_steps=3, val_check_interval=0.5)
-    module = BySteps()
+    module = Scheduled()
     before = parameters(module)
     reasons = fb.check(made, module, loader())
     for word in ("max_steps=3", "val_check_interval=0.5", "interval='step'", "fusion='auto' chooses a rule"):

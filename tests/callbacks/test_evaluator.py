@@ -121,17 +121,13 @@ def test_what_is_calibrated_does_not_depend_on_reports(make, posterior, scaling)
     assert found[0] == found[1] == found[2]
 
 
-def reversed_batches(examples):
-    return default_collate(examples[::-1])
-
-
 @pytest.mark.parametrize(
     ("loaded", "options"),
     [
         ({"shuffle": True}, {}),
         ({"drop_last": True, "batch_size": 9}, {}),
         ({}, {"limit_val_batches": 0.5}),
-        ({"collate_fn": reversed_batches, "batch_size": 9}, {}),
+        ({"collate_fn": lambda rows: default_collate(rows[::-1]), "batch_size": 9}, {}),
         ({"batch_size": 9}, {}),
         ({"sampler": RandomSampler(range(EXAMPLES), replacement=True)}, {}),
     ],
@@ -282,14 +278,14 @@ def drawn(names):
 
 
 def test_figures_by_draws_stand_beside_the_module_s_own_at_the_mean():
+    """A report that is given asks for predictions; what no step returns is drawn."""
     assert figures_of(Own()) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
-
-
-def test_a_report_on_clients_that_is_given_asks_for_predictions():
     assert figures_of(Own(), callbacks=[fb.ClientReport()]) == {"acc"} | drawn(BY_BATCH | BY_CLIENT)
     assert figures_of(Own(optimizer=torch.optim.SGD), callbacks=[fb.ClientReport()]) == {"acc"} | BY_BATCH | BY_CLIENT
     assert figures_of(Own(), callbacks=[]) == {"acc"}
     assert figures_of(Own(), DataLoader(blobs(30), 8), [fb.ClientReport()]) == {"acc"}
+    by_shares = figures_of(Own(), DataLoader(blobs(30), 8), [fb.UncertaintyReport(5)])
+    assert by_shares == {"acc"} | drawn({*BY_BATCH, "client_accuracy", "worst_client_accuracy"})
 
 
 @pytest.mark.parametrize(
@@ -327,11 +323,6 @@ def test_a_ready_module_whose_step_is_the_user_s_is_drawn():
             self.log("val/acc", 0.5)
 
     assert figures_of(Mute(network(), bayesian_last=1, samples=3)) == {"acc"} | drawn(BY_BATCH | BY_CLIENT | CALIBRATED)
-
-
-def test_an_estimate_from_shares_of_classes_is_by_draws_too():
-    found = figures_of(Own(), DataLoader(blobs(30), 8), [fb.UncertaintyReport(5)])
-    assert found == {"acc"} | drawn({*BY_BATCH, "client_accuracy", "worst_client_accuracy"})
 
 
 @pytest.mark.parametrize(("returns", "by"), [("none", "draws/"), ("probs and logits", "")])

@@ -109,9 +109,8 @@ def test_the_gradient_of_the_prior_is_neither_clipped_nor_noised():
     run(module, ExamplePrivacy(1e-12, 1.0), rounds=1, callbacks=[noted])
     at, _, gradient = noted.steps[0]
     module.load_state_dict(at, strict=False)
-    expected = torch.autograd.grad(
-        30 / 30 * kl_divergence(module.network), list(module.parameters()), materialize_grads=True
-    )
+    loss = 30 / 30 * kl_divergence(module.network)
+    expected = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
     for found, value in zip(gradient.values(), expected, strict=True):
         torch.testing.assert_close(found, value)
 

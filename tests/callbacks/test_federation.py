@@ -12,8 +12,18 @@ from lightning_fedbayes.core.errors import FederationError, PosteriorError
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.server.plan import Batching, client_order
-from tests import federations
-from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+from tests.federations import (
+    Plain,
+    assert_equal,
+    bayesian,
+    blobs,
+    federate,
+    loader,
+    network,
+    of_bayesian_torch,
+    parameters,
+    trainer,
+)
 
 
 class InOrder(torch.utils.data.Sampler):
@@ -240,9 +250,7 @@ def test_every_client_draws_its_own_noise_whatever_came_before():
     assert torch.equal(torch.stack(both.last[-5:]), torch.stack(more.last[-5:]))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: bayesian().network, lambda: federations.of_bayesian_torch(network(), "Flipout")]
-)
+@pytest.mark.parametrize("make", [lambda: bayesian().network, lambda: of_bayesian_torch(network(), "Flipout")])
 def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(make):
     module = Plain(make())
     before = fb.kl_divergence(module)

@@ -62,9 +62,8 @@ def federate(loggers):
     torch.manual_seed(0)
     digits = fb.DigitsDataModule()
     digits.setup()
-    train, val = (
-        TensorDataset(*(t[:n] for t in part.tensors)) for part, n in ((digits.train, 150), (digits.validation, 100))
-    )
+    parts = (digits.train, 150), (digits.validation, 100)
+    train, val = (TensorDataset(*(t[:n] for t in part.tensors)) for part, n in parts)
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
     validations = []
     recorder = LambdaCallback(on_train_epoch_end=lambda made, _: validations.append(made.callback_metrics.copy()))

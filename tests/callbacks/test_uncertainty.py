@@ -219,7 +219,6 @@ def test_a_report_says_by_the_targets_once_if_draws_are_much_worse_than_the_mean
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter", "wasserstein_barycenter"])
 def test_accuracy_rises_as_the_most_uncertain_are_discarded(rule):
-    torch.manual_seed(0)
     data = fb.DigitsDataModule(batch_size=16)
     options = {"bayesian_last": 2, "learning_rate": 0.01, "kl_weight": 0.05, "samples": 30}
     model = fb.HybridBayesianClassifier(mlp(64, 10, (32,)), **options)

@@ -78,10 +78,7 @@ def test_help_and_simple_mistakes_take_less_than_a_second(command):
             "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?",
         ),
         (["--model=HybridBayesianClasifier"], "unknown class 'HybridBayesianClasifier': did you mean 'HybridBayesian"),
-        (
-            ["--model.network=lightning_fedbayes.modules.mpl"],
-            "model.network: unknown name 'mpl': did you mean 'mlp'?",
-        ),
+        (["--model.network=lightning_fedbayes.modules.mpl"], "model.network: unknown name 'mpl': did you mean 'mlp'?"),
         (["--model.network.featurs=3"], "unknown argument 'featurs': did you mean 'features'? Known: features, "),
     ],
 )

@@ -129,10 +129,7 @@ test_what_cannot_be_scored_is_refused = refusals(
     (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
-    (
-        lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})),
-        "no example",
-    ),
+    (lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})), "no example"),
     (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
     (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
@@ -141,8 +138,5 @@ test_what_cannot_be_scored_is_refused = refusals(
         lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
         "the noise is not known",
     ),
-    (
-        lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)),
-        "not finite by e",
-    ),
+    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)), "not finite by e"),
 )

@@ -134,15 +134,11 @@ def test_both_engines_give_one_posterior(kind, options):
     assert change == pytest.approx(other, rel=1e-6)
 
 
-class Peer(Plain):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(1, 1))
-        self.peer = PeerLinear(6, 3)
-
-
 def test_a_network_without_sites_is_refused_before_training():
+    module = Plain(nn.Linear(1, 1))
+    module.peer = PeerLinear(6, 3)
     with pytest.raises(FederationError, match="takes proper priors alone"):
-        fit(Peer(), 1, engine="sequential", fusion="sites")
+        fit(module, 1, engine="sequential", fusion="sites")
 
 
 def test_a_failed_client_keeps_the_site_it_had():

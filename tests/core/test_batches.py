@@ -50,16 +50,8 @@ def test_a_function_or_a_method_says_it_instead():
 test_what_is_not_known_is_an_error = refusals(
     fb.FedBayesError,
     ([], {}, "a batch is empty"),
-    (
-        {"x": X, "y": Y, "labels": Y},
-        {},
-        r"'x', 'y', 'labels', and 'labels', 'y' may each be its targets: say what is",
-    ),
-    (
-        {"x": X},
-        {"needs_targets": True},
-        "a batch is a dict with the keys 'x', and not inputs with a tensor of targets",
-    ),
+    ({"x": X, "y": Y, "labels": Y}, {}, r"'x', 'y', 'labels', and 'labels', 'y' may each be its targets: say what is"),
+    ({"x": X}, {"needs_targets": True}, "a batch is a dict with the keys 'x', and not inputs with a tensor of targets"),
     ((X, [0, 1]), {"needs_targets": True}, r"a tuple, .*unpack=lambda batch: \(inputs, targets\)"),
     ((X, Y), {"unpack": lambda batch: X}, r"unpack makes Tensor of shape \(4, 3\) of a batch: let it return two"),
     ((X, Y), {"unpack": lambda batch: batch["x"]}, "unpack cannot take a batch that is a tuple: TypeError"),

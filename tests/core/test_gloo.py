@@ -143,9 +143,7 @@ def updates(clients):
 def fused(rule, weighting, collective, spread):
     """Result of two rounds, so that rules with a state use it."""
     state = rule.init()
-    previous = GaussianPosterior(
-        posterior(99).mean, {key: 10 * width * torch.ones(SHAPES[key]) for key, width in WIDTHS}
-    )
+    previous = GaussianPosterior(posterior(99).mean, {k: 10 * width * torch.ones(SHAPES[k]) for k, width in WIDTHS})
     result = None
     for _ in range(2):
         buffers = {"count": torch.tensor(0), "mean": torch.zeros(2)}

@@ -156,25 +156,16 @@ def test_parts_are_a_data_set_of_their_own():
     assert whole["b"] is whole.datasets[1]
     with pytest.raises(FederationError, match=r"there is no client 'c': .*a, b"):
         whole["c"]
+    with pytest.raises(FederationError, match="partition"):
+        clients_of(whole, IIDPartition(2), seed=0)
     assert len(whole) == 3
     assert [int(whole[i][1]) for i in range(3)] == [0, 1, 2]
 
 
-def test_partition_of_parts_is_refused():
-    parts = ClientDatasets({"a": labelled([0, 1]), "b": labelled([2])})
-    with pytest.raises(FederationError, match="partition"):
-        clients_of(parts, IIDPartition(2), seed=0)
-
-
-def test_clients_without_examples_are_named():
-    whole = labelled([0, 1, 2])
-    empty, full = random_split(whole, [0, 3])
+def test_clients_without_examples_are_named_and_may_be_left_out(caplog):
+    empty, full = random_split(labelled([0, 1, 0]), [0, 3])
     with pytest.raises(FederationError, match="clients without an example: left, right; leave them out"):
         clients_of(ClientDatasets({"left": empty, "middle": full, "right": empty}), None, seed=0)
-
-
-def test_clients_without_examples_may_be_left_out(caplog):
-    empty, full = random_split(labelled([0, 1, 0]), [0, 3])
     with caplog.at_level("INFO"):
         kept = ClientDatasets({"left": empty, 4: full, "right": empty}, skip_empty=True)
     assert kept.names == ("4",)

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import PartitionError
-from lightning_fedbayes.data.partition import Split, counts_table
-from lightning_fedbayes.data.partition.label_skew import (
-    deal_by_proportions,
-    deal_distinct,
-    draw_proportions,
-    split_labels,
-)
+from lightning_fedbayes.data.partition import Split, counts_table, label_skew
 from tests.refusals import refusals
 
 labels_with_gaps = st.lists(st.sampled_from([-3, 0, 7, 40, 41]), min_size=20, max_size=120).map(torch.tensor)
@@ -130,7 +124,7 @@ def test_deal_distinct_never_gets_stuck(clients, per_client, seed):
         a, b = generator.integers(len(shards), size=2)
         if a != b and shards[a] > 0 and shards[b] < clients:
             shards[a], shards[b] = shards[a] - 1, shards[b] + 1
-    held = deal_distinct(shards, clients, per_client, generator)
+    held = label_skew.deal_distinct(shards, clients, per_client, generator)
     assert all(len(set(h.tolist())) == per_client for h in held.values())
     assert np.array_equal(np.bincount(np.concatenate(list(held.values())), minlength=len(shards)), shards)
 
@@ -140,7 +134,7 @@ def test_split_labels_has_dirichlet_moments(alpha):
     """Without the balance cap each label's shares are Dir(α): mean 1/K, variance (1/K)(1 − 1/K)/(Kα + 1)."""
     clients, draws, generator = 4, 8000, np.random.default_rng(0)
     supply = np.full(draws, 10_000)  # one "label" per draw
-    shares = split_labels(clients, alpha, supply, False, generator) / 10_000
+    shares = label_skew.split_labels(clients, alpha, supply, False, generator) / 10_000
     variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
     assert np.allclose(shares.mean(1), 1 / clients, atol=5 * np.sqrt(variance / draws))
     assert np.allclose(shares.var(1), variance, rtol=0.1)
@@ -150,7 +144,8 @@ def test_split_labels_has_dirichlet_moments(alpha):
 def test_clients_with_ample_data_have_dirichlet_multinomial_moments(alpha):
     """Supply never runs out: shares have the mean f and variance f(1 − f)/(αC + 1)·(1 + (αC)/n) of the compound."""
     clients, size, supply, generator = 6000, 500, np.array([4, 3, 1]) * 6000 * 500, np.random.default_rng(1)
-    counts = deal_by_proportions(draw_proportions(clients, alpha, supply, generator), size, supply, generator)
+    proportions = label_skew.draw_proportions(clients, alpha, supply, generator)
+    counts = label_skew.deal_by_proportions(proportions, size, supply, generator)
     shares, f, total = counts / size, supply / supply.sum(), alpha * 3
     variance = f * (1 - f) / (total + 1) * (1 + total / size)
     assert (counts.sum(1) == size).all()
@@ -161,8 +156,8 @@ def test_clients_with_ample_data_have_dirichlet_multinomial_moments(alpha):
 @pytest.mark.parametrize("alpha", [1e-3, 0.5, 100.0])
 def test_dealing_without_replacement_uses_up_the_data_and_prefers_no_client(alpha):
     supply, clients, generator = np.array([50, 30, 20]), 5, np.random.default_rng(2)
-    proportions = (draw_proportions(clients, alpha, supply, generator) for _ in range(2000))
-    deals = np.stack([deal_by_proportions(each, 20, supply, generator) for each in proportions])
+    proportions = (label_skew.draw_proportions(clients, alpha, supply, generator) for _ in range(2000))
+    deals = np.stack([label_skew.deal_by_proportions(each, 20, supply, generator) for each in proportions])
     assert (deals.sum(1) == supply).all()
     assert (deals.sum(2) == 20).all()
     error = deals.std(0) / np.sqrt(len(deals))
@@ -172,7 +167,7 @@ def test_dealing_without_replacement_uses_up_the_data_and_prefers_no_client(alph
 @pytest.mark.parametrize("balance", [True, False])
 def test_labels_prefer_no_client_even_when_they_are_few(balance):
     generator = np.random.default_rng(3)
-    deals = np.stack([split_labels(4, 50.0, np.array([3, 2, 7]), balance, generator) for _ in range(4000)])
+    deals = np.stack([label_skew.split_labels(4, 50.0, np.array([3, 2, 7]), balance, generator) for _ in range(4000)])
     error = deals.std(0) / np.sqrt(len(deals))
     assert (np.abs(deals.mean(0) - np.array([3, 2, 7]) / 4) < 5 * error).all()
 
@@ -188,7 +183,7 @@ def test_large_alpha_gives_equal_proportions(per, alpha):
 
 
 def test_clients_with_distinct_favourites_get_exactly_them():
-    counts = deal_by_proportions(np.eye(4), 25, np.full(4, 25), np.random.default_rng(0))
+    counts = label_skew.deal_by_proportions(np.eye(4), 25, np.full(4, 25), np.random.default_rng(0))
     assert np.array_equal(counts, 25 * np.eye(4))
 
 
@@ -203,7 +198,7 @@ def test_min_examples_is_respected(seed):
 @settings(deadline=None)
 def test_balance_closes_clients_that_hold_an_equal_share(seed, clients, alpha):
     supply = np.array([30, 50, 20, 40])
-    counts = split_labels(clients, alpha, supply, True, np.random.default_rng(seed))
+    counts = label_skew.split_labels(clients, alpha, supply, True, np.random.default_rng(seed))
     before = np.cumsum(counts, axis=1)[:, :-1]
     assert (counts[:, 1:][before * clients >= supply.sum()] == 0).all()
     assert np.array_equal(counts.sum(0), supply)

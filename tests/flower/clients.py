@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays
-from tests.federations import assert_equal
+from tests.federations import assert_close
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import PARTITION, BlobData, hybrid
 
@@ -34,5 +34,4 @@ def assert_same(strategy: Any, federation: Any) -> None:
     """Bit by bit."""
     ours, theirs = strategy.server.posterior, federation.posterior
     assert ours.linearised == theirs.linearised
-    assert_equal(ours.mean, theirs.mean)
-    assert_equal(ours.variance, theirs.variance)
+    assert_close(ours, theirs)

@@ -25,16 +25,12 @@ def plain() -> Plain:
 
 
 def apps(**settings):
-    return [
-        client_apps(1, plain, data=lambda part=part: BlobData(part), partition=None, **settings)[0] for part in DATA
-    ]
+    return [client_apps(1, plain, data=lambda own=own: BlobData(own), partition=None, **settings)[0] for own in DATA]
 
 
 def sent(grid):
     """What each client has sent last."""
-    return {
-        client: from_arrays(reply.content["arrays"], "a client")[0] for client, _, reply in grid.of("train") if reply
-    }
+    return {k: from_arrays(reply.content["arrays"], "a client")[0] for k, _, reply in grid.of("train") if reply}
 
 
 def told(grid):

@@ -11,6 +11,7 @@ from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.schedule import read_arrivals
 from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
+from tests.federations import Crash
 from tests.flower.clients import assert_same, client_apps
 from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled
@@ -89,10 +90,6 @@ def test_a_log_repeats_a_run_to_the_last_bit(make, client, schedule, tmp_path):
     assert [{**line, "began": []} for line in lines(tmp_path / "again")] == played
 
 
-class Killed(Exception):
-    """SIGKILL of the server."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sites", HELD], ids=str)
 @pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
@@ -103,7 +100,7 @@ def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fu
         strategy = federation(tmp_path, fusion, wait_for=3)
         with monkeypatch.context() as patch:
             kill_at(patch, where, stop, strategy)
-            with pytest.raises(Killed):
+            with pytest.raises(Crash):
                 run(SlowGrid(apps, seed=stop, slow={2: 4}), strategy, 8)
     under_way = torch.load(tmp_path / "server.pt", weights_only=True)["under_way"]["clients"]
     strategy, grid = federation(tmp_path, fusion, wait_for=3), SlowGrid(apps, seed=9)
@@ -125,7 +122,7 @@ def kill_at(patch, where, stop, strategy):
                 return inner(*arguments)
             if after:
                 inner(*arguments)
-            raise Killed
+            raise Crash
 
         return dies
 

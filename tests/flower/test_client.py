@@ -13,6 +13,7 @@ from lightning_fedbayes.transport.flower.wire import from_arrays
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.refusals import refusals
 from tests.transport.federation import BlobData, hybrid
 
 
@@ -23,13 +24,11 @@ class Plateau(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/nll"}}
 
 
-class Wide(Plain):
-    def __init__(self):
-        super().__init__(torch.nn.Linear(6, 9))
-
-
 REFUSALS = {
-    "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
+    "another network": (
+        lambda: client_apps(make=lambda: Plain(torch.nn.Linear(6, 9))),
+        "the global model and this client's network name different",
+    ),
     "too few parts": (
         lambda: [*client_apps()[:3], data_of_two()],
         "this is client 3, but the data are those of 2 clients",
@@ -67,18 +66,15 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
     assert f"partition-id is {number!r}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "keeps",
-    [
-        {"local_parameters": ["network.3.*"]},
-        {"keep": ["optimizer"]},
-        {"buffers": "local"},
-        {"privacy": fb.UpdatePrivacy()},
-    ],
+test_apps_that_cannot_be_are_refused = refusals(
+    FederationError,
+    ({"local_parameters": ["network.3.*"]}, "state_folder"),
+    ({"keep": ["optimizer"]}, "state_folder"),
+    ({"buffers": "local"}, "state_folder"),
+    ({"privacy": fb.UpdatePrivacy()}, "state_folder"),
+    ({"privacy": fb.UpdatePrivacy(), "state_folder": "/nowhere"}, "buffers unprotected"),
+    call=lambda options: client_app(hybrid(), BlobData(), **options),
 )
-def test_state_of_a_client_needs_a_folder(keeps):
-    with pytest.raises(FederationError, match="state_folder"):
-        client_app(hybrid(), BlobData(), **keeps)
 
 
 def state(folder, server_round, accepted, federation="a", client=7):
@@ -220,11 +216,6 @@ def test_privacy_clips_updates_and_draws_noise_from_each_clients_secret(tmp_path
     spread = torch.stack([each - start for each in noisy])
     assert not torch.equal(*noisy)
     assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients
-
-
-def test_privacy_refuses_buffers_when_the_app_is_made(tmp_path):
-    with pytest.raises(FederationError, match="buffers unprotected"):
-        client_apps(privacy=fb.UpdatePrivacy(), state_folder=tmp_path)
 
 
 @pytest.mark.parametrize("other", [None, "client-3.pt"])

@@ -4,11 +4,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.flower import load_checkpoint
-from tests.federations import trainer
+from tests.federations import assert_close, trainer
 from tests.flower.deployment import deployed
 
 pytestmark = pytest.mark.slow
@@ -39,7 +38,5 @@ def test_a_deployment_ends_at_the_posterior_of_a_single_process(app, tmp_path):
     network = app.network()
     state = load_checkpoint(network, tmp_path / "federation.pt")
     assert [figures["valid_clients"] for figures in state.history] == [2, 2]
-    for name, mean in federation.posterior.mean.items():
-        torch.testing.assert_close(state.posterior.mean[name], mean, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(state.posterior.variance[name], federation.posterior.variance[name])
+    assert_close(state.posterior, federation.posterior, rtol=1e-6, atol=1e-7)
     assert any(bool((variance > 0).any()) for variance in state.posterior.variance.values())

@@ -16,10 +16,7 @@ from tests.transport.federation import in_process
 
 pytestmark = pytest.mark.slow
 
-FROZEN = ("net.0.weight", "net.0.bias")
-
-
-HEAD = ("net.2.weight", "net.2.bias")
+FROZEN, HEAD = ("net.0.weight", "net.0.bias"), ("net.2.weight", "net.2.bias")
 
 
 def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:

@@ -9,7 +9,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Averaging, FedProx
 from lightning_fedbayes.transport.flower import FusionStrategy, personal_posterior
-from tests.federations import Plain, blobs, federate, loader, network
+from tests.federations import Plain, assert_close, blobs, federate, loader, network
 from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
@@ -242,16 +242,12 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
     strategy = FusionStrategy(**rule, wait_for=4, seed=3, evaluate=True)
     run(LocalGrid(client_apps(state_folder=tmp_path, **options)), strategy, local_parameters=local)
     alone = in_process(**{**rule, **options}, seed=3)
+    shared = strategy.server.posterior
     for client in range(4):
         for weight in (0.0, 0.4, 1.0):
-            ours = personal_posterior(
-                hybrid(), tmp_path, client, strategy.server.posterior, weight, local_parameters=local
-            )
+            ours = personal_posterior(hybrid(), tmp_path, client, shared, weight, local_parameters=local)
             theirs = alone.posterior_of(client, weight)
-            assert ours.names == theirs.names
-            for name in ours.names:
-                assert torch.equal(ours.mean[name], theirs.mean[name]), name
-                assert torch.equal(ours.variance[name], theirs.variance[name]), name
+            assert_close(ours, theirs)
         drawn = fb.PosteriorPredictive(hybrid(), alone.posterior_of(client, 1.0))
         assert drawn.predict_step(torch.zeros(2, 6)).probs.shape == (2, 3)
     scores = strategy.client_scores

@@ -192,7 +192,6 @@ def test_no_figure_of_an_update_is_exact(seen):
         def on_round_end(self, posterior, clients):
             self.heard = [each.clone() for each in clients]
 
-    torch.manual_seed(0)
     module = Heard(mlp(64, 10, hidden=[8]), bayesian_last=1, learning_rate=0.01)
     start = fb.read_posterior(module).clone()
     made = fb.FederatedBayes(fb.IIDPartition(clients=2), fusion="rklb", weighting="equal", engine="sequential")

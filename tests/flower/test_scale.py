@@ -28,12 +28,8 @@ def make(**options):
     return fb.HybridBayesianRegressor(mlp(6, 1, (5,)), learning_rate=1e-2, **options)
 
 
-def blob_data():
-    return BlobData(data())
-
-
 def apps(**settings):
-    return client_apps(**{"make": make, **settings}, shared=False, data=blob_data, partition=PARTITION)
+    return client_apps(**{"make": make, **settings}, shared=False, data=lambda: BlobData(data()), partition=PARTITION)
 
 
 def test_a_federation_over_flower_is_that_of_one_process(tmp_path):

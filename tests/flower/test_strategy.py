@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
-from tests.federations import Plain, network
+from tests.federations import Crash, Plain, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.refusals import refusals
@@ -136,10 +136,6 @@ def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
     kept = load_checkpoint(hybrid(), tmp_path / "server.pt")
     assert kept.rounds == 3
     assert torch.equal(kept.posterior.mean["network.0.weight"], one.server.posterior.mean["network.0.weight"])
-
-
-class Crash(Exception):
-    pass
 
 
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "ivar_vb"])

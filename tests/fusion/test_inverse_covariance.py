@@ -33,10 +33,6 @@ def some_latent(clients=5, count=2):
     )
 
 
-def log_normal(x, mean, covariance):
-    return torch.distributions.MultivariateNormal(mean, covariance).log_prob(x)
-
-
 def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
     """Term by term, from the definition, with one q(y, u) for each of three parameters."""
     latent, size = some_latent(), 3
@@ -65,8 +61,9 @@ def test_free_energy_is_the_expected_log_joint_plus_the_entropies():
 
 def test_free_energy_without_features_is_the_log_density():
     latent, x = some_latent(count=0), normal(5, 7, seed=4)
-    expected = log_normal(x.T, torch.zeros(5, dtype=torch.float64), latent.signal + torch.diag(latent.noise)).mean()
-    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / 7, 7), expected)
+    covariance = latent.signal + torch.diag(latent.noise)
+    density = torch.distributions.MultivariateNormal(torch.zeros(5, dtype=torch.float64), covariance)
+    torch.testing.assert_close(icov.free_energy(latent, x @ x.T / 7, 7), density.log_prob(x.T).mean())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -235,6 +232,13 @@ RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
 )
 def test_only_those_who_hold_all_of_y_are_plausible(case, products):
     assert icov.plausible(RIGHT, products, 10**6) == case.startswith("share")
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(0.5, True), (1.0, False)])
+def test_fewer_than_half_may_leave_four_fifths_of_the_average_and_no_less(shared, expected):
+    """Five of eight share an error: the three others leave 0.84 of the average's update, or 0.73."""
+    three = torch.tensor([0.0] * 5 + [1 / 3] * 3, dtype=torch.float64)
+    assert icov.plausible(three, 10 * products_of([1.0] * 8, 0.3, shared, first=5), 10**9) == expected
 
 
 @pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])

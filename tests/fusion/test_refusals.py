@@ -5,15 +5,9 @@ import math
 import pytest
 import torch
 
-from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes import GaussianPosterior, fuse, fusion
 from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.fusion import (
-    AlphaBarycenter,
-    DistributedWeightConsolidation,
-    FusionAccumulator,
-    Reliability,
-    get_rule,
-)
+from tests.federations import assert_close
 from tests.refusals import refusals
 
 from .strategies import KINDS, RULES, posterior
@@ -84,7 +78,7 @@ def test_names_and_shapes_that_differ(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_says_if_it_needs_the_previous_posterior(rule):
-    if not get_rule(rule).needs_previous:
+    if not fusion.get_rule(rule).needs_previous:
         assert fuse(rule, [GOOD, GOOD]).names == GOOD.names
         return
     with pytest.raises(FusionError, match=rf"{rule} needs the previous.*pass previous="):
@@ -93,7 +87,7 @@ def test_rule_says_if_it_needs_the_previous_posterior(rule):
 
 @pytest.mark.parametrize("rule", KINDS)
 def test_refused_client_leaves_the_others_as_they_were(rule):
-    accumulator = FusionAccumulator(get_rule(rule), PREVIOUS)
+    accumulator = fusion.FusionAccumulator(fusion.get_rule(rule), PREVIOUS)
     accumulator.add(GOOD, 1.0)
     nan = two_layers()
     nan.mean["body"][0] = math.nan
@@ -104,9 +98,7 @@ def test_refused_client_leaves_the_others_as_they_were(rule):
     expected = fuse(rule, [GOOD, two_layers(mean=3.0)], [1.0, 2.0], PREVIOUS)
     fused = accumulator.compute()
     assert accumulator.count == 2
-    for name in expected.names:
-        assert torch.equal(fused.mean[name], expected.mean[name])
-        assert torch.equal(fused.variance[name], expected.variance[name])
+    assert_close(fused, expected)
 
 
 VAGUE = GaussianPosterior(
@@ -128,7 +120,7 @@ def test_dwc_of_clients_vaguer_than_the_previous_posterior():
 
 def test_dwc_floor_replaces_what_is_not_positive_and_nothing_else():
     previous = two_layers(mean=0.0, variance=5.0)
-    floored = fuse(DistributedWeightConsolidation(min_precision=1e-3), [VAGUE, VAGUE], previous=previous)
+    floored = fuse(fusion.DistributedWeightConsolidation(min_precision=1e-3), [VAGUE, VAGUE], previous=previous)
     low = torch.tensor([[True, False, False], [True, False, False]])
     torch.testing.assert_close(floored.variance["head"][low], torch.full((2,), 1e3))
     torch.testing.assert_close(floored.mean["head"][low], torch.full((2,), 2.0))
@@ -142,9 +134,9 @@ test_arguments_and_previous_posteriors_that_cannot_be = refusals(
     FusionError,
     (lambda: fuse("dwc", [GOOD], previous=two_layers(head=(3, 2))), r"'head' has shape \(3, 2\).*\(2, 3\) in client 0"),
     (lambda: fuse("dwc", [posterior([1.0], [1.0])] * 2, previous=posterior([1.0], [0.0])), "'w' at 1 of 1 entries"),
-    *((lambda value=each: DistributedWeightConsolidation(min_precision=value), OFF) for each in (0.0, -1.0, math.nan)),
-    (lambda: AlphaBarycenter(math.nan), "alpha=nan"),
-    (lambda: Reliability("fedavg"), "infers no reliability of clients"),
-    (lambda: Reliability("ivar_vb", then="conflation"), "takes no weights"),
-    (lambda: Reliability("ivar_bv"), "ivar_vb"),
+    *((lambda least=each: fusion.DistributedWeightConsolidation(least), OFF) for each in (0.0, -1.0, math.nan)),
+    (lambda: fusion.AlphaBarycenter(math.nan), "alpha=nan"),
+    (lambda: fusion.Reliability("fedavg"), "infers no reliability of clients"),
+    (lambda: fusion.Reliability("ivar_vb", then="conflation"), "takes no weights"),
+    (lambda: fusion.Reliability("ivar_bv"), "ivar_vb"),
 )

@@ -9,10 +9,7 @@ from tests.refusals import refusals
 
 from .strategies import posterior
 
-
-@pytest.fixture
-def clients():
-    return [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
+CLIENTS = [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def temporary():
         fusion.unregister_fusion(name)
 
 
-def test_function_becomes_a_rule(temporary, clients):
+def test_function_becomes_a_rule(temporary):
     @register_fusion(temporary, aliases=("temporary_alias",))
     def rule(posteriors, weights, previous):
         return posteriors[int(weights.argmax())]
@@ -33,12 +30,12 @@ def test_function_becomes_a_rule(temporary, clients):
     assert "temporary_alias" not in fusion.available_fusions()
     assert "temporary_alias" in fusion.available_fusions(aliases=True)
     for name in (temporary, "temporary_alias", rule):
-        assert torch.equal(fuse(name, clients, [0.2, 0.8]).mean["w"], clients[1].mean["w"])
+        assert torch.equal(fuse(name, CLIENTS, [0.2, 0.8]).mean["w"], CLIENTS[1].mean["w"])
     fusion.unregister_fusion(temporary)
     assert not {temporary, "temporary_alias"} & set(fusion.available_fusions(aliases=True))
 
 
-def test_sum_type_rule_from_scratch(temporary, clients):
+def test_sum_type_rule_from_scratch(temporary):
     """A rule of two sums, as the documentation of ``SumRule`` has it."""
 
     @register_fusion(temporary)
@@ -51,13 +48,13 @@ def test_sum_type_rule_from_scratch(temporary, clients):
             mean = statistics["sum"] / statistics["weight"]
             return mean, torch.zeros_like(mean)
 
-    fused = fuse(temporary, iter(clients), [3.0, 1.0])
+    fused = fuse(temporary, iter(CLIENTS), [3.0, 1.0])
     torch.testing.assert_close(fused.mean["w"], torch.tensor([3.0, 3.25], dtype=torch.float64))
     rule, halves = fusion.get_rule(temporary), [{}, {}]
-    for half, client, weight in zip(halves, clients, (3.0, 1.0)):
+    for half, client, weight in zip(halves, CLIENTS, (3.0, 1.0)):
         rule.update(half, *client.flatten(), weight)
     rule.merge(halves[0], halves[1])
-    torch.testing.assert_close(rule.compute(halves[0], clients[0], None)[0], fused.mean["w"])
+    torch.testing.assert_close(rule.compute(halves[0], CLIENTS[0], None)[0], fused.mean["w"])
 
 
 @pytest.mark.parametrize("taken", ["conflation", "wc"])
@@ -70,15 +67,12 @@ def test_taken_names_are_refused_and_nothing_is_registered(temporary, taken):
     assert fusion.rule_name("wc") == "weighted_conflation"
 
 
-@pytest.mark.parametrize(
-    "thing", [int, 3, fusion.LinearPool(), "conflation"], ids=["class", "number", "object", "name"]
-)
+@pytest.mark.parametrize("thing", [int, 3, fusion.LinearPool(), "conflation"], ids=str)
 def test_only_rule_classes_and_functions_are_registered(temporary, thing):
     with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
         register_fusion(temporary)(thing)
 
 
-CLIENTS = [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
 test_what_is_no_rule_is_refused_with_the_nearest_name = refusals(
     FusionError,
     ("reverse_kl", r"unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'\?.*wasserstein"),

@@ -169,11 +169,11 @@ LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 REGRESSION = fb.Laplace(fb.Gaussian(1.0)).posterior(LINEAR, [(X, torch.zeros(8, 3))])
-HALVES = torch.arange(8) % 2
+HALVES, THIRDS = torch.arange(8) % 2, torch.arange(8) % 3
 FIT = fb.BayesianHead(2).fit(fb.BayesianHead(2).sums(X, HALVES))
 DONE_HEAD = fb.BayesianHead(2, inference="laplace")
 DONE_FIT = DONE_HEAD.fit_clients([(X, HALVES)])
-SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
+SITE = fb.KroneckerLaplace().site(LINEAR, [(X, THIRDS)])
 
 
 def ivon_step(closure):
@@ -426,9 +426,7 @@ DOORS = {
         num_examples=3,
         seconds=0.1,
     ),
-    "RoundPlan": door(
-        lambda **arguments: begun().begin(fb.RoundPlan(**arguments)), round=0, cohort=(0, 1), starts=(0, 2, 3)
-    ),
+    "RoundPlan": door(lambda **given: begun().begin(fb.RoundPlan(**given)), round=0, cohort=(0, 1), starts=(0, 2, 3)),
     "Aggregation": door(
         aggregate,
         rule=fusion.get_rule("linear_pool"),
@@ -557,24 +555,22 @@ DOORS = {
     "IVON params": door(fb.IVON, params=[torch.zeros(2, requires_grad=True)]),
     "IVON.step": door(ivon_step, closure=None),
     "IVON.posterior": door(lambda module: fb.IVON(LINEAR.parameters()).posterior(module), module=LINEAR),
-    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR, batches=[(X, torch.arange(8) % 3)]),
+    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR, batches=[(X, THIRDS)]),
     "Laplace.site": door(
-        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=torch.arange(8) % 3
+        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=THIRDS
     ),
-    "Laplace.fuse": door(
-        fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, torch.arange(8) % 3)])]
-    ),
-    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, torch.arange(8) % 3)]),
+    "Laplace.fuse": door(fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, THIRDS)])]),
+    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, THIRDS)]),
     "KroneckerLaplace.site batch": door(
         lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
         inputs=X,
-        targets=torch.arange(8) % 3,
+        targets=THIRDS,
     ),
     "KroneckerLaplace.fuse": door(fb.KroneckerLaplace().fuse, sites=[SITE]),
     **{
         f"PosteriorPredictive.{name} {task} {predictive}": door(
             partial(step, name, likelihood=task, predictive=predictive),
-            batch=[X, torch.arange(8) % 3 if task == "categorical" else torch.zeros(8, 3)],
+            batch=[X, THIRDS if task == "categorical" else torch.zeros(8, 3)],
         )
         for name in ("predict_step", "validation_step", "test_step")
         for task in ("categorical", "bernoulli")
@@ -587,7 +583,7 @@ DOORS = {
     },
     "Categorical": door(fb.Categorical, ignore_index=-100),
     "Gaussian": door(fb.Gaussian, noise=0.5),
-    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3), targets=torch.arange(8) % 3),
+    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3), targets=THIRDS),
     "Bernoulli.rows": door(fb.Bernoulli().rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Gaussian.rows": door(fb.Gaussian(1.0).rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Cox.rows": door(fb.Cox().rows, draws=X.new_zeros(2, 8, 1), targets=torch.ones(8, 2)),
@@ -650,9 +646,7 @@ DOORS = {
     "draws_from_posterior": door(modules.draws_from_posterior, posterior=posterior(), samples=2),
     "draws_from_clients": door(modules.draws_from_clients, clients=THREE),
     "is_stochastic": door(modules.is_stochastic, network=bayesian()),
-    "sample_outputs": door(
-        lambda **arguments: modules.sample_outputs(inputs=X, **arguments), network=bayesian(), samples=2
-    ),
+    "sample_outputs": door(lambda **given: modules.sample_outputs(inputs=X, **given), network=bayesian(), samples=2),
     "AccuracyRetained": door(partial(measure, metrics.AccuracyRetained), resolution=10),
     "AdaptiveCalibrationError": door(partial(measure, metrics.AdaptiveCalibrationError), bins=3, resolution=10),
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),

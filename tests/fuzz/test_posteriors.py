@@ -70,15 +70,6 @@ def broken(draw, sound=posterior):
     return q
 
 
-def privatise(q):
-    fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), "", 0)
-
-
-def restored(q):
-    """What a checkpoint holds of it."""
-    fb.GaussianPosterior.from_state_dict({"mean": getattr(q, "mean", q), "variance": getattr(q, "variance", q)})
-
-
 PLACES = {
     **{
         f"fuse {rule}": (lambda q, rule=rule: fb.fuse(rule, [posterior(1.0), q, posterior(2.0)], previous=posterior()))
@@ -95,8 +86,10 @@ PLACES = {
         fusion.get_rule("linear_pool"), "max_discrepancy", posterior(), None, fb.ClientUpdate(0, 5, q)
     ),
     "kl": lambda q: posterior().kl(q),
-    "from_state_dict": restored,
-    "UpdatePrivacy": privatise,
+    "from_state_dict": lambda q: fb.GaussianPosterior.from_state_dict(
+        {"mean": getattr(q, "mean", q), "variance": getattr(q, "variance", q)}
+    ),
+    "UpdatePrivacy": lambda q: fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), "", 0),
     "draws_from_posterior": lambda q: modules.draws_from_posterior(q, 2),
     "draws_from_clients": lambda q: modules.draws_from_clients([posterior(), q]),
 }

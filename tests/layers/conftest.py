@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from lightning_fedbayes.layers import ESTIMATORS
 
@@ -14,8 +13,3 @@ def estimator(request):
 @pytest.fixture(params=sorted(KINDS))
 def kind(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Layers of every kind, and draws from them."""
 
 import torch
+from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_fedbayes import layers
 
@@ -43,3 +44,15 @@ def covariance(samples):
     estimate = flat.T @ flat / len(flat)
     spread = estimate.diagonal().sqrt()
     return estimate, 6 * torch.outer(spread, spread) / len(flat) ** 0.5 + 1e-12
+
+
+def assert_stacked_as_alone(template, clients, x):
+    """In a stack clients have their own means; the first two are equal, and their outputs differ by their noise."""
+    parameters, _ = stack_module_state(clients)
+    outputs = vmap(lambda p: functional_call(template, p, (x,)), randomness="different")(parameters)
+    assert not torch.allclose(outputs[0], outputs[1])
+    with layers.mean_only(template):
+        outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
+    for client, output in zip(clients, outputs):
+        with layers.mean_only(client):
+            torch.testing.assert_close(output, client(x), rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import kl
 from tests.refusals import refusals
 
-from .helpers import KINDS, draws, example, make
+from .helpers import KINDS, assert_stacked_as_alone, draws, example, make
 
 
 def test_mean_only_equals_the_deterministic_layer_exactly(kind, estimator):
@@ -78,20 +78,16 @@ def test_half_precision_autocast_keeps_small_variances():
 def test_stacked_clients_have_independent_noise_and_their_own_parameters(kind, estimator):
     template = make(kind, estimator, posterior_rho_init=0.0)
     clients = [copy.deepcopy(template) for _ in range(3)]
-    x = example(kind)
-    parameters, _ = stack_module_state(clients)  # equal ones, so outputs differ by their noise alone
-    outputs = vmap(lambda p: functional_call(template, p, (x,)), randomness="different")(parameters)
-    assert not torch.allclose(outputs[0], outputs[1])
     with torch.no_grad():
-        for k, client in enumerate(clients):
-            for p in client.parameters():
-                p.add_(k)
-    parameters, _ = stack_module_state(clients)
-    with layers.mean_only(template):
-        outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
-    for client, output in zip(clients, outputs):
-        with layers.mean_only(client):
-            torch.testing.assert_close(output, client(x), rtol=1e-4, atol=1e-4)
+        for p in clients[2].parameters():
+            p.add_(2.0)
+    assert_stacked_as_alone(template, clients, example(kind))
+
+
+def test_a_layer_shows_its_prior_and_of_a_long_one_the_kind():
+    assert "prior=NormalPrior(mean=0.0, std=1.0)" in repr(layers.LinearFlipout(2, 2))
+    many = layers.NormalPrior(torch.zeros(9, 9), torch.ones(9, 9))
+    assert repr(layers.LinearFlipout(9, 9, prior=many)).endswith("prior=NormalPrior)")
 
 
 class Objective(nn.Module):
@@ -169,8 +165,6 @@ BT = {
 @pytest.mark.parametrize("suffix", ["Reparameterization", "Flipout"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_kind, suffix, bias):
-    from lightning_fedbayes import layers
-
     positional, keywords, shape = BT[bt_kind]
     theirs = getattr(bt, bt_kind + suffix)(*positional, **keywords, posterior_rho_init=0.0, bias=bias)
     ours = getattr(layers, bt_kind + suffix)(*positional, **keywords, bias=bias)

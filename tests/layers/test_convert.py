@@ -265,8 +265,6 @@ def test_all_layers_but_the_last_are_masked_and_all_names_are_kept(network, shap
 
 
 TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
 test_what_cannot_be_converted_is_refused = refusals(
     ConversionError,
     (nn.Sequential(nn.ReLU()), 0.2, "has 0 linear layers"),

@@ -3,13 +3,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_fedbayes import layers
 from lightning_fedbayes.core.errors import ConversionError
 from tests.refusals import refusals
 
-from .helpers import covariance, draws
+from .helpers import assert_stacked_as_alone, covariance, draws
 
 MODULES = {
     "lstm": (lambda: nn.LSTM(3, 4, batch_first=True), lambda: (torch.randn(2, 5, 3),)),
@@ -85,12 +84,4 @@ def test_stacked_clients_have_their_own_parameters_and_noise():
     clients = [copy.deepcopy(template) for _ in range(3)]
     with torch.no_grad():
         clients[2][0].module.bias.add_(5.0)
-    parameters, _ = stack_module_state(clients)
-    x = torch.randn(4, 3)
-    outputs = vmap(lambda p: functional_call(template, p, (x,)), randomness="different")(parameters)
-    assert not torch.allclose(outputs[0], outputs[1])
-    with layers.mean_only(template):
-        outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
-    for client, output in zip(clients, outputs):
-        with layers.mean_only(client):
-            torch.testing.assert_close(client(x), output)
+    assert_stacked_as_alone(template, clients, torch.randn(4, 3))

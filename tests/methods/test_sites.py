@@ -109,9 +109,8 @@ def test_control_variates_of_deterministic_parameters_fade_where_clients_train_s
     clients, method, gain = Conjugate.drawn(SIZES, point=2), fb.Sites(*PRIOR), 0.25
     shared = by_hand(clients, method, lambda number: range(len(SIZES)), 3)
     told = {**shared.tensors, "age": torch.tensor([3.0, age, gain]).double()}
-    problem = method.problem(
-        Shared(shared.posterior, told, shared.share, False), Participant(1, SIZES[1], clients.kept[1])
-    )
+    later = Shared(shared.posterior, told, shared.share, False)
+    problem = method.problem(later, Participant(1, SIZES[1], clients.kept[1]))
     weight, own = SIZES[1] / sum(SIZES), clients.kept[1]["gradient"]
     c = method.slope(shared)
     fading = problem.quadratic.slope[POINT] * SIZES[1]
@@ -122,11 +121,10 @@ def test_control_variates_of_deterministic_parameters_fade_where_clients_train_s
 @pytest.mark.parametrize("kind", ["one direction each", "a few directions each", "all directions"])
 def test_clients_that_train_seldom_do_not_follow_an_old_gradient_to_its_end(kind):
     """A tenth of 30 clients in a round; whoever knows a direction is heard long after the others have moved there."""
-    draws = torch.Generator().manual_seed(0)
-    known = torch.eye(30) if kind == "one direction each" else torch.rand(30, 30, generator=draws) < 0.1
+    known = torch.eye(30) if kind == "one direction each" else torch.rand(30, 30) < 0.1
     curvatures = 10 * (torch.ones(30, 30) if kind == "all directions" else known)
-    clients = Conjugate(curvatures, 1 + torch.randn(30, 30, generator=draws), [10] * 30)
-    cohorts = [torch.randperm(30, generator=draws)[:3].tolist() for _ in range(200)]
+    clients = Conjugate(curvatures, 1 + torch.randn(30, 30), [10] * 30)
+    cohorts = [torch.randperm(30)[:3].tolist() for _ in range(200)]
     found = by_hand(clients, fb.Sites(*PRIOR), lambda number: cohorts[number], 200)
     assert distance(found.posterior, clients.pooled(PRIOR)) < 1e-3
 
@@ -400,10 +398,11 @@ def expected_trace(layer: nn.Module, x: Tensor, is_logistic: bool) -> float:
 @pytest.mark.parametrize("is_logistic", [False, True], ids=["quadratic", "logistic"])
 def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, shape, estimator, is_logistic, engine):
     """Price's theorem, within four standard errors, which are small, over the clients."""
-    torch.manual_seed(0)
     layer, x = make(), torch.randn(64, *shape).double()
     layer.estimator = estimator
-    fb.load_posterior(layer, with_variance(fb.read_posterior(layer), 0.3**2))
+    start = fb.read_posterior(layer)
+    variances = {name: torch.full_like(value, 0.3**2) for name, value in start.variance.items()}
+    fb.load_posterior(layer, fb.GaussianPosterior(start.mean, variances))
     with torch.no_grad():
         outputs = layer.double()(x).flatten(1)
     draws = torch.randn_like(outputs)
@@ -420,11 +419,6 @@ def test_the_trace_of_what_is_measured_is_that_of_the_expected_hessian(make, sha
     error = float(traces.std()) / 12**0.5
     assert abs(float(traces.mean()) - expected) < 4 * error
     assert error < 0.1 * expected
-
-
-def with_variance(posterior: fb.GaussianPosterior, variance: float) -> fb.GaussianPosterior:
-    variances = {name: torch.full_like(value, variance) for name, value in posterior.variance.items()}
-    return fb.GaussianPosterior(posterior.mean, variances)
 
 
 @pytest.mark.parametrize("terms", [[1.0, 1.5, 2.0], [-0.3, -0.1, 0.2, 0.1], [5.0, -4.0], [9.0, 8.0, 9.0, 8.5]])
@@ -504,7 +498,6 @@ def test_what_is_measured_is_of_the_data_alone(engine, trainer, scale):
         def training_step(self, batch, batch_idx) -> Tensor:
             return scale * super().training_step(batch, batch_idx)
 
-    torch.manual_seed(0)
     method, data = Remembers(), clients_of(logistic_data())
     module = Scaled(LinearReparameterization(3, 2), True, kl_weight=0.25)
     fit(module, method, data, 2, trainer, engine=engine, local_epochs=2)

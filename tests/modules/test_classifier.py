@@ -17,7 +17,7 @@ from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hybrid import generalized_cross_entropy
 from tests.federations import trainer
 
-from .helpers import labelled, loader
+from .helpers import labelled, loader, looked_up, numbered
 
 SAMPLES, EXAMPLES, CLASSES = 4, 90, 3
 SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic"}
@@ -63,13 +63,6 @@ def table():
     return logits.softmax(-1), torch.distributions.Categorical(logits=logits.mean(0)).sample()
 
 
-def looked_up(probs):
-    """A model that predicts ``probs``: an example's input is its number."""
-    model = HybridBayesianClassifier(mlp(1, CLASSES))
-    model.sample = lambda inputs, samples=None: probs.log()[:, inputs[:, 0].long()]
-    return model
-
-
 def expected_scores(probs, target):
     p, y = probs.mean(0).double().numpy(), target.numpy()
     draws = probs.double().numpy()
@@ -85,23 +78,19 @@ def expected_scores(probs, target):
     }
 
 
-def numbered(target):
-    return TensorDataset(torch.arange(len(target)).float().unsqueeze(1), target)
-
-
 @pytest.mark.parametrize("stage", ["val", "test"])
 @pytest.mark.parametrize("batch_size", [7, EXAMPLES])
 def test_logged_scores_are_those_of_all_predictions(stage, batch_size):
     probs, target = table()
-    run, batches = trainer(), loader(numbered(target), batch_size)
+    model, run = looked_up(HybridBayesianClassifier(mlp(1, CLASSES)), probs.log()), trainer()
     evaluate = run.validate if stage == "val" else run.test
-    (logged,) = evaluate(looked_up(probs), batches, verbose=False)
+    (logged,) = evaluate(model, loader(numbered(target), batch_size), verbose=False)
     assert logged == pytest.approx({f"{stage}/{k}": v for k, v in expected_scores(probs, target).items()}, rel=1e-4)
 
 
 def test_the_sanity_check_leaves_no_trace_in_the_scores():
     probs, target = table()
-    model = looked_up(probs)
+    model = looked_up(HybridBayesianClassifier(mlp(1, CLASSES)), probs.log())
     model.num_examples = EXAMPLES
     run = trainer(1, num_sanity_val_steps=2)
     run.fit(model, loader(numbered(target)), loader(numbered(target), 16))

@@ -1,5 +1,6 @@
 """Predictions of any module from a posterior: moments, scores, checkpoints, and what is refused."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, blobs, federate, loader, network, trainer
+from tests.federations import Plain, assert_close, blobs, federate, loader, network, trainer
 from tests.refusals import refusals
 
 
@@ -41,27 +42,14 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
-class Own(Plain):
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), num_examples=90, **self.options)
-
-
-def same(first, second):
-    assert first.names == second.names
-    for name in first.names:
-        assert torch.equal(first.mean[name], second.mean[name])
-        assert torch.equal(first.variance[name], second.variance[name])
+Own = partial(Plain, optimizer=partial(fb.IVON, num_examples=90))
 
 
 def test_a_checkpoint_of_a_federation_has_its_posterior(tmp_path):
     federation = fb.FederatedBayes(fb.IIDPartition(3))
     federate(Own(), federation, 2, loader()).save_checkpoint(tmp_path / "a.ckpt")
     loaded = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Own(), weights_only=False)
-    same(loaded.posterior, federation.posterior)
+    assert_close(loaded.posterior, federation.posterior)
 
 
 def test_a_checkpoint_of_training_alone_has_the_optimizer_s_posterior(tmp_path):
@@ -70,12 +58,12 @@ def test_a_checkpoint_of_training_alone_has_the_optimizer_s_posterior(tmp_path):
     made.fit(module, loader())
     made.save_checkpoint(tmp_path / "a.ckpt")
     loaded = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Own(), weights_only=False)
-    same(loaded.posterior, made.optimizers[0].posterior(module))
+    assert_close(loaded.posterior, made.optimizers[0].posterior(module))
     again = trainer(1)
     again.validate(loaded, loader(shuffle=False), verbose=False)
     again.save_checkpoint(tmp_path / "b.ckpt")
     twice = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "b.ckpt", module=Own(), weights_only=False)
-    same(twice.posterior, loaded.posterior)
+    assert_close(twice.posterior, loaded.posterior)
 
 
 def test_scores_and_predictions_of_a_trainer():

@@ -19,10 +19,6 @@ def bayesian(estimator="reparameterization", **options):
     return bayesianize(mlp(6, 3, (5,)), last=2, estimator=estimator, posterior_std=0.3, **options)
 
 
-def dropout():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), MCDropout(0.4), nn.Linear(5, 3))
-
-
 class LastStep(nn.Module):
     """The output of an LSTM at its last step, for sequences of three steps with two features."""
 
@@ -34,15 +30,11 @@ class LastStep(nn.Module):
         return self.lstm(x.view(-1, 3, 2))[0][:, -1]
 
 
-def bayesian_torch():
-    return of_bayesian_torch(mlp(6, 3, (5,)), "Reparameterization", -1.0)
-
-
 STOCHASTIC = {
     **{name: lambda name=name: bayesian(name) for name in ESTIMATORS},
-    "dropout": dropout,
+    "dropout": lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), MCDropout(0.4), nn.Linear(5, 3)),
     "lstm": LastStep,
-    "bayesian_torch": bayesian_torch,
+    "bayesian_torch": lambda: of_bayesian_torch(mlp(6, 3, (5,)), "Reparameterization", -1.0),
 }
 
 
@@ -94,9 +86,7 @@ def test_the_network_runs_once_and_its_deterministic_beginning_for_one_sample_on
     network = bayesianize(mlp(6, 3, (5, 5)), last=1)
     batched = []
     for layer in network:
-        layer.register_forward_hook(
-            lambda layer, inputs, output: batched.append(torch._C._functorch.is_batchedtensor(output))
-        )
+        layer.register_forward_hook(lambda _, x, y: batched.append(torch._C._functorch.is_batchedtensor(y)))
     sample_outputs(network, X, 7)
     assert batched == [False, False, False, False, True]
 

@@ -9,7 +9,6 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
-import lightning_fedbayes as fb
 from lightning_fedbayes.transport.nvflare import FusionClient, FusionController
 from tests.transport.federation import PARTITION, BlobData, hybrid
 
@@ -81,12 +80,3 @@ def run(answering: Iterable[Any], fusion: Any = "reverse_kl_barycenter", **optio
     controller = prepared(answering, fusion, **options)
     controller.run()
     return controller
-
-
-def same(ours: fb.GaussianPosterior, theirs: fb.GaussianPosterior) -> bool:
-    """Return whether two posteriors are the same bit by bit."""
-    return ours.names == theirs.names and all(
-        part[name].equal(other[name])
-        for name in ours.names
-        for part, other in ((ours.mean, theirs.mean), (ours.variance, theirs.variance))
-    )

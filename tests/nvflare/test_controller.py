@@ -204,8 +204,6 @@ ARGUMENTS = {
     "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
     "fusion": ({"fusion": "rlkb"}, "did you mean"),
 }
-
-
 test_arguments_that_cannot_be_used = refusals(
     (FederationError, FusionError),
     *ARGUMENTS.values(),

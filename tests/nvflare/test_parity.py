@@ -8,11 +8,11 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.nvflare import load_checkpoint, personal_posterior
-from tests.federations import Plain, federate, network
+from tests.federations import Plain, assert_close, federate, network
 from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.flower.test_scale import PARTITION, data, make
-from tests.nvflare.local import clients, run, same
+from tests.nvflare.local import clients, run
 from tests.transport.federation import BlobData, calibrated, hybrid, in_process
 
 
@@ -28,7 +28,7 @@ CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {"a plain network": (plai
 def test_same_posterior_as_in_one_process(make, server, client, tmp_path):
     kept = {name: client[name] for name in ("buffers", "local_parameters", "posterior") if name in client}
     controller = run(clients(make=make, state_folder=tmp_path, **client), make=make, seed=3, **server, **kept)
-    assert same(controller.server.posterior, in_process(make=make, **{**server, **client}, seed=3).posterior)
+    assert_close(controller.server.posterior, in_process(make=make, **{**server, **client}, seed=3).posterior)
 
 
 @pytest.mark.parametrize(("fusion", "make"), [("sites", hybrid), ("scaffold", plain)])
@@ -42,11 +42,11 @@ def test_a_federation_that_is_begun_anew_after_each_round_ends_at_the_same_poste
         controller = run(answering, rounds=rounds, make=make, checkpoint=path, sent=sent, **options)
         assert controller.server.rounds == rounds
     assert not sent  # all rounds were done
-    assert same(controller.server.posterior, in_process(rounds=4, make=make, **options).posterior)
+    assert_close(controller.server.posterior, in_process(rounds=4, make=make, **options).posterior)
     module = make()
     state = load_checkpoint(module, path)
     assert state.numbers == {f"site-{number + 1}": number for number in range(4)}
-    assert same(state.posterior, controller.server.posterior)
+    assert_close(state.posterior, controller.server.posterior)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_clients_score_and_keep_their_own_posterior_as_in_one_process(tmp_path):
     options = {"weighting": "equal", "seed": 3}
     controller = run(clients(keep=["posterior"], state_folder=tmp_path), evaluate=True, **options)
     alone = in_process(keep=["posterior"], **options)
-    assert same(personal_posterior(hybrid(), tmp_path, 2, controller.server.posterior), alone.posterior_of(2, 1.0))
+    assert_close(personal_posterior(hybrid(), tmp_path, 2, controller.server.posterior), alone.posterior_of(2, 1.0))
     scores = controller.client_scores
     assert scores.names == ("0", "1", "2", "3")
     assert {"val/nll", "personal/val/nll"} <= set(scores.values)
@@ -99,5 +99,5 @@ def test_the_scale_of_the_data_is_that_of_one_process_and_stays_at_the_server():
     federation = fb.FederatedBayes(PARTITION, fusion="weighted_average", engine="sequential", seed=3)
     federate(alone, federation, 2, own().train_dataloader())
     assert torch.equal(controller.server.buffers["scale/target_units"], alone.scaler.target_units)
-    assert same(controller.server.posterior, federation.posterior)
+    assert_close(controller.server.posterior, federation.posterior)
     assert [each.meta["kind"] for each in sent] == ["scale"] * 4 + ["update"] * 8

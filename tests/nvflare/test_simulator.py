@@ -8,20 +8,11 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.nvflare import load_checkpoint
-from tests.federations import federate, trainer
-from tests.nvflare.local import same
+from tests.federations import assert_close, federate, trainer
 from tests.nvflare.simulated import PARTITION, Average, Broken, Scaffold, Sites, files_of_the_page, started
 from tests.transport.federation import BlobData
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_as_at_the_sites():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # as at the sites
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +28,10 @@ def folder(tmp_path_factory):
 def test_same_posterior_and_buffers_as_in_one_process(kind, folder):
     model, alone = kind.make(), kind.make()
     state = load_checkpoint(model, folder / f"{kind.seed}.pt")
-    federation = fb.FederatedBayes(
-        PARTITION, engine="sequential", fusion=kind.fusion, weighting="equal", seed=kind.seed
-    )
-    federate(alone, federation, kind.rounds, BlobData().train_dataloader())
+    made = fb.FederatedBayes(PARTITION, engine="sequential", fusion=kind.fusion, weighting="equal", seed=kind.seed)
+    federate(alone, made, kind.rounds, BlobData().train_dataloader())
     assert state.rounds == kind.rounds
-    assert same(state.posterior, federation.posterior)
+    assert_close(state.posterior, made.posterior)
     buffers = dict(alone.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
@@ -56,7 +45,7 @@ def test_the_example_of_the_page_ends_where_one_process_ends(folder, monkeypatch
         fb.DirichletPartition(clients=2, alpha=0.5), fusion="conflation", local_epochs=2, engine="sequential"
     )
     trainer(3, [federation], limit_val_batches=0).fit(module, datamodule=fb.DigitsDataModule())
-    assert same(state.posterior, federation.posterior)
+    assert_close(state.posterior, federation.posterior)
     assert found["scaling"].temperature != 1
     assert "3 " in capsys.readouterr().out
 

@@ -158,10 +158,9 @@ def test_round_without_weight(weighting):
 
 class TestDiagnostics:
     def test_effective_clients(self):
-        assert run("nwa", "train_size", [update(0, 80), update(1, 20)]).metrics["effective_clients"] == pytest.approx(
-            1 / 0.68
-        )
-        assert run("conflation", "train_size", [update(0, 80), update(1, 20)]).metrics["effective_clients"] == 2
+        sent = [update(0, 80), update(1, 20)]
+        assert run("nwa", "train_size", sent).metrics["effective_clients"] == pytest.approx(1 / 0.68)
+        assert run("conflation", "train_size", sent).metrics["effective_clients"] == 2
 
     def test_disagreement_is_the_weighted_variance_of_means(self):
         """Weights 1/4 and 3/4 at distance 4: 1/4 · 3/4 · 16 = 3 in every parameter."""

@@ -37,8 +37,8 @@ def lie(client, mean=1.0, variance=1.0, examples=10):
     return ClientUpdate(client, examples, GaussianPosterior(means, variances))
 
 
-def fuse(rule, updates, start=START, **options):
-    """The posterior, and what became of the updates, whose tensors are overwritten once they are admitted."""
+def round_of(rule, updates, start=START, **options):
+    """The result, and what became of the updates, whose tensors are overwritten once they are admitted."""
     server = Server(start, fusion=rule, **options)
     server.begin(RoundPlan(0, tuple(update.client for update in updates)))
     outcomes = []
@@ -46,7 +46,13 @@ def fuse(rule, updates, start=START, **options):
         outcomes.append(server.admit(sent))
         for tensor in (*sent.posterior.mean.values(), *sent.posterior.variance.values()):
             tensor.fill_(7.0)
-    return server.finish().posterior, outcomes
+    return server.finish(), outcomes
+
+
+def fuse(*arguments, **options):
+    """The posterior of a round, and what became of its updates."""
+    result, outcomes = round_of(*arguments, **options)
+    return result.posterior, outcomes
 
 
 def length(posterior, name):
@@ -196,27 +202,15 @@ def wide(client, factor=1.0):
     return ClientUpdate(client, 10 + client, GaussianPosterior.point_mass(mean))
 
 
-def result_of(updates, rule):
-    """The result of a round whose clients overwrite their tensors once they are admitted."""
-    server = Server(DETERMINISTIC, fusion=rule)
-    server.begin(RoundPlan(0, tuple(update.client for update in updates)))
-    for update in updates:
-        assert server.admit(update).error is None
-        for tensor in update.posterior.mean.values():
-            tensor.fill_(7.0)
-    return server.finish()
-
-
 @pytest.mark.parametrize("count", [5, 17])
 @pytest.mark.parametrize("attacked", [(), (0, 9)])
 @pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "linear_pool"])
 def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monkeypatch, rule, attacked, count):
-    def updates():
-        return [wide(k, -50.0 if k in attacked else 1.0) for k in range(count)]
-
-    result = result_of(updates(), rule)
+    updates = [wide(k, -50.0 if k in attacked else 1.0) for k in range(count)]
+    result, outcomes = round_of(rule, updates, DETERMINISTIC)
+    assert all(outcome.error is None for outcome in outcomes)
     monkeypatch.setattr("lightning_fedbayes.server.aggregation.PIECE", 10**9)  # each client is copied into one vector
-    expected = result_of(updates(), rule)
+    expected, _ = round_of(rule, updates, DETERMINISTIC)
     assert result.figures["disagreement"] == pytest.approx(expected.figures["disagreement"], rel=1e-9)
     assert result.figures["outlying_clients"] == expected.figures["outlying_clients"]
     assert (result.figures["outlying_clients"] > 0) == bool(attacked)

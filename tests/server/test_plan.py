@@ -219,9 +219,7 @@ def test_who_is_away_neither_starts_nor_sends():
     delays = fb.Delays(1.0, 0.0, away=((0, 0.5, 4.2), (0, 4.0, 6.2), (1, 0.0, 3.1)))
     timeline = Timeline(fb.Asynchronous(buffer=1, delays=delays), [5] * 3, 0)
     turns = [timeline.turn(round) for round in range(12)]
-    arrivals = {
-        client: [each.time for turn in turns for each in turn.arrivals if each.client == client] for client in range(3)
-    }
+    arrivals = {k: [each.time for turn in turns for each in turn.arrivals if each.client == k] for k in range(3)}
     assert arrivals[0][0] == 6.2
     assert arrivals[1][0] == 5.0  # it is back at 3.1, and starts when the server fuses next
     assert arrivals[2][:5] == [1.0, 2.0, 3.0, 4.0, 5.0]

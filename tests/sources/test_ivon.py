@@ -53,7 +53,6 @@ KINDS = ("squares", "ivon")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quadratic_loss_gives_the_exact_posterior(kind):
     """Squared gradients give the shape up to the prior's share, and their unit has a shorter memory: 0.06, not 0.02."""
-    torch.manual_seed(0)
     priors = ((0.5, 1.0), (2.0, 0.5), (math.inf, 1.0))
     options = [{"prior_std": std, "temperature": temperature} for std, temperature in priors]
     groups = [{"params": [nn.Parameter(torch.zeros(3))], **each} for each in options]
@@ -160,9 +159,7 @@ def test_the_authors_package_gives_the_same_on_digits():
     kind=st.sampled_from(KINDS),
     improper=st.booleans(),
 )
-def test_a_precision_stays_positive_whatever_the_gradients(
-    gradients, second, prior_std, hessian_init, seed, kind, improper
-):
+def test_precisions_stay_positive_for_all_gradients(gradients, second, prior_std, hessian_init, seed, kind, improper):
     """It loses at most half of itself in a step, and with squares at most 1/(2t), or a fiftieth, in the t-th."""
     torch.manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -297,7 +294,6 @@ def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
 
     monkeypatch.setattr(torch, "randn_like", drawn)
     shapes = ((3, 4), (5,), ())
-    torch.manual_seed(0)
     starts = [torch.randn(2, *shape) for shape in shapes]
     alone = [fb.IVON([nn.Parameter(start[i].clone()) for start in starts], num_examples=30) for i in range(2)]
     parameters = [nn.Parameter(start.clone()) for start in starts]
@@ -335,7 +331,6 @@ def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
 
 
 def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():
-    torch.manual_seed(0)
     parameter = nn.Parameter(torch.full((20_000,), 0.1))
     optimizer = fb.IVON([parameter], num_examples=100, hessian_init=2.0)
     before = parameter.detach().clone()
@@ -408,7 +403,6 @@ def test_clipping_limits_the_gradient_at_the_draw(tmp_path):
 
 
 def test_a_group_without_a_posterior_takes_adam_s_steps():
-    torch.manual_seed(0)
     points, drawn = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
     other = nn.Parameter(points.detach().clone())
     optimizer = fb.IVON([{"params": [drawn]}, {"params": [points], "posterior": False, "lr": 0.01}], num_examples=10)

@@ -4,24 +4,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.trainer import damage
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
+from tests.federations import Plain, assert_equal, federate, loader, parameters, saving, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
 
 
 def run(folder, rounds, ckpt_path=None, **options):
-    module = Plain()
-    saver = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    made = federate(
-        module, federation, rounds, ckpt_path=ckpt_path, enable_checkpointing=True, callbacks=[saver], **options
-    )
-    return module, federation, made
+    module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
+    options |= saving(folder, save_top_k=-1, filename="{epoch}")
+    return module, federation, federate(module, federation, rounds, ckpt_path=ckpt_path, **options)
 
 
 def truncate(path, share):

@@ -103,9 +103,7 @@ SAMPLED = {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * 90, 90)}
         (r"pattern 'head\.\*' matches no parameter", {}, {"local_parameters": ["head.*"]}),
     ],
 )
-def test_what_cuts_across_rounds_is_refused_before_any_step_and_leaves_loaders_as_they_were(
-    message, options, federation
-):
+def test_what_cuts_across_rounds_is_refused_before_any_step_and_leaves_loaders_alone(message, options, federation):
     module = {"module": Plain, **options}["module"]()
     rest = {name: value for name, value in options.items() if name != "module"}
     before, made = parameters(module)["net.0.weight"], DataLoader.__init__

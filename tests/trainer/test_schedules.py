@@ -11,7 +11,6 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, blobs, parameters, trainer
 
 STEPS = 18
@@ -167,17 +166,6 @@ def test_the_estimated_steps_are_those_that_a_schedule_ends_at(fraction):
     made = Asks("cosine")
     done = fit(made, fb.FederatedBayes(fraction=fraction), (8, 12, 20, 36), rounds=4)
     assert made.estimated == done.lr_scheduler_configs[0].scheduler.last_epoch
-
-
-def test_a_plateau_cannot_follow_the_steps_of_a_client():
-    class Plateau(Plain):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "x"}}
-
-    with pytest.raises(FederationError, match=r"ReduceLROnPlateau with interval='step'.*interval='epoch'"):
-        fit(Plateau(), fb.FederatedBayes())
 
 
 def test_the_script_of_the_page_is_the_plain_one_but_for_two_lines_and_ends_where_it_does_with_one_client():

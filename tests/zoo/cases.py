@@ -696,9 +696,7 @@ def reacts(name: str, **options: Any) -> Callable[[Any], None]:
 reacts("on_train_start changes the weights", rounds=1)(lambda self, trainer, module: scale(module, 0.5))
 reacts("on_train_epoch_start changes the weights")(lambda self, trainer, module: scale(module, 0.9))
 reacts("on_validation_epoch_end changes the weights", validates=True)(lambda self, trainer, module: scale(module, 0.9))
-reacts("on_train_batch_start changes the weights", **ALONE)(
-    lambda self, trainer, module, batch, batch_idx: scale(module, 0.9)
-)
+reacts("on_train_batch_start changes the weights", **ALONE)(lambda self, trainer, module, *_: scale(module, 0.9))
 reacts("on_train_batch_start changes the batch in place", **ALONE)(
     lambda self, trainer, module, batch, batch_idx: batch[0].mul_(2)
 )
@@ -707,9 +705,7 @@ reacts("on_train_batch_start sets the learning rate by batch_idx", **ALONE)(
         trainer.optimizers[0].param_groups[0].update(lr=0.1 / (1 + batch_idx))
     )
 )
-reacts("on_train_batch_end clamps the weights", **ALONE)(
-    lambda self, trainer, module, outputs, batch, batch_idx: clamp(module)
-)
+reacts("on_train_batch_end clamps the weights", **ALONE)(lambda self, trainer, module, *_: clamp(module))
 
 
 class Ema(L.Callback):

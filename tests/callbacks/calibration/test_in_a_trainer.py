@@ -89,7 +89,7 @@ def test_a_checkpoint_holds_the_calibration_of_its_own_weights(tmp_path):
     assert (tmp_path / "lightning_logs" / "version_0" / "test_lac_80.csv").read_text().startswith("client,examples,cov")
 
 
-def test_predictions_are_scaled_and_have_their_sets():
+def test_predictions_are_scaled_and_have_their_sets_and_other_scales_are_refused():
     scaling, conformal = both()
     module, _ = fitted([scaling, conformal])
     examples = batches(blobs(20))
@@ -106,11 +106,6 @@ def test_predictions_are_scaled_and_have_their_sets():
         assert torch.equal(each.label, probs.argmax(-1))
         assert torch.equal(found, conformal.sets(probs))
     assert "sample" not in vars(module)
-
-
-def test_predictions_scaled_otherwise_than_the_thresholds_are_refused():
-    scaling, conformal = both()
-    module, _ = fitted([scaling, conformal])
     with pytest.raises(FedBayesError, match="thresholds are of logits scaled by T = "):
         trainer(1, [conformal]).predict(module, batches(blobs(20)))
     with pytest.raises(FedBayesError, match="there is no temperature yet"):

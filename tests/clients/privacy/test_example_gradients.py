@@ -36,7 +36,6 @@ def one_by_one(layer, x, backprops, seed):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_example_has_the_gradient_that_it_has_alone(case, estimator, bias):
     make, shape = CASES[case]
-    torch.manual_seed(0)
     layer = make(bias=bias != "none", bayesian_bias=bias == "bayesian", posterior_rho_init=-0.5).double()
     layer.estimator = estimator
     x = torch.randn(shape, dtype=torch.float64)
@@ -55,7 +54,6 @@ def test_every_example_has_the_gradient_that_it_has_alone(case, estimator, bias)
 
 def test_two_passes_through_a_layer_add_up():
     """As for Monte Carlo samples in the loss: each pass has noise of its own."""
-    torch.manual_seed(0)
     layer = layers.LinearFlipout(4, 3).double()
     x, other = torch.randn(2, 5, 4, dtype=torch.float64)
 

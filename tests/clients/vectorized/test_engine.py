@@ -114,7 +114,6 @@ def test_a_tensor_with_gaps_or_mixed_clients_has_no_layout():
 
 
 def test_clipping_is_that_of_each_client_alone():
-    torch.manual_seed(0)
     gradients = [torch.randn(4, 3, 2), torch.randn(4), 10 * torch.randn(4, 5)]
     gradients[0][2], gradients[1][2], gradients[2][2] = 0.01, 0.0, 0.02  # below the limit
     for clip, reference in ((clip_norms, nn.utils.clip_grad_norm_), (clip_values, nn.utils.clip_grad_value_)):
@@ -131,7 +130,6 @@ def test_clipping_is_that_of_each_client_alone():
 
 def test_groups_that_step_apart_keep_their_own_number_of_steps():
     """Adam on four clients, of which two step apart at one point, against Adam on each."""
-    torch.manual_seed(0)
     start, gradients = torch.randn(3), torch.randn(5, 4, 3)
     own = nn.Parameter(start.clone())
     optimizer = torch.optim.Adam([own], lr=0.1)

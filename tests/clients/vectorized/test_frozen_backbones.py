@@ -52,17 +52,14 @@ def test_adapters_end_equal_by_either_engine(method, everything):
     assert moved == {name for name, each in module.net.named_parameters() if each.requires_grad} - own
 
 
-def is_shared(tensor) -> bool:
-    return outside_of_vmap(tensor) is tensor
-
-
 @pytest.mark.parametrize("everything", [False, True])
 def test_what_is_frozen_and_what_does_not_change_enters_a_stack_once(everything):
     shared: dict[str, bool] = {}
 
     class Looking(Adapted):
         def training_step(self, batch, batch_idx):
-            shared.update({name: is_shared(each) for name, each in self.net.state_dict(keep_vars=True).items()})
+            own = self.net.state_dict(keep_vars=True)
+            shared.update({name: outside_of_vmap(each) is each for name, each in own.items()})
             return super().training_step(batch, batch_idx)
 
     federate(Looking(everything=everything), fb.FederatedBayes(SIZES, engine="vectorized"), 1)

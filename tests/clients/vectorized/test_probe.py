@@ -224,9 +224,3 @@ def test_a_number_of_steps_that_all_rows_would_share_is_noticed(monkeypatch):
     keys = check_elementwise(optimizer)
     monkeypatch.setattr(torch.Tensor, "reshape", lambda self, shape: self[:1].expand(shape))  # the first client's
     assert counts_by_row(optimizer, keys) == set()
-
-
-def test_optimizers_that_look_at_whole_tensors_are_refused():
-    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.randn(30))]
-    with pytest.raises(FederationError, match="Adafactor"):
-        check_elementwise(torch.optim.Adafactor(parameters))

@@ -112,8 +112,6 @@ def test_determinant_sharpness_is_the_root_of_the_determinant():
 
 
 BATCH, SAMPLES = torch.full((3, 2), 0.5), torch.full((4, 3, 2), 0.5)
-
-
 test_errors_name_the_shape_and_the_remedy = refusals(
     FedBayesError,
     (lambda: F.brier_score(SAMPLES, torch.zeros(3).long()), r"\(4, 3, 2\).*\(batch, classes\).*probs.mean"),

@@ -28,6 +28,14 @@ def numbers(count=200, features=5, outputs=2, seed=1):
     return x, x @ weights + 0.5 + 0.3 * torch.randn(count, outputs, generator=generator, dtype=torch.float64)
 
 
+@pytest.fixture(params=[False, True])
+def large(request, monkeypatch):
+    """Whether one Kronecker product stands for the curvature, as in a large network."""
+    if request.param:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    return request.param
+
+
 def split(x, y, parts):
     return [(x[each], y[each]) for each in parts]
 
@@ -135,7 +143,8 @@ def test_the_variational_posterior_has_the_largest_bound():
     x, y = classes(60, features=2, outputs=2)
     fit = fb.BayesianHead(2, prior_std=1.0).fit_clients([(x, y)])
     design = torch.cat([x, torch.ones(len(x), 1)], 1)
-    covariance = fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
+    axes = torch.eye(6).double().reshape(1, 6, 2, 3)
+    covariance = fit.posterior.systems[""].covariance(axes)[0]
     noise = torch.randn(20_000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def bound(mean, covariance):
@@ -148,9 +157,7 @@ def test_the_variational_posterior_has_the_largest_bound():
 
     best = bound(fit.weights, covariance)
     laplace = fb.BayesianHead(2, prior_std=1.0, inference="laplace").fit_clients([(x, y)])
-    assert best > bound(
-        laplace.weights, laplace.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
-    )
+    assert best > bound(laplace.weights, laplace.posterior.systems[""].covariance(axes)[0])
     for change in (0.9, 1.1):
         assert best > bound(fit.weights * change, covariance) - 1e-3
         assert best > bound(fit.weights, covariance * change) - 1e-3
@@ -213,12 +220,11 @@ test_what_clients_send_is_checked = refusals(
 
 
 def test_few_examples_of_many_features_that_are_fitted_exactly():
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(10, 400, generator=generator)
+    centres = torch.randn(10, 400)
 
     def drawn(count):
-        labels = torch.randint(10, (count,), generator=generator)
-        return (centres[labels] + 2 * torch.randn(count, 400, generator=generator)).relu(), labels
+        labels = torch.randint(10, (count,))
+        return (centres[labels] + 2 * torch.randn(count, 400)).relu(), labels
 
     x, y = drawn(40)
     fit = fb.BayesianHead(10, "one_hot").fit_clients([(x[:7], y[:7]), (x[7:], y[7:])])
@@ -241,19 +247,12 @@ def test_the_evidence_of_several_targets_is_at_its_fixed_point():
     assert fit.noise == pytest.approx(residual / (3 * (len(x) - determined)), rel=1e-6)
 
 
-def at_weights(head, fit, weights, *data):
-    return head.slopes(replace(fit, weights=weights), *data)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_slopes_at_no_weights_follow_from_the_sums(large, monkeypatch):
-    if large:
-        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+def test_slopes_at_no_weights_follow_from_the_sums(large):
     x, y = classes(50)
     head = fb.BayesianHead(3, inference="laplace")
     sums = head.sums(x, y)
     fit = head.fit(sums)
-    found = at_weights(head, fit, torch.zeros(3, 7).double(), x, y)
+    found = head.slopes(replace(fit, weights=torch.zeros(3, 7).double()), x, y)
     for name, value in vars(fb.modules.HeadSlopes.at_zero(sums, not large)).items():
         torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(getattr(found, name)))
 
@@ -280,15 +279,24 @@ def run(head, data, change=None):
     return fit, path
 
 
+def test_a_large_fit_remembers_each_move_and_the_change_of_the_slope(monkeypatch):
+    monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    data, head = classes(50), fb.BayesianHead(3, inference="laplace")
+    fit = head.fit(head.sums(*data))
+    for _ in range(3):
+        before, found = fit._last[0], head.slopes(fit, *data)
+        begun, move = head.slopes(replace(fit, weights=before), *data), fit.weights - before
+        fit = head.step(fit, found)
+        torch.testing.assert_close(fit._memory[-1], (move, found.slope - begun.slope))
+
+
 def test_many_features_take_few_exchanges():
     fit, _ = run(fb.BayesianHead(4, inference="laplace"), many())
     assert fit.exchanges <= 25
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_with_a_fixed_prior_the_loss_falls_with_every_step(large, monkeypatch):
-    if large:
-        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+@pytest.mark.usefixtures("large")
+def test_with_a_fixed_prior_the_loss_falls_with_every_step():
     for std in (0.05, 0.5, 5.0):
         _, path = run(fb.BayesianHead(4, prior_std=std, inference="laplace"), many(features=60))
         totals = [loss + square / (2 * std**2) for loss, square in path]
@@ -306,11 +314,9 @@ START = {
 @pytest.mark.slow
 @pytest.mark.parametrize("inference", ["laplace", "variational"])
 @pytest.mark.parametrize("start", START.values(), ids=START)
-@pytest.mark.parametrize("large", [False, True])
-def test_it_arrives_from_everywhere_and_stays(inference, start, large, monkeypatch):
+@pytest.mark.usefixtures("large")
+def test_it_arrives_from_everywhere_and_stays(inference, start):
     """Ten times as many exchanges as usual change nothing, and so do weights or a prior that are ten times off."""
-    if large:
-        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
     data, head = classes(200), fb.BayesianHead(3, inference=inference, exchanges=400)
     usual, other = run(head, data)[0], run(head, data, start)[0]
     assert max(usual.exchanges, other.exchanges) < 100
@@ -332,3 +338,94 @@ def test_the_variational_evidence_finds_the_prior_that_weights_were_drawn_from()
     laplace, variational = (sum(each) / 4 for each in found.values())
     assert abs(variational) < 0.3
     assert laplace > 1
+
+
+def clients(number=6, count=60, features=5, outputs=3, seed=0, differ=1.5):
+    """Clients whose label functions are those of a common one, changed for each; examples to train by and held out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    common, parts = draw(features, outputs), []
+    for _ in range(number):
+        x = draw(count, features)
+        logits = 1.5 * x @ (common + differ * draw(features, outputs))
+        y = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
+        parts.append((x[: count // 2], y[: count // 2], x[count // 2 :], y[count // 2 :]))
+    return parts
+
+
+def nll(fit, x, y):
+    probs = fb.PosteriorPredictive(fit.linear(), fit.posterior).predict_step(x.float()).probs
+    return float(probs[torch.arange(len(y)), y].log().mean().neg())
+
+
+HEADS = [fb.BayesianHead(3), fb.BayesianHead(3, inference="laplace"), fb.BayesianHead(3, "one_hot")]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.usefixtures("large")
+def test_where_label_functions_differ_a_personal_head_beats_the_global_one(head):
+    parts = clients()
+    fit = head.fit_clients([(x, y) for x, y, _, _ in parts])
+    gains = [nll(fit, *held_out) - nll(head.personal(fit, x, y, 0.8), *held_out) for x, y, *held_out in parts]
+    assert sum(gains) / len(gains) > 0.1
+    assert sum(gain > 0 for gain in gains) >= 5
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_weight_0_is_the_federation_and_1_the_client_alone(head):
+    (x, y, *_), *rest = clients()
+    fit = head.fit_clients([(x, y), *((each[0], each[1]) for each in rest)])
+    torch.testing.assert_close(head.personal(fit, x, y, 0.0).weights, fit.weights, atol=1e-3, rtol=1e-3)
+    alone = fb.BayesianHead(3, head.likelihood, fit.prior_precision**-0.5, head.inference)
+    found, expected = head.personal(fit, x, y, 1.0), alone.fit_clients([(x, y)])
+    if head.likelihood == "softmax":
+        torch.testing.assert_close(found.weights, expected.weights, atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(found.moments(x)[1], expected.moments(x)[1], atol=5e-3, rtol=2e-2)
+    else:  # alone it finds a noise of its own
+        gram, eye = found.sums.gram, torch.eye(6).double()
+        ridge = torch.linalg.solve(gram / fit.noise + fit.prior_precision * eye, head.sums(x, y).moment / fit.noise)
+        torch.testing.assert_close(found.weights, ridge.T)
+
+
+def test_the_mode_is_that_of_the_power_prior():
+    """One hot: of the examples, each repeated; softmax: where the others' part is its quadratic."""
+    parts = clients(2)
+    (x, y, *_), (u, v, *_) = parts
+    head = fb.BayesianHead(3, "one_hot")
+    fit = head.fit_clients([(x, y), (u, v)])
+    own, others = head.sums(x, y), head.sums(u, v)
+    found = head.personal(fit, x, y, 0.5)
+    torch.testing.assert_close(found.sums.gram, own.gram + others.gram / 2)
+    softmax = fb.BayesianHead(3, inference="laplace")
+    fit = softmax.fit_clients([(x, y), (u, v)])
+    w = softmax.personal(fit, x, y, 0.5).weights.clone().requires_grad_()
+    moved = w - fit.weights
+
+    def design(values):
+        return torch.cat([values, torch.ones(len(values), 1)], 1)
+
+    def curved(values, labels):
+        p = (design(values) @ fit.weights.T).softmax(1)
+        z = design(values) @ moved.T
+        slope = ((p - F.one_hot(labels, 3)).T @ design(values) * moved).sum()
+        return slope + ((p * z.square()).sum() - (p * z).sum(1).square().sum()) / 2
+
+    loss = F.cross_entropy(design(x) @ w.T, y, reduction="sum") + curved(u, v) / 2
+    loss = loss + fit.prior_precision / 2 * w.square().sum()
+    (slope,) = torch.autograd.grad(loss, w)
+    assert float(slope.abs().max()) < 0.02
+
+
+def test_what_it_cannot_take_is_refused():
+    (x, y, *_), _ = clients(2)
+    head = fb.BayesianHead(3)
+    with pytest.raises(fb.FedBayesError, match="that is done"):
+        head.personal(head.fit(head.sums(x, y)), x, y, 0.5)
+    fit = head.fit_clients([(x, y)])
+    with pytest.raises(fb.FedBayesError, match=r"weight=2"):
+        head.personal(fit, x, y, 2)
+    with pytest.raises(fb.FedBayesError, match="the client's among them"):
+        head.personal(fit, x[:, :2], y, 0.5)

@@ -16,7 +16,6 @@ from lightning_fedbayes.modules.sources.curvature.systems import LARGEST, chosen
 @pytest.mark.parametrize("information", [0.01, 3.0, 1e4])
 def test_alike_information_has_a_closed_form(information):
     """With F alike for all P parameters a‖θ‖² = P F / (F + a) + (1 − a) / (1 + a), a cubic equation."""
-    torch.manual_seed(0)
     mean = torch.randn(3, 7)
     f, size = information, float(mean.double().square().sum())
     roots = np.roots([size, size * (1 + f) + 1, size * f - 21 * f - 1 + f, -22 * f])
@@ -89,7 +88,6 @@ def test_is_the_maximum_of_the_evidence_of_laplace_torch():
 
 def test_training_and_choosing_in_turn_end_at_the_evidence_of_a_linear_regression():
     r"""With orthogonal inputs :math:`\hat w_j \sim N(0, s^2 + 1/F)`: s² = mean ŵ² − 1/F, and a little by its prior."""
-    torch.manual_seed(0)
     noise, x = 0.5, torch.linalg.qr(torch.randn(50, 12))[0] * 3
     weights = 0.7 * torch.randn(12)
     y = x @ weights[:, None] + noise * torch.randn(50, 1)

@@ -164,7 +164,6 @@ def test_inference_mode_point_masses_collections_and_scalar_outputs():
 
 
 def test_bayesian_layers_are_linearised_at_their_means_without_their_noise():
-    torch.manual_seed(0)
     network = fb.bayesianize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), last=1)
     posterior, x = fb.read_posterior(network), torch.randn(6, 4)
     found = linearised_outputs(network, posterior, x)
@@ -175,7 +174,6 @@ def test_bayesian_layers_are_linearised_at_their_means_without_their_noise():
 
 
 def test_draws_of_outputs_have_their_mean_and_covariance():
-    torch.manual_seed(0)
     root = torch.randn(3, 4, 4)
     root[1, :, 2:] = 0  # of rank 2
     mean, covariance = torch.randn(3, 4), root @ root.mT
