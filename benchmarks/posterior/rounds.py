@@ -428,8 +428,8 @@ def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell
 def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
     """Return NLL by round, how far above federated averaging's it is at any tenth, and the information over the pooled.
 
-    Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on. One client with
-    all data is compared with the same averaging, after as many passes over the data.
+    Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on, of seeds whose
+    pooled posterior has been trained. One client with all data is compared with the same averaging, after as many passes over the data.
     """
     rows = []
     kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"][:2]})
@@ -439,7 +439,7 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
             (
                 found,
                 done[Cell("networks", data, "fedavg", cell.seed, epochs, clients)],
-                done[Cell("networks", data, f"pooled, {method}", cell.seed)]["0"],
+                done.get(Cell("networks", data, f"pooled, {method}", cell.seed), {}).get("0"),
             )
             for cell, found in mine.items()
             if Cell("networks", data, "fedavg", cell.seed, epochs, clients) in done
@@ -449,9 +449,10 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
         tenths = [n for n in map(str, range(20, LAST["networks"] + 1, 10)) if all(n in found for found, *_ in pairs)]
         nll = {n: [statistics.fmean(each[n]["nll"] for each in way) for way in list(zip(*pairs))[:2]] for n in tenths}
         highest = max(tenths, key=lambda n: nll[n][0] - nll[n][1])
-        pooled = statistics.fmean(each["mutual_information"] for *_, each in pairs)
+        beside = [(found, each["mutual_information"]) for found, _, each in pairs if each is not None]
+        pooled = statistics.fmean(each for _, each in beside)
         factors = {
-            n: statistics.fmean(found[n]["mutual_information"] for found, *_ in pairs) / pooled for n in tenths[2:]
+            n: statistics.fmean(found[n]["mutual_information"] for found, _ in beside) / pooled for n in tenths[2:]
         }
         farthest = max(factors, key=lambda n: max(factors[n], 1 / factors[n]))
         alone = above_alone(done, data, method, clients, epochs)
