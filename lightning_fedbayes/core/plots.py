@@ -18,7 +18,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
-from lightning_fedbayes.core.tables import MOST_ROWS
+from lightning_fedbayes.core.tables import MOST_ROWS, sample
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -235,15 +235,6 @@ def _style(axes: Axes) -> None:
     axes.title.set(fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=10, color=INK)
-
-
-def sample(number: int) -> np.ndarray:
-    """Return at most 100 of the numbers below ``number``, from the first to the last, at equal distances.
-
-    >>> sample(3).tolist(), sample(100_000)[[0, 1, -1]].tolist()
-    ([0, 1, 2], [0, 1010, 99999])
-    """
-    return np.linspace(0, max(number - 1, 0), min(number, MOST_ROWS)).round().astype(int)
 
 
 def _part(*counts: tuple[int, int, str]) -> str:
