@@ -294,7 +294,8 @@ class Sites(method.Method):
         names = gaussian_names(shared.posterior)
         variance = {name: zeros_like(value) for name, value in fused.mean.items()}
         lengths = {name: fused.mean[name].numel() for name in names}
-        precision = self._precision(shared, tensors)
+        scale = self._scale(shared, tensors)
+        precision = self._common(shared).prior + scale * tensors["precision"].clamp_min(0)
         for name, part in self._split(lengths, 1 / precision, shared).items():
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
@@ -420,14 +421,9 @@ class Sites(method.Method):
             lengths = {name: value.numel() for name, value in posterior.mean.items()}
             mean, variance = posterior.flatten()
             rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
-            priors = [self.prior_of(name) for name in names]
+            priors = torch.tensor([self.prior_of(name) for name in names], dtype=torch.float64, device=mean.device)
             numbers = torch.tensor([lengths[name] for name in names], dtype=torch.int64, device=mean.device)
-            centre, std = (
-                torch.tensor([prior[i] for prior in priors], dtype=torch.float64, device=mean.device).repeat_interleave(
-                    numbers
-                )
-                for i in range(2)
-            )
+            centre, std = (each.repeat_interleave(numbers) for each in priors.view(-1, 2).T)
             prior = std**-2
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
             shared.notes["sites"] = _Round(
@@ -460,10 +456,6 @@ class Sites(method.Method):
         """Return a client's part of all examples, as far as they are known."""
         known, heard = (float(shared.tensors[name]) for name in ("examples", "clients"))
         return shared.share * client.num_examples * heard / known if known > 0 else shared.share
-
-    def _precision(self, shared: method.Shared, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the global precision from the sums of all sites, shape (G,)."""
-        return self._common(shared).prior + self._scale(shared, tensors) * tensors["precision"].clamp_min(0)
 
     @staticmethod
     def _first(common: _Round, shared: method.Shared) -> Tensor:
