@@ -143,7 +143,6 @@ class ClientReport(Reader):
     def _scores_of(
         self, evaluator: Evaluator, module: L.LightningModule, client: str, data: ClientDatasets
     ) -> ClientScores:
-        """Return the scores of a client's personal posterior on ``data``."""
         assert self.personal is not None
         with self.personal.holding(self.personal.clients.names.index(client)) as posterior:
             predictor, size = evaluator.predictor(module, posterior), evaluator.batch_size

@@ -226,7 +226,6 @@ def _colorbar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> None:
 
 
 def _style(axes: Axes) -> None:
-    """Put a light grid behind the data, and remove the frame at the top and the right."""
     axes.set_axisbelow(True)
     axes.grid(color=GRID, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -260,7 +259,6 @@ def _line_styles(number: int) -> list[dict[str, Any]]:
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """Add a legend without a frame, to the right of the axes if it has more than five entries."""
     if entries <= 5:
         axes.legend(frameon=False, fontsize=9)
     else:
