@@ -116,25 +116,9 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "core.errors",
-    "core.posterior",
-    "core.messages",
-    "fusion",
-    "methods",
-    "server.plan",
-    "server",
-    "modules.sources.ivon",
-    "clients.privacy",
-    "layers",
-    "modules.sources.curvature",
-    "data.partition",
-    "data",
-    "modules",
-    "clients.settings",
-    "clients.evaluation",
-    "clients.across",
-    "callbacks.calibration",
-    "callbacks",
+    *("core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server"),
+    *("modules.sources.ivon", "clients.privacy", "layers", "modules.sources.curvature", "data.partition", "data"),
+    *("modules", "clients.settings", "clients.evaluation", "clients.across", "callbacks.calibration", "callbacks"),
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

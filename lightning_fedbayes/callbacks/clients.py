@@ -13,6 +13,7 @@ from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.tables import sample
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.metrics.likelihoods import examples_in
 
@@ -142,7 +143,6 @@ class ClientReport(Reader):
     def _scores_of(
         self, evaluator: Evaluator, module: L.LightningModule, client: str, data: ClientDatasets
     ) -> ClientScores:
-        """Return the scores of a client's personal posterior on ``data``."""
         assert self.personal is not None
         with self.personal.holding(self.personal.clients.names.index(client)) as posterior:
             predictor, size = evaluator.predictor(module, posterior), evaluator.batch_size
@@ -152,7 +152,7 @@ class ClientReport(Reader):
         self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> CrossScores | None:
         """Score every client's personal posterior on the data of all. None for one client, or if that is impossible."""
-        shown = torch.linspace(0, len(clients.names) - 1, min(len(clients.names), MOST_ACROSS)).round().int().tolist()
+        shown = sample(len(clients.names), MOST_ACROSS)
         data = ClientDatasets({clients.names[each]: clients.datasets[each] for each in shown})
         if len(shown) < 2:
             return None

@@ -1,5 +1,3 @@
 """The command ``fedbayes``: federations from YAML files, the list of fusion rules, comparisons and pictures."""
 
-from lightning_fedbayes.cli.main import main
-
-__all__ = ["main"]
+from lightning_fedbayes.cli.main import main as main

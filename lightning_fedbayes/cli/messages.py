@@ -99,8 +99,8 @@ def _parameters(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
 
 
 def _public_names(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:
-    module = importlib.import_module(found[1])
-    return getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
+    known = vars(importlib.import_module(found[1]))
+    return known.get("__all__", [n for n, each in known.items() if n[0] != "_" and not inspect.ismodule(each)])
 
 
 def _classes(found: re.Match[str], keys: Collection[str]) -> Iterable[str]:

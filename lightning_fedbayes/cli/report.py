@@ -209,7 +209,6 @@ def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
 
 
 def _section(title: str, charts: Iterable[str]) -> str:
-    """Return charts under a heading. Nothing without charts."""
     shown = "\n".join(charts)
     return f'<h2>{escape(title)}</h2><div class="charts">{shown}</div>' if shown else ""
 

@@ -14,7 +14,7 @@ from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table, write_csv
+from lightning_fedbayes.core.tables import Row, html_table, markdown_table, sample, write_csv
 from lightning_fedbayes.data.clients import ClientDatasets
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class CrossScores:
         distances. Raise FedBayesError if the figure is unknown.
         """
         figure, values = self._of(figure)
-        shown = _shown(len(self.names))
+        shown = sample(len(self.names))
         names = [self.names[client] for client in shown]
         lines = values[shown][:, shown].tolist()
         return [f"{figure}: model on data of", *names], [[name, *line] for name, line in zip(names, lines)]
@@ -190,7 +190,7 @@ class CrossScores:
     def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and lines of the table, with the means over the others."""
         head, lines = self.table(figure)
-        models, data = (each[_shown(len(each))].tolist() for each in self.others(figure))
+        models, data = (each[sample(len(each))].tolist() for each in self.others(figure))
         mean = float(self.others(figure)[0].mean())
         lines = [[*line, own] for line, own in zip(lines, models)]
         return [*head, "the others"], [*lines, ["the others", *data, mean]]
@@ -244,11 +244,6 @@ def evaluate_across(
         why = "give a module for each client that has data, and for no other"
         raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': {why}")
     return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
-
-
-def _shown(clients: int) -> list[int]:
-    """Return the numbers of the clients that a table shows: of more than 100, 100 at equal distances."""
-    return torch.linspace(0, max(clients - 1, 0), min(clients, MOST_ROWS)).round().int().tolist()
 
 
 def _without_diagonal(values: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ def _digest_at(dataset: Any, place: int, copies: dict[int, Any]) -> int:
 
 
 def _add(found: Any, value: Any) -> None:
-    """Add ``value`` to the hash."""
     found.update(type(value).__name__.encode())
     if isinstance(value, Tensor) and value.layout is torch.strided:
         value = value.detach().cpu().contiguous()

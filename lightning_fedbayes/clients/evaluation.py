@@ -87,7 +87,6 @@ class ClientScores:
         return cls(tuple(num_examples), tuple(num_examples.values()), values)
 
     def _of(self, figure: str) -> Tensor:
-        """Return the values of a figure, shape (clients,), float64."""
         errors.check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return self.values[figure].double()
 
@@ -197,7 +196,6 @@ def evaluate_clients(
 
 
 def _check_pass(batch_size: int, seed: int) -> None:
-    """Raise FedBayesError unless these are the options of a pass over data."""
     errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     errors.check_at_least("seed", seed, -errors.LARGEST, error=FedBayesError)
 

@@ -265,7 +265,6 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Return True for classes, modules and objects of :data:`LIBRARIES`."""
     return isinstance(value, type | nn.Module) or type(value).__module__.split(".")[0] in LIBRARIES
 
 

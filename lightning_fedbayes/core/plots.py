@@ -18,7 +18,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
-from lightning_fedbayes.core.tables import MOST_ROWS
+from lightning_fedbayes.core.tables import MOST_ROWS, sample
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -226,7 +226,6 @@ def _colorbar(figure: Figure, axes: Axes, image: AxesImage, label: str) -> None:
 
 
 def _style(axes: Axes) -> None:
-    """Put a light grid behind the data, and remove the frame at the top and the right."""
     axes.set_axisbelow(True)
     axes.grid(color=GRID, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -235,15 +234,6 @@ def _style(axes: Axes) -> None:
     axes.title.set(fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=10, color=INK)
-
-
-def sample(number: int) -> np.ndarray:
-    """Return at most 100 of the numbers below ``number``, from the first to the last, at equal distances.
-
-    >>> sample(3).tolist(), sample(100_000)[[0, 1, -1]].tolist()
-    ([0, 1, 2], [0, 1010, 99999])
-    """
-    return np.linspace(0, max(number - 1, 0), min(number, MOST_ROWS)).round().astype(int)
 
 
 def _part(*counts: tuple[int, int, str]) -> str:
@@ -269,7 +259,6 @@ def _line_styles(number: int) -> list[dict[str, Any]]:
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """Add a legend without a frame, to the right of the axes if it has more than five entries."""
     if entries <= 5:
         axes.legend(frameon=False, fontsize=9)
     else:

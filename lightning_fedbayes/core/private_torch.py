@@ -7,6 +7,7 @@ Importing this module never fails. Without a primitive of vmap the vectorized en
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,14 +148,9 @@ def version_if_any(tensor: Tensor) -> int | None:
         return None
 
 
-class Foreach:
-    """torch's operations on lists of tensors: ``foreach.add_(tensors, others)`` is one call for all of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, f"_foreach_{name}")
-
-
-foreach = Foreach()
+FOREACH = "_foreach_"
+foreach = SimpleNamespace(**{n.removeprefix(FOREACH): each for n, each in vars(torch).items() if n.startswith(FOREACH)})
+"""torch's operations on lists of tensors: ``foreach.add_(tensors, others)`` is one call for all of them."""
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:

@@ -38,6 +38,16 @@ def worst_rows(rows: Sequence[Row], badness: Callable[[Row], Any]) -> list[Row]:
     return [*worst, last]
 
 
+def sample(number: int, most: int = MOST_ROWS) -> list[int]:
+    """Return at most ``most`` of the numbers below ``number``, from the first to the last, at equal distances.
+
+    >>> sample(3), sample(100_000, 4)
+    ([0, 1, 2], [0, 33333, 66666, 99999])
+    """
+    step = (number - 1) / max(min(number, most) - 1, 1)
+    return [round(step * place) for place in range(min(number, most))]
+
+
 def badness_of(value: float) -> float:
     """Return ``value`` as a key of :func:`worst_rows`: NaN is not known to be bad."""
     return -math.inf if math.isnan(value) else value

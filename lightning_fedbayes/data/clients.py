@@ -61,7 +61,6 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
 
 
 def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
-    """Return the labels that the user has named. See :func:`labels_of`."""
     if isinstance(source, str):
         values = _column(dataset, source)
     else:

@@ -1,94 +1,51 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
-from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
-from lightning_fedbayes.fusion.auto import AutoFusion
-from lightning_fedbayes.fusion.averages import (
-    GaussianFit,
-    LinearPool,
-    LogVarianceAverage,
-    WassersteinBarycenter,
-    WeightedAverage,
-    WeightedSum,
-)
-from lightning_fedbayes.fusion.gram import Gram, GramRule, gram_of
-from lightning_fedbayes.fusion.inferred import InferredRule, InverseVarianceMLE, InverseVarianceVB, Reliability
-from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
-from lightning_fedbayes.fusion.products import (
-    AlphaBarycenter,
-    Conflation,
-    DistributedWeightConsolidation,
-    HellingerBarycenter,
-    ReverseKLBarycenter,
-    WeightedConflation,
-)
-from lightning_fedbayes.fusion.registry import (
-    available_fusions,
-    get_rule,
-    register_fusion,
-    rule_name,
-    unregister_fusion,
-)
-from lightning_fedbayes.fusion.robust import (
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
-    MultiKrum,
-    NearestNeighbourMixing,
-    NormClipping,
-    Preaggregation,
-    TrimmedMean,
-)
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
-from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
-
-__all__ = [
-    "AlphaBarycenter",
-    "AutoFusion",
-    "Cohort",
-    "Conflation",
-    "CoordinateMedian",
-    "DistributedWeightConsolidation",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvgM",
-    "FedYogi",
-    "Fused",
-    "FusionAccumulator",
-    "FusionRule",
-    "GaussianFit",
-    "GeometricMedian",
-    "Gram",
-    "GramRule",
-    "HellingerBarycenter",
-    "InferredRule",
-    "InverseCovarianceMLE",
-    "InverseCovarianceVB",
-    "InverseVarianceMLE",
-    "InverseVarianceVB",
-    "Krum",
-    "LinearPool",
-    "LogVarianceAverage",
-    "MultiKrum",
-    "NearestNeighbourMixing",
-    "NormClipping",
-    "Preaggregation",
-    "Reliability",
-    "ReliabilityRule",
-    "ReverseKLBarycenter",
-    "RuleState",
-    "ServerOptimizer",
-    "Statistics",
-    "SumRule",
-    "TrimmedMean",
-    "WassersteinBarycenter",
-    "WeightedAverage",
-    "WeightedConflation",
-    "WeightedSum",
-    "available_fusions",
-    "fuse",
-    "get_rule",
-    "gram_of",
-    "register_fusion",
-    "rule_name",
-    "unregister_fusion",
-]
+from lightning_fedbayes.fusion.accumulator import FusionAccumulator as FusionAccumulator
+from lightning_fedbayes.fusion.accumulator import fuse as fuse
+from lightning_fedbayes.fusion.auto import AutoFusion as AutoFusion
+from lightning_fedbayes.fusion.averages import GaussianFit as GaussianFit
+from lightning_fedbayes.fusion.averages import LinearPool as LinearPool
+from lightning_fedbayes.fusion.averages import LogVarianceAverage as LogVarianceAverage
+from lightning_fedbayes.fusion.averages import WassersteinBarycenter as WassersteinBarycenter
+from lightning_fedbayes.fusion.averages import WeightedAverage as WeightedAverage
+from lightning_fedbayes.fusion.averages import WeightedSum as WeightedSum
+from lightning_fedbayes.fusion.gram import Gram as Gram
+from lightning_fedbayes.fusion.gram import GramRule as GramRule
+from lightning_fedbayes.fusion.gram import gram_of as gram_of
+from lightning_fedbayes.fusion.inferred import InferredRule as InferredRule
+from lightning_fedbayes.fusion.inferred import InverseVarianceMLE as InverseVarianceMLE
+from lightning_fedbayes.fusion.inferred import InverseVarianceVB as InverseVarianceVB
+from lightning_fedbayes.fusion.inferred import Reliability as Reliability
+from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE as InverseCovarianceMLE
+from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceVB as InverseCovarianceVB
+from lightning_fedbayes.fusion.products import AlphaBarycenter as AlphaBarycenter
+from lightning_fedbayes.fusion.products import Conflation as Conflation
+from lightning_fedbayes.fusion.products import DistributedWeightConsolidation as DistributedWeightConsolidation
+from lightning_fedbayes.fusion.products import HellingerBarycenter as HellingerBarycenter
+from lightning_fedbayes.fusion.products import ReverseKLBarycenter as ReverseKLBarycenter
+from lightning_fedbayes.fusion.products import WeightedConflation as WeightedConflation
+from lightning_fedbayes.fusion.registry import available_fusions as available_fusions
+from lightning_fedbayes.fusion.registry import get_rule as get_rule
+from lightning_fedbayes.fusion.registry import register_fusion as register_fusion
+from lightning_fedbayes.fusion.registry import rule_name as rule_name
+from lightning_fedbayes.fusion.registry import unregister_fusion as unregister_fusion
+from lightning_fedbayes.fusion.robust import CoordinateMedian as CoordinateMedian
+from lightning_fedbayes.fusion.robust import GeometricMedian as GeometricMedian
+from lightning_fedbayes.fusion.robust import Krum as Krum
+from lightning_fedbayes.fusion.robust import MultiKrum as MultiKrum
+from lightning_fedbayes.fusion.robust import NearestNeighbourMixing as NearestNeighbourMixing
+from lightning_fedbayes.fusion.robust import NormClipping as NormClipping
+from lightning_fedbayes.fusion.robust import Preaggregation as Preaggregation
+from lightning_fedbayes.fusion.robust import TrimmedMean as TrimmedMean
+from lightning_fedbayes.fusion.rule import Cohort as Cohort
+from lightning_fedbayes.fusion.rule import Fused as Fused
+from lightning_fedbayes.fusion.rule import FusionRule as FusionRule
+from lightning_fedbayes.fusion.rule import ReliabilityRule as ReliabilityRule
+from lightning_fedbayes.fusion.rule import RuleState as RuleState
+from lightning_fedbayes.fusion.rule import Statistics as Statistics
+from lightning_fedbayes.fusion.rule import SumRule as SumRule
+from lightning_fedbayes.fusion.server_optimizers import FedAdagrad as FedAdagrad
+from lightning_fedbayes.fusion.server_optimizers import FedAdam as FedAdam
+from lightning_fedbayes.fusion.server_optimizers import FedAvgM as FedAvgM
+from lightning_fedbayes.fusion.server_optimizers import FedYogi as FedYogi
+from lightning_fedbayes.fusion.server_optimizers import ServerOptimizer as ServerOptimizer

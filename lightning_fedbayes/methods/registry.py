@@ -114,7 +114,6 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
 
 def _state_of(federation: Any) -> Mapping[str, Any]:
-    """Return a federation's state. Raise FederationError if there is none."""
     stored = getattr(federation, "server", None)  # of Flower's checkpoint
     if isinstance(federation, Mapping):
         callbacks = federation.get("callbacks")

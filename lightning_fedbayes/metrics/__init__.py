@@ -4,50 +4,23 @@ Classification metrics score the mean predictive, shape (batch, classes). Measur
 samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchmetrics' own.
 """
 
-from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.metrics.scores import (
-    AdaptiveCalibrationError,
-    BrierScore,
-    CalibrationDiagram,
-    ClientAccuracy,
-    ConcordanceIndex,
-    DeterminantSharpness,
-    EnsembleCRPS,
-    GaussianCRPS,
-    GaussianNLL,
-    IntervalCoverage,
-    NegativeLogLikelihood,
-)
-from lightning_fedbayes.metrics.uncertainty import (
-    AccuracyRetained,
-    KwonAleatoric,
-    KwonEpistemic,
-    MutualInformation,
-    OutOfDistributionAUROC,
-    OutOfDistributionFPR,
-    PredictiveEntropy,
-    RetainedCurve,
-)
-
-__all__ = [
-    "AccuracyRetained",
-    "AdaptiveCalibrationError",
-    "BrierScore",
-    "CalibrationDiagram",
-    "ClientAccuracy",
-    "ConcordanceIndex",
-    "DeterminantSharpness",
-    "EnsembleCRPS",
-    "GaussianCRPS",
-    "GaussianNLL",
-    "IntervalCoverage",
-    "KwonAleatoric",
-    "KwonEpistemic",
-    "MutualInformation",
-    "NegativeLogLikelihood",
-    "OutOfDistributionAUROC",
-    "OutOfDistributionFPR",
-    "PredictiveEntropy",
-    "RetainedCurve",
-    "functional",
-]
+from lightning_fedbayes.metrics import functional as functional
+from lightning_fedbayes.metrics.scores import AdaptiveCalibrationError as AdaptiveCalibrationError
+from lightning_fedbayes.metrics.scores import BrierScore as BrierScore
+from lightning_fedbayes.metrics.scores import CalibrationDiagram as CalibrationDiagram
+from lightning_fedbayes.metrics.scores import ClientAccuracy as ClientAccuracy
+from lightning_fedbayes.metrics.scores import ConcordanceIndex as ConcordanceIndex
+from lightning_fedbayes.metrics.scores import DeterminantSharpness as DeterminantSharpness
+from lightning_fedbayes.metrics.scores import EnsembleCRPS as EnsembleCRPS
+from lightning_fedbayes.metrics.scores import GaussianCRPS as GaussianCRPS
+from lightning_fedbayes.metrics.scores import GaussianNLL as GaussianNLL
+from lightning_fedbayes.metrics.scores import IntervalCoverage as IntervalCoverage
+from lightning_fedbayes.metrics.scores import NegativeLogLikelihood as NegativeLogLikelihood
+from lightning_fedbayes.metrics.uncertainty import AccuracyRetained as AccuracyRetained
+from lightning_fedbayes.metrics.uncertainty import KwonAleatoric as KwonAleatoric
+from lightning_fedbayes.metrics.uncertainty import KwonEpistemic as KwonEpistemic
+from lightning_fedbayes.metrics.uncertainty import MutualInformation as MutualInformation
+from lightning_fedbayes.metrics.uncertainty import OutOfDistributionAUROC as OutOfDistributionAUROC
+from lightning_fedbayes.metrics.uncertainty import OutOfDistributionFPR as OutOfDistributionFPR
+from lightning_fedbayes.metrics.uncertainty import PredictiveEntropy as PredictiveEntropy
+from lightning_fedbayes.metrics.uncertainty import RetainedCurve as RetainedCurve

@@ -1,65 +1,35 @@
 """LightningModules with Bayesian layers, and ready networks."""
 
-from lightning_fedbayes.metrics.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    Cox,
-    Gaussian,
-    Likelihood,
-    RegressionPrediction,
-    SurvivalPrediction,
-)
-from lightning_fedbayes.modules.added_kl import with_kl
-from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
-from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
-from lightning_fedbayes.modules.export import mean_network
-from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
-from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
-from lightning_fedbayes.modules.hybrid import CoxRegressor, HybridBayesianClassifier, HybridBayesianRegressor
-from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression, LinearStatistics
-from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
-from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
-from lightning_fedbayes.modules.sampling import (
-    draws_from_clients,
-    draws_from_posterior,
-    is_stochastic,
-    outputs_with,
-    sample_outputs,
-)
-
-__all__ = [
-    "BayesianHead",
-    "BayesianLinearRegression",
-    "BayesianModule",
-    "Bernoulli",
-    "Categorical",
-    "ClassPrediction",
-    "Cox",
-    "CoxRegressor",
-    "DeepEnsembleRegressor",
-    "Gaussian",
-    "HeadFit",
-    "HeadModule",
-    "HeadSlopes",
-    "HierarchicalFit",
-    "HierarchicalLinearRegression",
-    "HybridBayesianClassifier",
-    "HybridBayesianRegressor",
-    "Likelihood",
-    "LikelihoodModule",
-    "LinearStatistics",
-    "PosteriorPredictive",
-    "RegressionPrediction",
-    "SurvivalPrediction",
-    "draws_from_clients",
-    "draws_from_posterior",
-    "is_stochastic",
-    "lenet",
-    "mean_network",
-    "mlp",
-    "outputs_with",
-    "resnet20",
-    "sample_outputs",
-    "with_kl",
-]
+from lightning_fedbayes.metrics.likelihoods import Bernoulli as Bernoulli
+from lightning_fedbayes.metrics.likelihoods import Categorical as Categorical
+from lightning_fedbayes.metrics.likelihoods import ClassPrediction as ClassPrediction
+from lightning_fedbayes.metrics.likelihoods import Cox as Cox
+from lightning_fedbayes.metrics.likelihoods import Gaussian as Gaussian
+from lightning_fedbayes.metrics.likelihoods import Likelihood as Likelihood
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction as RegressionPrediction
+from lightning_fedbayes.metrics.likelihoods import SurvivalPrediction as SurvivalPrediction
+from lightning_fedbayes.modules.added_kl import with_kl as with_kl
+from lightning_fedbayes.modules.bayesian_module import BayesianModule as BayesianModule
+from lightning_fedbayes.modules.bayesian_module import LikelihoodModule as LikelihoodModule
+from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor as DeepEnsembleRegressor
+from lightning_fedbayes.modules.export import mean_network as mean_network
+from lightning_fedbayes.modules.head import BayesianHead as BayesianHead
+from lightning_fedbayes.modules.head import HeadFit as HeadFit
+from lightning_fedbayes.modules.head import HeadModule as HeadModule
+from lightning_fedbayes.modules.head import HeadSlopes as HeadSlopes
+from lightning_fedbayes.modules.hierarchical import HierarchicalFit as HierarchicalFit
+from lightning_fedbayes.modules.hierarchical import HierarchicalLinearRegression as HierarchicalLinearRegression
+from lightning_fedbayes.modules.hybrid import CoxRegressor as CoxRegressor
+from lightning_fedbayes.modules.hybrid import HybridBayesianClassifier as HybridBayesianClassifier
+from lightning_fedbayes.modules.hybrid import HybridBayesianRegressor as HybridBayesianRegressor
+from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression as BayesianLinearRegression
+from lightning_fedbayes.modules.linear_regression import LinearStatistics as LinearStatistics
+from lightning_fedbayes.modules.networks import lenet as lenet
+from lightning_fedbayes.modules.networks import mlp as mlp
+from lightning_fedbayes.modules.networks import resnet20 as resnet20
+from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive as PosteriorPredictive
+from lightning_fedbayes.modules.sampling import draws_from_clients as draws_from_clients
+from lightning_fedbayes.modules.sampling import draws_from_posterior as draws_from_posterior
+from lightning_fedbayes.modules.sampling import is_stochastic as is_stochastic
+from lightning_fedbayes.modules.sampling import outputs_with as outputs_with
+from lightning_fedbayes.modules.sampling import sample_outputs as sample_outputs

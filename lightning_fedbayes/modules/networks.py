@@ -45,11 +45,7 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(16 * side * side, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, classes),
+        *mlp(16 * side * side, classes, hidden=(120, 84)),
     )
 
 

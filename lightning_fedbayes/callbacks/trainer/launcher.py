@@ -7,9 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
-
-__all__ = ["RememberingLauncher", "SubprocessLauncher"]
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher  # noqa: F401
 
 
 class RememberingLauncher(_MultiProcessingLauncher):

@@ -4,58 +4,27 @@ Functions that score single examples return one value per example. Their mean ov
 Functions named after a curve or a calibration error need all examples at once.
 """
 
-from lightning_fedbayes.metrics.functional.scores import (
-    CalibrationBins,
-    adaptive_calibration_error,
-    brier_score,
-    calibration_diagram,
-    concordance_index,
-    cox_loss,
-    determinant_sharpness,
-    ensemble_crps,
-    gaussian_crps,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-    weighted_accuracy,
-    worst_fraction_accuracy,
-)
-from lightning_fedbayes.metrics.functional.uncertainty import (
-    accuracy_retained_area,
-    accuracy_retained_curve,
-    aleatoric_covariance,
-    epistemic_covariance,
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    ood_auroc,
-    ood_fpr,
-    predictive_entropy,
-)
-
-__all__ = [
-    "CalibrationBins",
-    "accuracy_retained_area",
-    "accuracy_retained_curve",
-    "adaptive_calibration_error",
-    "aleatoric_covariance",
-    "brier_score",
-    "calibration_diagram",
-    "concordance_index",
-    "cox_loss",
-    "determinant_sharpness",
-    "ensemble_crps",
-    "epistemic_covariance",
-    "gaussian_crps",
-    "gaussian_nll",
-    "interval_coverage",
-    "kwon_aleatoric",
-    "kwon_epistemic",
-    "mutual_information",
-    "negative_log_likelihood",
-    "ood_auroc",
-    "ood_fpr",
-    "predictive_entropy",
-    "weighted_accuracy",
-    "worst_fraction_accuracy",
-]
+from lightning_fedbayes.metrics.functional.scores import CalibrationBins as CalibrationBins
+from lightning_fedbayes.metrics.functional.scores import adaptive_calibration_error as adaptive_calibration_error
+from lightning_fedbayes.metrics.functional.scores import brier_score as brier_score
+from lightning_fedbayes.metrics.functional.scores import calibration_diagram as calibration_diagram
+from lightning_fedbayes.metrics.functional.scores import concordance_index as concordance_index
+from lightning_fedbayes.metrics.functional.scores import cox_loss as cox_loss
+from lightning_fedbayes.metrics.functional.scores import determinant_sharpness as determinant_sharpness
+from lightning_fedbayes.metrics.functional.scores import ensemble_crps as ensemble_crps
+from lightning_fedbayes.metrics.functional.scores import gaussian_crps as gaussian_crps
+from lightning_fedbayes.metrics.functional.scores import gaussian_nll as gaussian_nll
+from lightning_fedbayes.metrics.functional.scores import interval_coverage as interval_coverage
+from lightning_fedbayes.metrics.functional.scores import negative_log_likelihood as negative_log_likelihood
+from lightning_fedbayes.metrics.functional.scores import weighted_accuracy as weighted_accuracy
+from lightning_fedbayes.metrics.functional.scores import worst_fraction_accuracy as worst_fraction_accuracy
+from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_area as accuracy_retained_area
+from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_curve as accuracy_retained_curve
+from lightning_fedbayes.metrics.functional.uncertainty import aleatoric_covariance as aleatoric_covariance
+from lightning_fedbayes.metrics.functional.uncertainty import epistemic_covariance as epistemic_covariance
+from lightning_fedbayes.metrics.functional.uncertainty import kwon_aleatoric as kwon_aleatoric
+from lightning_fedbayes.metrics.functional.uncertainty import kwon_epistemic as kwon_epistemic
+from lightning_fedbayes.metrics.functional.uncertainty import mutual_information as mutual_information
+from lightning_fedbayes.metrics.functional.uncertainty import ood_auroc as ood_auroc
+from lightning_fedbayes.metrics.functional.uncertainty import ood_fpr as ood_fpr
+from lightning_fedbayes.metrics.functional.uncertainty import predictive_entropy as predictive_entropy

@@ -207,7 +207,6 @@ def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.9
 
 
 def _check_sides(uncertainty_in: Tensor, uncertainty_out: Tensor) -> None:
-    """Raise FedBayesError unless both are vectors of one example or more, without NaN."""
     utilities.check_numbers(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
     for name, side in (("uncertainty_in", uncertainty_in), ("uncertainty_out", uncertainty_out)):
         if side.ndim != 1 or not len(side):

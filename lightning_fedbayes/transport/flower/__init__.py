@@ -12,16 +12,10 @@ except ModuleNotFoundError as error:
         "lightning_fedbayes.transport.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
     ) from error
 
-from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
-from lightning_fedbayes.transport.flower.apps import client_app, initial_arrays, server_app
-from lightning_fedbayes.transport.flower.strategy import FusionStrategy
-
-__all__ = [
-    "FusionStrategy",
-    "ServerState",
-    "client_app",
-    "initial_arrays",
-    "load_checkpoint",
-    "personal_posterior",
-    "server_app",
-]
+from lightning_fedbayes.transport.checkpoint import ServerState as ServerState
+from lightning_fedbayes.transport.checkpoint import load_checkpoint as load_checkpoint
+from lightning_fedbayes.transport.checkpoint import personal_posterior as personal_posterior
+from lightning_fedbayes.transport.flower.apps import client_app as client_app
+from lightning_fedbayes.transport.flower.apps import initial_arrays as initial_arrays
+from lightning_fedbayes.transport.flower.apps import server_app as server_app
+from lightning_fedbayes.transport.flower.strategy import FusionStrategy as FusionStrategy

@@ -12,8 +12,9 @@ except ModuleNotFoundError as error:
         "lightning_fedbayes.transport.nvflare needs FLARE: pip install lightning-fedbayes[nvflare]", name="nvflare"
     ) from error
 
-from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
-from lightning_fedbayes.transport.nvflare.client import FusionClient
-from lightning_fedbayes.transport.nvflare.controller import FusionController, FusionRecipe
-
-__all__ = ["FusionClient", "FusionController", "FusionRecipe", "ServerState", "load_checkpoint", "personal_posterior"]
+from lightning_fedbayes.transport.checkpoint import ServerState as ServerState
+from lightning_fedbayes.transport.checkpoint import load_checkpoint as load_checkpoint
+from lightning_fedbayes.transport.checkpoint import personal_posterior as personal_posterior
+from lightning_fedbayes.transport.nvflare.client import FusionClient as FusionClient
+from lightning_fedbayes.transport.nvflare.controller import FusionController as FusionController
+from lightning_fedbayes.transport.nvflare.controller import FusionRecipe as FusionRecipe
