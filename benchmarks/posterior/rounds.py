@@ -429,7 +429,8 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
     """Return NLL by round, how far above federated averaging's it is at any tenth, and the information over the pooled.
 
     Means over the seeds; the information's factor is the farthest from 1 at any tenth round from 40 on, of seeds whose
-    pooled posterior has been trained. One client with all data is compared with the same averaging, after as many passes over the data.
+    pooled posterior has been trained. One client with all data is compared with the same averaging, after as many
+    passes over the data.
     """
     rows = []
     kinds = sorted({cell[1:3] + cell[4:6] for cell in done if cell.method in ONLY["networks"][:2]})
