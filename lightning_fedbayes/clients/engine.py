@@ -116,10 +116,11 @@ class Engine(ABC):
 
     def show_states(self) -> None:
         """Give the optimizers the states of a client until the next round, for hooks to read and change."""
-        first, *others = self.states.sample or [{} for _ in self.context.optimizers]
-        first = first if self.model.learned is None else self.model.learned.shown(first)
+        states, learned = self.states.sample or [{} for _ in self.context.optimizers], self.model.learned
+        if learned is not None and states:
+            states = [learned.shown(states[0]), *states[1:]]
         options = {"alone": self.only is not None, "fixed": self._has_precisions}
-        self._between = Between(self.context.optimizers, [first, *others], **options)
+        self._between = Between(self.context.optimizers, states, **options)
 
     def take_over_states(self) -> Change | None:
         """Let clients follow what hooks have changed in the optimizers' states since the last round, and return it.

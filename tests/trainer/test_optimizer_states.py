@@ -209,6 +209,7 @@ def test_a_stack_refuses_what_it_would_not_follow(how, where):
     federate(module, keeping("sequential", "optimizer"), 2, loader(clients(30, 30)))
 
 
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")
 def test_one_that_is_loaded_before_training_is_refused_and_adagrads_first_one_is_not():
     class Loads(Plain):
         def configure_optimizers(self):
@@ -219,7 +220,8 @@ def test_one_that_is_loaded_before_training_is_refused_and_adagrads_first_one_is
     for engine in ("sequential", "auto"):
         with pytest.raises(FederationError, match=r"the state of SGD was loaded or written into before training"):
             federate(Loads(), keeping(engine), 1, loader(clients(20, 30)))
-    federate(Plain(optimizer=torch.optim.Adagrad), keeping("sequential", "optimizer"), 2, loader(clients(20, 30)))
+    for optimizer in (torch.optim.Adagrad, lambda parameters, lr: None):
+        federate(Plain(optimizer=optimizer), keeping("sequential", "optimizer"), 2, loader(clients(20, 30)))
 
 
 def test_a_state_that_every_client_loads_is_no_clients_in_the_end():
