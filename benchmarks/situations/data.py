@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from benchmarks.situations.situation import ALONE, DIFFERENT, NEVER, Group, Mapped, mapped
+from benchmarks.situations.situation import ALONE, NEVER, Group, Mapped, mapped
 from tests.federations import CLASSES, FEATURES
 from tests.zoo.case import Net, callback
 
@@ -336,8 +336,8 @@ asked(
             for part in getattr(trainer.train_dataloader.dataset, "datasets", [trainer.train_dataloader.dataset])
         ]
     ),
-    sequential=DIFFERENT,
-    vectorized=DIFFERENT,
+    why="have another length than when the loader was made",
+    **NEVER,
 )(Plain)
 
 

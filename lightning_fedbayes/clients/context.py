@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.between import check_new
 from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posterior
 from lightning_fedbayes.clients.settings import FederationSettings, Source
 from lightning_fedbayes.clients.states import has_own_state
@@ -125,6 +126,9 @@ class TrainingContext:
     clips_norm: bool = True
     mean_over_processes: Callable[[Tensor], Tensor] | None = None
     course: Course | None = None
+
+    def __post_init__(self) -> None:
+        check_new([each for each in self.optimizers if not has_own_state(each)])
 
     @property
     def is_coarse(self) -> bool:

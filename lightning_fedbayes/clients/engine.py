@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.between import Between, Change, changed_state
 from lightning_fedbayes.clients.context import Collected, Step, TrainingContext, TrainingLog
-from lightning_fedbayes.clients.learned import TrainedClient
+from lightning_fedbayes.clients.learned import OptimizerPosterior, TrainedClient
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
-from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, States, after_absence
+from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, States, after_absence, has_own_state
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -53,6 +55,8 @@ class Engine(ABC):
         plan, shared: the clients of the round that this process trains, and what the server has sent to all of them.
         prepare: brings the loop's batch to the device. None: the loop does.
         local: puts the clients' priors into the network in this round. None where there is no need for it.
+        shows_states: optimizers have a state between rounds (:meth:`show_states`).
+        only: the client, where there is one with one problem, that begins with all that hooks change between rounds.
     """
 
     name: ClassVar[str]
@@ -88,7 +92,12 @@ class Engine(ABC):
         self._prior: GaussianPosterior | None = None
         self._under_way: dict[int, tuple[methods.Participant, methods.LocalProblem]] = {}
         self._start = 0.0
+        self._has_precisions = isinstance(model.learned, OptimizerPosterior)
+        self.shows_states = keep_optimizer or self._has_precisions
+        self._plain = [] if self.shows_states else [each for each in context.optimizers if not has_own_state(each)]
+        self._between: Between | None = None
         self.use(loader)
+        self.only = 0 if len(self.sizes) == method.problems == 1 else None
 
     def use(self, loader: FederatedLoader) -> None:
         """Take the clients and their batches from ``loader`` from now on. Their number must not change."""
@@ -105,9 +114,37 @@ class Engine(ABC):
     def num_batches(self, plan: RoundPlan) -> int:
         """Return the number of the loop's batches for the clients of ``plan``. One, which is idle, without clients."""
 
+    def show_states(self) -> None:
+        """Give the optimizers the states of a client until the next round, for hooks to read and change."""
+        states, learned = self.states.sample or [{} for _ in self.context.optimizers], self.model.learned
+        if learned is not None and states:
+            states = [learned.shown(states[0]), *states[1:]]
+        options = {"alone": self.only is not None, "fixed": self._has_precisions}
+        self._between = Between(self.context.optimizers, states, **options)
+
+    def take_over_states(self) -> Change | None:
+        """Let clients follow what hooks have changed in the optimizers' states since the last round, and return it.
+
+        Raise FederationError if they cannot.
+        """
+        change = None if self._between is None else self._between.change()
+        if change is not None:
+            if self.only is not None and self.only not in self.states.clients():
+                self.states.keep(self.only, change(ClientState(rounds=self.plan.round + 1)))
+                self.states.end_round(success=True)
+            else:
+                self.states.change(change)
+            for optimizer in self.context.optimizers:
+                optimizer.state.clear()
+            self.show_states()
+        return change
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``, which may be none."""
-        self.plan = plan
+        self.plan, self._between = plan, None
+        for optimizer in self._plain:
+            if any(optimizer.state.values()):
+                raise changed_state(optimizer, "was loaded or written into")
         self.states.begin_round()
         if self.context.course is not None:
             self.context.course.begin_round()
@@ -115,7 +152,7 @@ class Engine(ABC):
     def begin_method(self, shared: methods.Shared) -> None:
         """Take what the server has sent, and set the method's priors. Clients of a new server forget what they kept."""
         if shared.is_new:
-            self.states.forget_methods()
+            self.states.change(lambda state: replace(state, kept={}))
         self.shared, self.local = shared, None
         prior = self.method.prior(shared)
         if prior is not self._prior:
@@ -314,6 +351,8 @@ class Engine(ABC):
     def end_round(self, *, success: bool) -> None:
         """End the round. Clients keep their new state if it was fused."""
         self.states.end_round(success=success)
+        if self.shows_states:
+            self.show_states()
         self._under_way = {}
         if self.local is not None:
             self.local.remove()
@@ -321,6 +360,7 @@ class Engine(ABC):
     def close(self) -> None:
         """Restore the optimizers, and release the folder of states. A second call does nothing."""
         self.states.close()
+        self._between = None
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class Federation:
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
         self._secret: str = collective.all_gather(secrets.token_hex(32))[0]  # of the noise of privacy
+        if engine.shows_states:
+            engine.show_states()
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
@@ -127,10 +129,20 @@ class Federation:
     def take_over(self) -> None:
         """Make the module's present parameters and buffers the global model, if a hook has changed them."""
         model = self.engine.model
+        if self.engine.shows_states:
+            self._take_over_states()
         if model.has_changed():
             model.remember_global()
             self.server.posterior = model.read_posterior().clone()
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
+
+    def _take_over_states(self) -> None:
+        """Let clients, and those with messages under way, keep the optimizers' states as hooks have changed them."""
+        change = self.engine.take_over_states()
+        if change is not None:
+            self.in_flight.change(change)
+            if self._is_shared:
+                self._wait_for_states()
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
         """Bring the clients' updates, as privacy and adversaries change them, to the server, or on their way."""
@@ -353,6 +365,8 @@ class Federation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""
+        if self.stage != "training":
+            self._take_over_states()
         states = {"clients": self.engine.states.state_dict(), "in_flight": self.in_flight.state_dict()}
         course = self.engine.context.course
         states["secret"] = self._secret
@@ -367,6 +381,8 @@ class Federation:
         self.engine.states.load_state_dict(state["clients"])
         self._secret = state["secret"]
         self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
+        if self.engine.shows_states:
+            self.engine.show_states()
         if self.engine.context.course is not None:
             self.engine.context.course.done = state["steps"]
         method, server = self.server.method, self.server

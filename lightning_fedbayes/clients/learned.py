@@ -113,6 +113,10 @@ class LearnedPosterior(ABC):
         """Return the part of its optimizer's state that a client keeps after a round. By default all."""
         return state
 
+    def shown(self, state: OptimizerState) -> OptimizerState:
+        """Return a client's state as hooks find it between rounds. By default as it is kept."""
+        return state
+
     def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
         r"""Return A and b of the prior's term in the loss per example, :math:`\tfrac12 A \theta^2 - b \theta`, by name.
 
@@ -236,6 +240,16 @@ class OptimizerPosterior(LearnedPosterior):
         return {
             number: {key: value for key, value in entries.items() if key in KEPT} if number in own else entries
             for number, entries in state.items()
+        }
+
+    def shown(self, state: OptimizerState) -> OptimizerState:
+        """See :meth:`LearnedPosterior.shown`: with the precision of the global posterior."""
+        return {
+            **state,
+            **{
+                number: {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
+                for name, number in self._numbers.items()
+            },
         }
 
     def measured(self, client: TrainedClient) -> Tensors:

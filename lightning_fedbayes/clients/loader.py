@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from lightning_fedbayes.clients.contents import digests
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
-from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, TensorsOfClients, loaded
+from lightning_fedbayes.core.loading import Parts, PlannedBatch, ReproducibleDataset, TensorsOfClients, loaded
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.layers.scaler import ScaleSums, Table, asking, compared, load_scale
@@ -115,6 +115,15 @@ class FederatedLoader:
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
         plan = self._plan(self)
+        datasets: Any = self.clients.datasets
+        numbers = [client % STRIDE for client in plan.cohort]
+        if isinstance(datasets, Parts):
+            resized = [] if len(datasets.dataset) == datasets.length else numbers  # pyright: ignore
+        else:
+            resized = [client for client in numbers if len(datasets[client]) != self._sizes[client]]
+        if resized:
+            raise self._resized(resized)
+        self.tensors.values.is_stale = True  # pyright: ignore[reportAttributeAccessIssue]
         if not plan.cohort:  # a process without clients: the loop needs a batch, and hooks a real one
             yield [] if self.arrangement is not None else self.load(plan.round, 0)
         elif self.arrangement is not None:
@@ -131,6 +140,13 @@ class FederatedLoader:
                 for indices in batches:
                     picked = part_of(indices, *self.part)
                     yield [examples(tensor, picked) for tensor in tensors]
+
+    def _resized(self, clients: Sequence[int]) -> FederationError:
+        return FederationError(
+            f"the training data of {listed(self.clients.names[client] for client in clients)} have another length than "
+            "when the loader was made, and the rounds are planned for that one: change data in train_dataloader() of "
+            "the module or data module, which Trainer(reload_dataloaders_every_n_epochs=1) calls before each round"
+        )
 
     def iterate(self, loader: DataLoader, plan: plans.RoundPlan) -> Iterator[Any]:
         """Iterate over a round's batches of a loader that :meth:`dataloader` made."""

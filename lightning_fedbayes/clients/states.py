@@ -104,6 +104,7 @@ class States:
 
     Attributes:
         is_shared: True if several processes share the clients of a round.
+        sample: the optimizers' states of one of the clients. Empty before any client has kept some.
     """
 
     def __init__(
@@ -113,6 +114,8 @@ class States:
         self.device = torch.device("cpu") if device is None else device
         self.is_shared = False
         self.memory: dict[int, ClientState] = {}
+        self.sample: list[OptimizerState] = []
+        self._last: list[OptimizerState] = []
         self._new: dict[int, ClientState] = {}
 
     @property
@@ -135,6 +138,7 @@ class States:
         """Take the state of a client that has trained. An empty one takes no memory."""
         if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
+            self._last = state.optimizers if any(state.optimizers) else self._last
         elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
@@ -158,12 +162,13 @@ class States:
         if self._new.pop(client, None) is None and self.store is not None and not self.is_shared:
             self.store.forget(client)
 
-    def forget_methods(self) -> None:
-        """Let all clients forget what they have kept for the method."""
-        self.memory = {client: replace(state, kept={}) for client, state in self.memory.items()}
+    def change(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change what every client keeps, between rounds."""
+        self.memory = {client: change(state) for client, state in self.memory.items()}
+        self.sample = change(ClientState(optimizers=self.sample)).optimizers
         if self.store is not None and self.store.rounds:
             for client in self.store.clients() if self.store.writes else ():
-                self.store.put(client, {**(self.store.get(client) or {}), "kept": {}})
+                self.store.put(client, vars(change(self.of(client))))
             self.store.finish(success=True)
 
     def trained(self) -> Trained:
@@ -187,7 +192,10 @@ class States:
                 for client, state in self._new.items():
                     self.store.put(client, vars(state))
             self.store.finish(success=success)
-        self._new = {}
+        if success:
+            found = (state.optimizers for state in self._new.values())
+            self.sample = next(filter(any, found), self._last or self.sample)
+        self._new, self._last = {}, []
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +233,8 @@ class States:
             raise FederationError(f"the clients' states lie in {states['folder']}: {why}")
         else:
             self.store.resume(states["run"], states["rounds"])
+        known = self.memory if self.store is None else self.store.clients()
+        self.sample = next(filter(any, (self.of(client).optimizers for client in sorted(known))), [])
 
     def _here(self, state: Mapping[str, Any]) -> ClientState:
         """Return a state with its tensors on the device, except numbers that optimizers keep on the CPU."""
@@ -263,6 +273,11 @@ class InFlight:
     def send(self, message: ClientUpdate | ClientFailure, started: int, state: ClientState | None) -> None:
         """Put a message on its way."""
         self.sent[message.client] = Sent(message, started, state)
+
+    def change(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change the new states of their clients."""
+        for client, each in self.sent.items():
+            self.sent[client] = each if each.state is None else each._replace(state=change(each.state))
 
     @property
     def rounds(self) -> set[int]:
@@ -368,7 +383,9 @@ class ClientOptimizer:
     def read(self) -> tuple[OptimizerState, list[Changes]]:
         """Return what the client keeps: state per parameter, and changes of each group's options and of attributes."""
         optimizer = self.optimizer
-        state = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
+        own = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
+        # copies: a state that a hook has loaded may have the tensors of another client's
+        state = {i: {name: copied(value) for name, value in entries.items()} for i, entries in own.items()}
         pairs = zip([*self._options, self._attributes], [*options_of(optimizer), _plain_attributes(optimizer)])
         return state, [
             {

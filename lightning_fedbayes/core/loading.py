@@ -29,6 +29,7 @@ class Parts(Sequence[Dataset]):
 
     def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
         self.dataset = dataset
+        self.length = len(dataset)  # pyright: ignore[reportArgumentType]
         self.rows = torch.cat([torch.zeros(0, dtype=torch.int64), *indices])
         self.ends = torch.tensor([0, *map(len, indices)]).cumsum(0)
         self._last: tuple[int, Dataset | None] = (-1, None)
@@ -58,23 +59,33 @@ class Parts(Sequence[Dataset]):
 class TensorsOfClients(Sequence[Any]):
     """Tensors and rows of each client's data by :func:`tensors_of`, of :class:`Parts` when asked for.
 
-    Empty if the data of any client are not tensors in memory.
+    Empty if the data of any client are not tensors in memory. They are read anew when asked for, since hooks may have
+    replaced tensors, or the rows of a subset; those of one that is partitioned when they are marked as ``is_stale``.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._parts = datasets if isinstance(datasets, Parts) else None
-        found = [tensors_of(each) for each in (datasets if self._parts is None else [self._parts.dataset])]
+        self._datasets = datasets if self._parts is None else [self._parts.dataset]
+        found = [tensors_of(each) for each in self._datasets]
         self._found = found if all(each is not None for each in found) else []
         self._length = len(datasets) if self._found else 0
+        self.is_stale = False
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, client: Any) -> Any:
+        number = client if self._parts is None else 0
+        dataset: Any = self._datasets[number]
+        if type(dataset) is TensorDataset:
+            tensors, rows = dataset.tensors, None
+        else:
+            if self.is_stale or self._parts is None:
+                self._found[number], self.is_stale = tensors_of(dataset), False
+            tensors, rows = self._found[number]  # pyright: ignore[reportGeneralTypeIssues]
         if self._parts is None:
-            return self._found[client]
-        assert self._found[0] is not None
-        (tensors, rows), own = self._found[0], self._parts.rows_of(range(self._length)[client])
+            return tensors, rows
+        own = self._parts.rows_of(range(self._length)[client])
         return tensors, own if rows is None else rows[own]
 
     @property

@@ -235,17 +235,26 @@ class ClientTraining(TrainsClients):
             seed=task.seed,
         )
         self._engine.states.load_state_dict(task.kept)
+        self._engine.only = task.client if self.method.problems == 1 else None
+        if self._engine.shows_states:
+            self._engine.show_states()
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun))
-        self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
+        self._loop.install(self._engine, self._begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin the round."""
+        """Tell the loop how many batches the round has."""
         self._loop.set_length(self._engine.num_batches(self._round))
-        self._engine.begin_round(self._round)
+
+    def _begin_batch(self, batch_idx: int) -> None:
+        """Begin the round at its first batch, after all hooks of the epoch."""
+        if batch_idx == 0:
+            self._engine.take_over_states()
+            self._engine.begin_round(self._round)
+        self._engine.begin_batch(batch_idx)
 
     def _end_batch(self, batch_idx: int) -> None:
         """After the last batch, take the posterior and the client's state."""

@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import lightning_fedbayes as fb
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
 from lightning_fedbayes.core.errors import FederationError
@@ -27,6 +28,7 @@ from lightning_fedbayes.core.loading import FailedBatch, Parts, tensors_of
 from lightning_fedbayes.core.private_torch import tree_leaves
 from lightning_fedbayes.data import Clients
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
+from tests.federations import Plain, blobs, loader, parameters, trainer
 
 
 class Tensors(Dataset):
@@ -311,3 +313,83 @@ class TestSettings:
         found, rows = tensors_of(Subset(Subset(whole, [4, 2, 0]), [2, 1]))
         assert found == tensors
         assert rows.tolist() == [0, 2]
+
+
+class Resized(Tensors):
+    size = 20
+
+    def __len__(self):
+        return self.size
+
+
+def changing(dataset, change, where="on_train_epoch_start", rounds=range(1, 9)):
+    """A module that changes its data set in a hook of the epoch."""
+
+    class Changes(Plain):
+        def train_dataloader(self):
+            return loader(dataset, shuffle=False)
+
+    setattr(Changes, where, lambda self: change(dataset, self) if self.current_epoch in rounds else None)
+    return Changes()
+
+
+def of_two(kind):
+    return fb.ClientDatasets({f"c{k}": kind(k) for k in range(2)})
+
+
+LENGTHS = {
+    "of a client": lambda: (of_two(lambda k: Resized(*blobs(30).tensors)), lambda d: d.datasets[1]),
+    "of all": lambda: (Resized(*blobs(30).tensors), lambda d: d),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("size", [12, 28])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_data_of_another_length_are_refused_at_that_moment_and_followed_where_loaders_are_made_again(
+    kind, size, engine
+):
+    """Larger and smaller; with loaders that are made again it is as if each round had begun with them."""
+    dataset, part = LENGTHS[kind]()
+    partition = fb.IIDPartition(2) if kind == "of all" else None
+
+    def fit(module, rounds=3, **options):
+        federation = fb.FederatedBayes(partition, engine=engine, fusion="weighted_average")
+        trainer(rounds, [federation], **options).fit(module)
+        return federation
+
+    def change(dataset, module):
+        part(dataset).size = size
+
+    with pytest.raises(FederationError, match=r"another length.*train_dataloader\(\).*reload_dataloaders_every_n"):
+        fit(changing(dataset, change))
+    part(dataset).size = 20
+    made = fit(changing(dataset, change, "on_train_epoch_end", [0]), reload_dataloaders_every_n_epochs=1)
+    assert sum(made.federation.engine.sizes) == (size if kind == "of all" else 20 + size)
+
+
+CONTENTS = {
+    "tensors": lambda whole, d: setattr(whole, "tensors", tuple(t.flip(0) for t in whole.tensors)),
+    "in place": lambda whole, d: whole.tensors[0].mul_(2),
+    "indices": lambda whole, d: setattr(d, "indices", d.indices[::-1]),
+    "indices in place": lambda whole, d: d.indices.reverse(),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("is_dealt", [False, True])
+@pytest.mark.parametrize("what", CONTENTS)
+def test_contents_that_a_hook_replaces_are_those_of_the_next_round(what, is_dealt, engine):
+    """Tensors in memory, which the federation indexes itself, as data sets that a loader reads."""
+    learnt = []
+    for hides in (False, True):
+        whole = TensorDataset(*(each.clone() for each in blobs(40).tensors))
+        subset = Subset(whole, list(range(3, 33)))
+        shown = type("Hidden", (Subset,), {})(subset, range(30)) if hides else subset
+        dataset = shown if is_dealt else of_two(lambda k, shown=shown, whole=whole: shown if k else whole)
+        module = changing(dataset, lambda *_, whole=whole, subset=subset: CONTENTS[what](whole, subset), rounds=[1])
+        federation = fb.FederatedBayes(fb.IIDPartition(2) if is_dealt else None, engine=engine, fusion="fedavg")
+        trainer(2, [federation]).fit(module)
+        assert bool(federation._loader.shapes) is not hides
+        learnt.append(parameters(module))
+    torch.testing.assert_close(*learnt)

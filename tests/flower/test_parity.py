@@ -29,6 +29,14 @@ class Scheduled(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class Cleared(Scheduled):
+    """The states that clients keep end after the first round, by a hook of the epoch."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.optimizers().state.clear()
+
+
 class Learned(Plain):
     """A posterior from the optimizer."""
 
@@ -67,6 +75,7 @@ CASES = {
     "sites of cohorts": (hybrid, {**SITES, "weighting": "equal", **HALF}, {**SITES, "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {**SITES, **HALF}, SITES),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
+    "kept optimizers that a hook clears": (Cleared, {}, {"keep": ["optimizer"]}),
     "cohorts that keep": (Scheduled, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),

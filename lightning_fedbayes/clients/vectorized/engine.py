@@ -258,6 +258,8 @@ class VectorizedEngine(Engine):
             if self.model.learned is not None and losses is not None:
                 done = [(group.step + 1) / self._lengths[slot] for slot in slots]
                 self.model.learned.observe(optimizer.optimizer, done)
+        except FedBayesError:
+            raise
         except Exception as error:  # some of them may have been stepped
             self._failures.update(dict.fromkeys(slots, error))
             return None, {}

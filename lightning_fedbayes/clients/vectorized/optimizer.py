@@ -58,6 +58,7 @@ class StackedOptimizer:
         self._own = parameters_of(optimizer)
         self.parameters: list[Parameter] = []
         optimizer.state.clear()
+        self._state = optimizer.state
         self.stacked_state: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
         own = IVON.sums if isinstance(optimizer, IVON) else frozenset()
         rests = [_without(state, stacked_keys | own) for state in states]
@@ -108,12 +109,18 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
+        self.check_state()
         is_plain = not self._counts or isinstance(self.optimizer, IVON)
         states = [(self.optimizer.state.get(each, {}), each.dim()) for each in (() if is_plain else self.parameters)]
         by_row = any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
         with _counting_by_row(self.optimizer) if by_row else nullcontext():
             self.optimizer.step()
         self._steps += 1
+
+    def check_state(self) -> None:
+        """Raise CannotVectorize if ``training_step`` has loaded a state, or has written beside the stack's."""
+        if self.optimizer.state is not self._state or self._state.keys() - set(self.parameters):
+            raise CannotVectorize("training_step writes into the optimizer's state. Take engine='sequential'")
 
     def skip(self) -> None:
         """Count a step that ``training_step`` has skipped."""

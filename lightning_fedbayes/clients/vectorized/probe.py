@@ -104,6 +104,7 @@ def _probe(
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
+                    stack.optimizer.check_state()
                     # a hook on_client_start may write into buffers; where all trains, sharing them saves little
                     shares = bool(model.frozen) and not hasattr(module, "on_client_start")
                     live = module.named_buffers() if shares else ()

@@ -88,7 +88,11 @@ class ClientStack:
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items() if name not in shared}
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
+        optimizer.state.clear()
+        mark = optimizer.state[step.swap]  # pyright: ignore[reportArgumentType]
         self.attributes = start_clients(step.module, clients, step.swap, everything)
+        if any(optimizer.state.values()) or all(each is not mark for each in optimizer.state.values()):
+            raise CannotVectorize("on_client_start changes the optimizer's state. Take engine='sequential'")
         self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
         self._variances: Tensors = {}
         self._priors: StackedPriors | None = None

@@ -262,7 +262,7 @@ class IVON(Optimizer):
         sums = self._sums or {}
         for p, new in found.items():
             sums[p] = new if p not in sums else ivon_state.add(sums[p], new)
-        self._sums = sums
+        self._sums = sums or None
         self._draws += bool(found)
 
     def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:

@@ -1,0 +1,110 @@
+"""States of optimizers between two rounds: what hooks find there, and what their changes mean for the clients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, parameters_of
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.private_torch import version_if_any
+
+Change = Callable[[ClientState], ClientState]
+"""Returns the state of a client as hooks have changed it."""
+
+
+class Between:
+    """The optimizers between two rounds, with copies of the ``states`` that one of the clients has kept.
+
+    A hook that drops the state of parameters does so for every client. Any other change holds if the client is
+    ``alone``, and is refused otherwise: it begins at the state of one client, and the others would get that. Of
+    ``fixed`` ones, which the global posterior determines, all changes are refused.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], states: Sequence[OptimizerState], *, alone: bool, fixed: bool
+    ) -> None:
+        self._optimizers, self._alone, self._fixed = optimizers, alone, fixed
+        self._kept = [{i: own for i, own in state.items() if own} for state in states]
+        self._versions: list[dict[tuple[int, str], tuple[Any, int | None]]] = []
+        for optimizer, kept in zip(optimizers, self._kept):
+            parameters = parameters_of(optimizer)
+            for i, own in kept.items():
+                optimizer.state[parameters[i]] = {name: copied(value) for name, value in own.items()}
+            self._versions.append({key: (value, _version(value)) for key, value in _entries(_state_of(optimizer))})
+
+    def change(self) -> Change | None:
+        """Return what hooks have changed since. None for nothing. Raise FederationError if it cannot be followed."""
+        now = [_state_of(optimizer) for optimizer in self._optimizers]
+        gone = [kept.keys() - state.keys() for kept, state in zip(self._kept, now)]
+        for n, optimizer in enumerate(self._optimizers):
+            if self._fixed and gone[n]:
+                raise changed_state(optimizer, "was cleared")
+            left = {i: own for i, own in self._kept[n].items() if i not in gone[n]}
+            if not self._is_same(n, now[n], left):
+                if self._alone and not self._fixed:
+                    own = [{i: entries for i, entries in state.items() if i >= 0} for state in now]
+                    return lambda client: replace(client, optimizers=own)
+                raise changed_state(optimizer, "was written into or loaded")
+        if not any(gone):
+            return None
+        return lambda client: replace(
+            client,
+            optimizers=[
+                {i: own for i, own in state.items() if i not in lost} for state, lost in zip(client.optimizers, gone)
+            ],
+        )
+
+    def _is_same(self, n: int, now: OptimizerState, left: OptimizerState) -> bool:
+        """Return whether an optimizer has what is ``left``: by identity and version, which reading leaves, or value."""
+        found, kept = dict(_entries(now)), dict(_entries(left))
+        return found.keys() == kept.keys() and all(
+            self._versions[n][key] == (value, _version(value))
+            if value is self._versions[n][key][0]
+            else _is_equal(value, kept[key])
+            for key, value in found.items()
+        )
+
+
+def check_new(optimizers: Sequence[Optimizer]) -> None:
+    """Raise FederationError if one of torch's optimizers has taken steps or loaded a state before the federation."""
+    for each in optimizers:
+        # Adagrad begins with a state of no steps
+        if any(float(own.get("step", 1)) for own in each.state.values() if own):
+            raise changed_state(each, "was loaded or written into before training")
+        each.state.clear()
+
+
+def changed_state(optimizer: Optimizer, what: str) -> FederationError:
+    """Return the error that no client would have a changed state."""
+    return FederationError(
+        f"the state of {type(optimizer).__name__} {what} by a hook while no client trains, and each client has a state "
+        "of its own: change it in the module's hook on_client_start(client), with engine='sequential'. Between rounds "
+        "a hook may clear the state of all clients, unless it is IVON's. Without keep=['optimizer'] clients of an "
+        "averaging method begin every round with a new one"
+    )
+
+
+def _state_of(optimizer: Optimizer) -> OptimizerState:
+    """Return the states of parameters by number, and others under negative numbers. Reading may add empty ones."""
+    numbers = {parameter: i for i, parameter in enumerate(parameters_of(optimizer))}
+    held = [(numbers.get(key, -1 - n), own) for n, (key, own) in enumerate(optimizer.state.items())]
+    return {i: own for i, own in held if own}
+
+
+def _entries(state: OptimizerState) -> Iterator[tuple[tuple[int, str], Any]]:
+    for i, own in state.items():
+        yield from (((i, name), value) for name, value in own.items())
+
+
+def _version(value: Any) -> int | None:
+    return version_if_any(value) if isinstance(value, Tensor) else None
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other.to(one))
+    return one is other or bool(one == other)
