@@ -1,7 +1,7 @@
 """The server's half of a federation over a network: rounds, what clients are asked, and its checkpoint."""
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from lightning_fedbayes.transport.calibration import (
     FederatedTemperature,
     find_temperature,
     take_thresholds,
+    usable,
 )
 from lightning_fedbayes.transport.checkpoint import ServerState
+from lightning_fedbayes.transport.schedules import Steps, announced
 
 Answers = Mapping[int, "Message | FedBayesError"]
 """Client → what it has sent, or why that cannot be read."""
@@ -122,6 +124,8 @@ class Rounds:
         posterior, buffers = messages.posterior_in(model, "the initial model")
         self._probabilistic = messages.probabilistic_names(model)
         self._frozen = next((key.removeprefix("frozen/") for key in model if key.startswith("frozen/")), "")
+        self._asks_for_steps, self._rounds = "steps/" in model, (0, 0)
+        self.steps = Steps(self.safeguards.max_influence)
         self._federation = uuid.uuid4().hex
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
         self._own: dict[int, ClientUpdate] = {}  # the admitted ones
@@ -135,12 +139,19 @@ class Rounds:
             self._federation, self.numbers = stored.federation, dict(stored.numbers)
             self.best, under_way = dict(stored.best), dict(stored.under_way)
             self.server.load_state_dict(stored.server)
+            self.steps.load_state_dict(stored.steps)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
         self.go_on(under_way)
         return self.server
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
         """Restore :meth:`under_way` of a run that has ended too early. Empty at the beginning."""
+
+    def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
+        """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
+        if self._asks_for_steps and not self.steps.announced:
+            self.steps.announce(usable(ask(), announced))
+        self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
 
     def under_way(self) -> dict[str, Any]:
         """Return the messages under way, for a checkpoint."""
@@ -179,6 +190,9 @@ class Rounds:
             "frozen": self._frozen,
             "share": 1 / max(1, self._at_hand),
             "accepted": self.running.accepted.get(client, 0),
+            "rounds": self._rounds[0],
+            "steps": self._rounds[1],
+            "moved": self.steps.moved if self.late is None else [-1],  # fewer than rounds: those have no order
         }
 
     def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
@@ -201,10 +215,13 @@ class Rounds:
         server = self.running
         tell_failures(f"Round {server_round}", {each.client: each.error for each in outcomes})
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
+        final = outcomes
         try:
             result = server.finish()
+            final = result.outcomes
         finally:
             if server.rounds == server_round:
+                self.steps.end_round(server_round - 1, final)
                 self.ended(outcomes)
             self.save({})
         good = {each.client for each in outcomes if each.error is None}
@@ -231,7 +248,7 @@ class Rounds:
         """Write the checkpoint, if there is one."""
         if self.checkpoint is not None:
             parts = (self.running.state_dict(), calibration, self.numbers, self.best, self.under_way())
-            ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
+            ServerState(self._federation, self.seed, *parts, self.steps.state_dict()).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
         r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""

@@ -2,8 +2,7 @@
 
 import copy
 import math
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks.trainer import FitLoop, check_schedulers, check_trainer
+from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
@@ -25,7 +25,8 @@ from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import Shared, split
-from lightning_fedbayes.server.plan import STRIDE, RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.server.plan import STRIDE, Batching, RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.transport.schedules import ClientCourse
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Task:
     """Task of a client in one round, from 0: the federation's seed, the global model, what the client has kept so far.
 
     ``begun``: the server has fused a round. ``share`` is the client's of all clients, ``frozen`` a digest of the frozen
-    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen.
+    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen. ``rounds`` and ``steps``
+    are of the whole federation, 0 where the server does not know them, ``moved`` is :class:`.Steps`'.
     """
 
     client: int
@@ -45,6 +47,9 @@ class Task:
     begun: bool = False
     share: float = 1.0
     frozen: str = ""
+    rounds: int = 0
+    steps: int = 0
+    moved: Sequence[int] = ()
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -68,26 +73,6 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
     return Clients((name,) * (client + 1), (data,) * (client + 1))
 
 
-def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
-    """Bring learning rates to their values after ``rounds`` rounds. Raise FederationError for ReduceLROnPlateau."""
-    check_schedulers(trainer)
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step":
-            raise FederationError(
-                f"{type(config.scheduler).__name__} has interval='step': how far the longest client of each earlier "
-                "round has moved it is unknown here. Use interval='epoch'"
-            )
-        if config.reduce_on_plateau:
-            remedy = "use a schedule of the round, such as StepLR"
-            name = type(config.scheduler).__name__
-            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
-            for done in range(1, rounds + 1):
-                if done % config.frequency == 0:
-                    config.scheduler.step()  # pyright: ignore[reportCallIssue]
-
-
 def check_same_frozen(model: ResidentModel, digest: str) -> None:
     """Raise ClientMismatch unless the frozen parameters have the server's ``digest``."""
     if model.digest() != digest:
@@ -109,6 +94,8 @@ class ClientTraining(L.Callback):
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
         self._loop: Any = None
+        self.figures: dict[str, float] = {}  # of the last round's steps
+        self.is_as_planned = True  # as many as batches, whatever is in them
 
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
@@ -126,7 +113,22 @@ class ClientTraining(L.Callback):
             raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
         if isinstance(self._result, ClientFailure):
             raise self._result.error
+        course = self._engine.context.course
+        self.figures = {} if course is None else course.figures()
+        planned = self._planned(trainer, self._round.starts[1] // self.settings.local_epochs)
+        self.is_as_planned = {planned} >= {*self.figures.values()} - {0.0}
         return self._result, self._kept
+
+    def steps(self, trainer: L.Trainer, datamodule: L.LightningDataModule, task: Task) -> tuple[int, int]:
+        """Return the client's number of examples, and of its optimizer's steps in a round."""
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader: Any = datamodule.train_dataloader()
+        batching, clients = self._dealt(loader, task, trainer.limit_train_batches)
+        return clients.sizes[-1], self._planned(trainer, batches_per_epoch(clients.sizes[-1], batching))
+
+    def _planned(self, trainer: L.Trainer, batches: int) -> int:
+        return self.settings.local_epochs * math.ceil(batches / trainer.accumulate_grad_batches)
 
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
@@ -198,15 +200,18 @@ class ClientTraining(L.Callback):
         if stage == "fit":
             check_trainer(trainer, pl_module, self.settings)
             self._loop = FitLoop(trainer, pl_module)
+            self._loop.told = self._task.rounds, self._task.steps
             self._loop.replace_data(self._plan)
+
+    def _dealt(self, loader: Any, task: Task, limit: int | float) -> tuple[Batching, Clients]:
+        epochs = self.settings.local_epochs
+        batching = batching_of(loader, local_epochs=epochs, fraction=1.0, seed=task.seed, limit=limit)
+        return batching, own_clients(loader.dataset, self.settings.partition, task.client, task.seed)
 
     def _plan(self, loader: Any) -> FederatedLoader:
         """Return the client's batches of this round, from the user's ``loader``."""
         task, settings = self._task, self.settings
-        batching = batching_of(
-            loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed, limit=self._loop.limits["limit"]
-        )
-        clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
+        batching, clients = self._dealt(loader, task, self._loop.limits["limit"])
         check_batches(clients.names[-1:], clients.sizes[-1:], batching)
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
         jobs = tuple(task.client + problem * STRIDE for problem in range(self.method.problems))
@@ -217,8 +222,7 @@ class ClientTraining(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the global posterior and make the engine."""
         task, settings = self._task, self.settings
-        advance_schedulers(trainer, task.round)
-        context = self._loop.context()
+        context = self._begun(trainer, pl_module, task)
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
             context,
@@ -232,15 +236,46 @@ class ClientTraining(L.Callback):
         self._engine.states.load_state_dict(task.kept)
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun))
-        self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
+        self._loop.install(self._engine, self._begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
 
+    def _begun(self, trainer: L.Trainer, module: L.LightningModule, task: Task) -> TrainingContext:
+        """Return the training's context, with learning rates as after the earlier rounds. Raise FederationError."""
+        check_schedulers(trainer)
+        between = [each for each in trainer.lr_scheduler_configs if each.interval == "epoch"]
+        for name in (type(each.scheduler).__name__ for each in between if each.reduce_on_plateau):
+            remedy = "use a schedule of the round, such as StepLR"
+            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
+        context = self._loop.context()
+        course = ClientCourse(context.course or Course(trainer.optimizers, ()), [each.scheduler for each in between])
+        counted = len(task.moved) == 2 * task.round
+        if course.schedulers and not counted:
+            name = type(course.schedulers[0]).__name__
+            why = "and this server does not count the steps of its rounds, as one without rounds"
+            raise FederationError(f"{name} moves in every step, {why}: use interval='epoch'")
+
+        def end_round(round: int) -> None:
+            self._loop.set_epoch(round)
+            for each in between:
+                if (round + 1) % each.frequency == 0:
+                    module.lr_scheduler_step(each.scheduler, None)
+
+        course.replay(task.moved if counted else (0, 0) * task.round, end_round)
+        self._loop.set_epoch(task.round)
+        context.steps.total.ready = context.steps.total.completed = course.done
+        return replace(context, course=course if context.course else None)
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin the round."""
+        """Give the round its length."""
         self._loop.set_length(self._engine.num_batches(self._round))
-        self._engine.begin_round(self._round)
+
+    def _begin_batch(self, batch_idx: int) -> None:
+        """Begin the round at its first batch, when the module's hooks of the epoch have run, and the client."""
+        if batch_idx == 0:
+            self._engine.begin_round(self._round)
+        self._engine.begin_batch(batch_idx)
 
     def _end_batch(self, batch_idx: int) -> None:
         """After the last batch, take the posterior and the client's state."""
