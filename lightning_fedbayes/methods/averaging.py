@@ -11,16 +11,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.methods.method import (
-    LocalProblem,
-    Method,
-    Participant,
-    Quadratic,
-    Report,
-    Shared,
-    Tensors,
-    Trained,
-)
+from lightning_fedbayes.methods import method
 
 MANY = 3
 """Rounds after which a variance that shrinks in each of them has lost its meaning."""
@@ -28,7 +19,7 @@ LATE = 20
 """Rounds after which averages under a fixed prior approach its width (benchmarks/posterior/ROUNDS.md)."""
 
 
-class Averaging(Method):
+class Averaging(method.Method):
     """Every client trains from the global posterior, and a fusion rule makes a new one of what they send.
 
     ``fusion="rklb"``, a rule object and ``fusion="auto"`` mean this method. With ``weighted_average`` and a network of
@@ -55,7 +46,7 @@ class Averaging(Method):
         text = super().described
         return text if self._prior == "fixed" else f"{text}, prior={self._prior}"
 
-    def prior(self, shared: Shared) -> GaussianPosterior | None:
+    def prior(self, shared: method.Shared) -> GaussianPosterior | None:
         """See :meth:`Method.prior`."""
         return shared.posterior if self._prior == "global" else None
 
@@ -98,12 +89,12 @@ class FedProx(Averaging):
         super().__init__(rule)
         self.strength = strength
 
-    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+    def problem(self, shared: method.Shared, client: method.Participant) -> method.LocalProblem:
         """See :meth:`Method.problem`."""
-        return LocalProblem(Quadratic(self.strength))
+        return method.LocalProblem(method.Quadratic(self.strength))
 
 
-class FedNova(Method):
+class FedNova(method.Method):
     r"""Averaging of the clients' moves per step, times their mean number of steps.
 
     A client that has moved by :math:`\theta_k - \theta_g` in :math:`\tau_k` steps sends the posterior moved by
@@ -123,17 +114,17 @@ class FedNova(Method):
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
 
-    def init(self, posterior: GaussianPosterior) -> Tensors:
+    def init(self, posterior: GaussianPosterior) -> method.Tensors:
         """Return a number of steps, which the server sends only for its form."""
         return {"steps": torch.zeros((), device=next(iter(posterior.mean.values())).device)}
 
-    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+    def report(self, shared: method.Shared, client: method.Participant, trained: method.Trained) -> method.Report:
         """See :meth:`Method.report`."""
         steps = torch.full_like(shared.tensors["steps"], client.steps)
-        return Report(moved(shared.posterior, trained.posterior, 1 / client.steps), sent={"steps": steps})
+        return method.Report(moved(shared.posterior, trained.posterior, 1 / client.steps), sent={"steps": steps})
 
     def fuse(
-        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+        self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
         """See :meth:`Method.fuse`."""
         return moved(shared.posterior, fused, float(averages["steps"])), averages
@@ -145,7 +136,7 @@ def moved(start: GaussianPosterior, end: GaussianPosterior, times: float) -> Gau
     return GaussianPosterior(mean, end.variance, end.linearised)
 
 
-class Scaffold(Method):
+class Scaffold(method.Method):
     r"""Averaging, with each client's mean gradient replaced by the mean gradient of all clients as far as it is known.
 
     A client's loss gains :math:`\langle c - c_k, \theta - \theta_g \rangle`: its steps follow :math:`g_k - c_k + c`.
@@ -166,33 +157,35 @@ class Scaffold(Method):
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
 
-    def init(self, posterior: GaussianPosterior) -> Tensors:
+    def init(self, posterior: GaussianPosterior) -> method.Tensors:
         """Return c = 0."""
         return {name: torch.zeros_like(mean) for name, mean in posterior.mean.items()}
 
-    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+    def problem(self, shared: method.Shared, client: method.Participant) -> method.LocalProblem:
         """See :meth:`Method.problem`. Raise FederationError unless the optimizer is plain SGD with one rate above 0."""
         if not client.rate:
             why = "fusion='scaffold' needs a client's mean gradient, and gets it from its move for plain SGD only"
             remedy = "torch.optim.SGD(parameters, lr=...) with one rate above 0, without momentum and weight decay"
             raise FederationError(f"{why}: {remedy}")
-        return LocalProblem(Quadratic(slope={n: self._own(client, n, c) - c for n, c in shared.tensors.items()}))
+        return method.LocalProblem(
+            method.Quadratic(slope={n: self._own(client, n, c) - c for n, c in shared.tensors.items()})
+        )
 
-    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+    def report(self, shared: method.Shared, client: method.Participant, trained: method.Trained) -> method.Report:
         """See :meth:`Method.report`."""
         assert client.rate is not None
         length, changes = client.steps * client.rate, {}
         for name, control in shared.tensors.items():
             changes[name] = (shared.posterior.mean[name] - trained.posterior.mean[name]) / length - control
         kept = {name: self._own(client, name, change) + change for name, change in changes.items()}
-        return Report(trained.posterior, kept, changes)
+        return method.Report(trained.posterior, kept, changes)
 
     def fuse(
-        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+        self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
         """See :meth:`Method.fuse`."""
         return fused, {name: control + heard * averages[name] for name, control in shared.tensors.items()}
 
     @staticmethod
-    def _own(client: Participant, name: str, like: Tensor) -> Tensor:
+    def _own(client: method.Participant, name: str, like: Tensor) -> Tensor:
         return client.kept[name].to(like) if name in client.kept else torch.zeros_like(like)

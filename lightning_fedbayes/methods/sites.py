@@ -8,17 +8,8 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.methods import method
 from lightning_fedbayes.methods.late import Late, moved
-from lightning_fedbayes.methods.method import (
-    LocalProblem,
-    Method,
-    Participant,
-    Quadratic,
-    Report,
-    Shared,
-    Tensors,
-    Trained,
-)
 
 MEMORY = 0.5
 """Part of a site that stays after a round: training is noisy, and all clients move at once. Clients that train in a
@@ -54,7 +45,7 @@ class _Round(NamedTuple):
     gradient: Tensor
 
 
-class Sites(Method):
+class Sites(method.Method):
     r"""The posterior of the pooled data: prior times one measured factor, or *site*, of every client.
 
     The site of client k is :math:`\exp(-g_k (\theta - m) - \tfrac12 \Lambda_k (\theta - m)^2)` about the global mean m,
@@ -178,7 +169,7 @@ class Sites(Method):
 
     # -- at the client -------------------------------------------------------------------------------------------------
 
-    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+    def problem(self, shared: method.Shared, client: method.Participant) -> method.LocalProblem:
         """Return the client's control variates and its share of the divergence from the global posterior."""
         common, kept = self._common(shared), client.kept
         share = self._weight(shared, client)
@@ -196,14 +187,14 @@ class Sites(Method):
             strength = share * common.prior
         slopes = self._split(common.lengths, slope.to(dtype), shared)
         own = {name: common.lengths[name] for name in common.names}
-        prior = Quadratic(
+        prior = method.Quadratic(
             self._split(own, strength.to(dtype), shared), {name: slopes[name] for name in own}, frozenset(own)
         )
         rest = {name: value / client.num_examples for name, value in slopes.items() if name not in own}
-        quadratic = Quadratic(slope=rest, names=frozenset(rest)) if kept and rest else None
-        return LocalProblem(quadratic, prior if own else None, measures=True)
+        quadratic = method.Quadratic(slope=rest, names=frozenset(rest)) if kept and rest else None
+        return method.LocalProblem(quadratic, prior if own else None, measures=True)
 
-    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+    def report(self, shared: method.Shared, client: method.Participant, trained: method.Trained) -> method.Report:
         """Return what the client has trained and measured, and its new site, bit by bit what the server adds up.
 
         Raises:
@@ -254,9 +245,9 @@ class Sites(Method):
                 f"client {client.number}: training has left the finite numbers; lower the learning rate, or clip "
                 "gradients (Trainer(gradient_clip_val=...))"
             )
-        return Report(GaussianPosterior.point_mass(mean), own, changes)
+        return method.Report(GaussianPosterior.point_mass(mean), own, changes)
 
-    def check(self, shared: Shared, client: Participant) -> None:
+    def check(self, shared: method.Shared, client: method.Participant) -> None:
         """See :meth:`Method.check`."""
         common = self._common(shared)
         lengths = {"gradient": len(common.mean), "precision": len(common.precision), "examples": 1, "clients": 1}
@@ -270,7 +261,7 @@ class Sites(Method):
 
     # -- at the server -------------------------------------------------------------------------------------------------
 
-    def init(self, posterior: GaussianPosterior) -> Tensors:
+    def init(self, posterior: GaussianPosterior) -> method.Tensors:
         """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
         "age" are the number of rounds, of those from one message of a client to its next, in the mean, and γ. "slope"
@@ -296,7 +287,7 @@ class Sites(Method):
         return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
     def fuse(
-        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+        self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
         """See :meth:`Method.fuse`. ``averages`` are the sums of the clients' changes."""
         tensors = {name: value + averages.get(name, 0.0) for name, value in shared.tensors.items()}
@@ -308,7 +299,7 @@ class Sites(Method):
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
         tensors |= self._behind(shared, posterior, averages, tensors["precision"], heard)
-        after = Shared(posterior, tensors, shared.share, False)
+        after = method.Shared(posterior, tensors, shared.share, False)
         rounds, age, _ = tensors["age"].tolist()
         messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
         marks, trail = tensors["_marks"], tensors["_trail"].tolist()
@@ -324,12 +315,12 @@ class Sites(Method):
 
     def _behind(
         self,
-        shared: Shared,
+        shared: method.Shared,
         posterior: GaussianPosterior,
         changes: Mapping[str, Tensor],
         precision: Tensor,
         heard: float,
-    ) -> Tensors:
+    ) -> method.Tensors:
         """Return the slope (P,) after a round: the sum of gradients, and what those of the others have changed by."""
         common, tensors, told = self._common(shared), shared.tensors, self.slope(shared)
         rest = max(0.0, round(1 - heard, 12))
@@ -345,9 +336,11 @@ class Sites(Method):
         slope[common.rows] += precision.clamp_min(0) * moves
         return {"slope": slope, "_moves": moves, "_found": rest * tensors["_found"] + products}
 
-    def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    def figures(
+        self, shared: method.Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]
+    ) -> dict[str, float]:
         """Return change and distance. Nothing of a network without Gaussian parameters."""
-        common = self._common(Shared(posterior, tensors, shared.share, False))
+        common = self._common(method.Shared(posterior, tensors, shared.share, False))
         if not common.names:
             return {}
         flat, before = common.mean[common.rows], self._common(shared)
@@ -368,7 +361,7 @@ class Sites(Method):
         """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
 
     def late(
-        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
+        self, sent: GaussianPosterior, started: method.Shared, now: method.Shared, staleness: int, how: Late
     ) -> GaussianPosterior:
         """Return the present means, moved as far as the client has moved those that it started from."""
         return moved(sent, started.posterior, now.posterior) if staleness else sent
@@ -419,7 +412,7 @@ class Sites(Method):
 
     # -- what both ends work out ---------------------------------------------------------------------------------------
 
-    def _common(self, shared: Shared) -> _Round:
+    def _common(self, shared: method.Shared) -> _Round:
         """Return what all clients of a round have in common, computed for the first of them."""
         if "sites" not in shared.notes:
             posterior = shared.posterior
@@ -449,7 +442,7 @@ class Sites(Method):
             )
         return shared.notes["sites"]
 
-    def slope(self, shared: Shared) -> Tensor:
+    def slope(self, shared: method.Shared) -> Tensor:
         """See :meth:`Method.slope`: c, of the negative pooled ELBO. 0 before any client has been heard."""
         common = self._common(shared)
         slope = common.gradient.clone()
@@ -457,23 +450,23 @@ class Sites(Method):
         return slope * bool(shared.tensors["clients"])
 
     @staticmethod
-    def _scale(shared: Shared, tensors: Mapping[str, Tensor]) -> float:
+    def _scale(shared: method.Shared, tensors: Mapping[str, Tensor]) -> float:
         """Return the number of clients over those that have been heard."""
         heard = float(tensors["clients"])
         return max(1.0, 1 / (shared.share * heard)) if heard else 1.0
 
     @staticmethod
-    def _weight(shared: Shared, client: Participant) -> float:
+    def _weight(shared: method.Shared, client: method.Participant) -> float:
         """Return a client's part of all examples, as far as they are known."""
         known, heard = (float(shared.tensors[name]) for name in ("examples", "clients"))
         return shared.share * client.num_examples * heard / known if known > 0 else shared.share
 
-    def _precision(self, shared: Shared, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _precision(self, shared: method.Shared, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the global precision from the sums of all sites, shape (G,)."""
         return self._common(shared).prior + self._scale(shared, tensors) * tensors["precision"].clamp_min(0)
 
     @staticmethod
-    def _first(common: _Round, shared: Shared) -> Tensor:
+    def _first(common: _Round, shared: method.Shared) -> Tensor:
         """Return the precision of the start beyond the prior's, shape (G,)."""
         own = [common.lengths[name] for name in common.names]
         parts = zip(common.mean[common.rows].split(own), common.precision.split(own))
@@ -487,7 +480,7 @@ class Sites(Method):
         return (slope.square() / common.precision).mean() / 2
 
     @staticmethod
-    def _split(lengths: Mapping[str, int], flat: Tensor, shared: Shared) -> dict[str, Tensor]:
+    def _split(lengths: Mapping[str, int], flat: Tensor, shared: method.Shared) -> dict[str, Tensor]:
         """Return a flat vector by name, in the parameters' shapes."""
         return {
             name: part.view(shared.posterior.mean[name].shape)

@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import MOVING, Course
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, listed
-from lightning_fedbayes.core.messages import ClientOutcome, Message, check_mapping
+from lightning_fedbayes.core.errors import FederationError, check_at_least, listed
+from lightning_fedbayes.core.messages import ClientOutcome, Message
 from lightning_fedbayes.server.plan import Fraction, choose_cohort
 
 STEPS, MOVES = "schedule/steps", "schedule/moves"
@@ -79,7 +79,7 @@ class Steps:
     def announce(self, messages: Mapping[int, Message]) -> None:
         """Note the steps of a round that clients announce."""
         for client, message in messages.items():
-            steps = int(max(0.0, min(message.figures["steps"], 1e18)))
+            steps = int(max(0.0, min(message.figures.get("steps", 0.0), 1e18)))
             self.announced[client] = self.claims[client] = [max(1, message.num_examples), steps, steps]
 
     def total(self, rounds: int, fraction: Fraction, seed: int) -> int:
@@ -95,21 +95,10 @@ class Steps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave. Raise FederationError for something else."""
-        for name in ("claims", "announced"):
-            check_mapping(name, {str(client): stated for client, stated in state[name].items()}, list)
-        for number in (
-            *state["moved"],
-            *(each for name in ("claims", "announced") for c in state[name].values() for each in c),
-        ):
+        stated = [*state["claims"].values(), *state["announced"].values()]
+        for number in (*state["moved"], *(number for _, *numbers in stated for number in numbers)):
             check_at_least("steps", number, 0)
         self.moved, self.claims, self.announced = list(state["moved"]), dict(state["claims"]), dict(state["announced"])
-
-
-def announced(message: Message) -> Message:
-    """Return the message in which a client announces its steps. Raise FusionError if it does not."""
-    if "steps" not in message.figures:
-        raise FusionError(f"client {message.client}: its message has no 'steps'")
-    return message
 
 
 Place = tuple[int, int, str]
@@ -131,7 +120,8 @@ class ClientCourse(Course):
         super().__init__(course.optimizers, moving, [each for each in course.own if each not in moving])
         self._between = known
         self._counts: dict[int, int] = {}
-        self._left: set[Place] | None = None
+        self._left: set[Place] = set()
+        self._forget: Callable[[], Any] = list
         self._ended: tuple[dict[int, int], set[Place]] = {}, set()
 
     def replay(self, moved: Sequence[int], end_round: Callable[[int], None]) -> None:
@@ -157,19 +147,18 @@ class ClientCourse(Course):
     def begin_client(self) -> None:
         """See :meth:`Course.begin_client`. Look at the first step which options hooks have set before it."""
         super().begin_client()
-        self._counts, self._left, handles = {}, None, []
-        marked = dict[Place, Any]()
+        self._counts, self._left, marked = {}, set(self._options()), dict[Place, Any]()
         for (i, j, name), value in self._options().items():  # other objects, so that an equal number is another one
             value = value + 0.0 if isinstance(value, float) else (*value,) if isinstance(value, tuple) else value
             marked[i, j, name] = self.optimizers[i].param_groups[j][name] = value
 
         def look(*_: Any) -> None:
-            if self._left is None:
+            if marked:
                 self._left = {place for place, value in self._options().items() if value is marked.get(place)}
-            for handle in handles:
-                handle.remove()
+            marked.clear()
 
-        handles += [each.register_step_pre_hook(look) for each in self.optimizers]
+        handles = [each.register_step_pre_hook(look) for each in self.optimizers]
+        self._forget = lambda: [each.remove() for each in handles]
 
     def _options(self) -> dict[Place, Any]:
         """Return the options that schedules move."""
@@ -180,8 +169,9 @@ class ClientCourse(Course):
         """See :meth:`Course.end_client`."""
         before = self.longest
         super().end_client(steps)
+        self._forget()
         if self.longest is not before:
-            self._ended = dict(self._counts), self._left or set()
+            self._ended = dict(self._counts), self._left
 
     def figures(self) -> dict[str, float]:
         """Return how far the client has moved in this round, as it tells the server, after the round.

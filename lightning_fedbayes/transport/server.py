@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -30,9 +29,9 @@ from lightning_fedbayes.transport.calibration import (
     usable,
 )
 from lightning_fedbayes.transport.checkpoint import ServerState
-from lightning_fedbayes.transport.schedules import Steps, announced
+from lightning_fedbayes.transport.schedules import Steps
 
-Answers = Mapping[int, "Message | FedBayesError"]
+Answers = Mapping[int, "Message | errors.FedBayesError"]
 """Client → what it has sent, or why that cannot be read."""
 
 
@@ -86,7 +85,7 @@ class Rounds:
         self.method = settings.method
         if across and (self.method.sends_means or self.method.name == "sums"):
             why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
-            raise FederationError(f"{why}; give a method whose clients do, or across=False")
+            raise errors.FederationError(f"{why}; give a method whose clients do, or across=False")
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
@@ -150,7 +149,7 @@ class Rounds:
     def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
         """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
         if self._asks_for_steps and not self.steps.announced:
-            self.steps.announce(usable(ask(), announced))
+            self.steps.announce(usable(ask(), lambda message: message))
         self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
 
     def under_way(self) -> dict[str, Any]:
@@ -165,11 +164,11 @@ class Rounds:
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
             check_structure(stored.posterior, begun, "the checkpoint")
-        except FusionError as error:
+        except errors.FusionError as error:
             reasons.append(str(error))
         if reasons:
             remedy = "resume with the same network and seed, or give checkpoint= another path"
-            raise FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
+            raise errors.FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
         """Begin a round, from 1. Return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
@@ -234,11 +233,11 @@ class Rounds:
     def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
         """Return a client's update, or its failure."""
         try:
-            answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
-            if isinstance(answer, FedBayesError):
+            answer = answers.get(client, errors.FusionError(f"client {client}: no reply within {self._timeout:g} s"))
+            if isinstance(answer, errors.FedBayesError):
                 raise answer
             update = messages.read_update(answer, set() if self.method.sends_means else self._probabilistic)
-        except FedBayesError as refusal:
+        except errors.FedBayesError as refusal:
             return ClientFailure(client, refusal)
         if self.across:
             self._sent[client] = update
@@ -290,7 +289,9 @@ class Rounds:
 
 def tell_failures(where: str, answers: Mapping[int, Any]) -> None:
     """Print why clients are left out, of those with an error as their answer."""
-    for line in told_failures({str(client): each for client, each in answers.items() if isinstance(each, Exception)}):
+    for line in errors.told_failures(
+        {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
+    ):
         rank_zero_info(f"{where}: {line}")
 
 

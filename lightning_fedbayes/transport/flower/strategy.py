@@ -22,16 +22,9 @@ from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLapl
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import Ask, Calibration, check_calibration, try_calibration, usable
+from lightning_fedbayes.transport.flower import wire
 from lightning_fedbayes.transport.flower.asynchronous import Course, check_schedule
 from lightning_fedbayes.transport.flower.roster import Roster
-from lightning_fedbayes.transport.flower.wire import (
-    from_arrays,
-    header_in,
-    message_in,
-    record_of,
-    tensors_in,
-    to_arrays,
-)
 from lightning_fedbayes.transport.messages import COUNTED, attempted, has_lost_state
 from lightning_fedbayes.transport.server import Rounds, told_round
 
@@ -193,8 +186,8 @@ class FusionStrategy(Rounds, Strategy):
         check_calibration(calibration)
         self.summary()
         self._timeout, self._train = timeout, train_config or ConfigRecord()
-        server = self.resume(tensors_in(initial_arrays, "the initial arrays"))
-        result = Result(arrays=to_arrays(server.posterior, server.buffers))
+        server = self.resume(wire.tensors_in(initial_arrays, "the initial arrays"))
+        result = Result(arrays=wire.to_arrays(server.posterior, server.buffers))
         if server.rounds >= num_rounds or self.monitor.is_over(self.best):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
@@ -223,7 +216,7 @@ class FusionStrategy(Rounds, Strategy):
             self._score_across(grid, evaluate_config or ConfigRecord())
         if self.best:
             posterior = GaussianPosterior.from_state_dict(self.best["posterior"])
-            result.arrays = to_arrays(posterior, self.best["buffers"])
+            result.arrays = wire.to_arrays(posterior, self.best["buffers"])
             rank_zero_info(f"Round {self.best['round']} is the best: {self.monitor.name} {self.best['score']:.4g}")
         if calibration:
             self.calibrate(grid, result.arrays, calibration, timeout)
@@ -245,8 +238,8 @@ class FusionStrategy(Rounds, Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the round's cohort from (seed, round) and send it the global posterior. See Flower's ``Strategy``."""
-        server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
-        server.posterior, server.buffers = from_arrays(arrays, "the global arrays")
+        server = self.server or self.resume(wire.tensors_in(arrays, "the initial arrays"))
+        server.posterior, server.buffers = wire.from_arrays(arrays, "the global arrays")
         nodes = self._roster.wait(grid, self.safeguards.min_clients, self._timeout)
         self._asked = {nodes[client]: client for client in self.begin(server_round, nodes)}
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
@@ -268,7 +261,7 @@ class FusionStrategy(Rounds, Strategy):
             content = RecordDict({"arrays": arrays, "config": whole})
             counted = self.counted_for(client) if kind == MessageType.TRAIN else None
             if counted is not None:
-                content[COUNTED] = record_of(counted)
+                content[COUNTED] = wire.record_of(counted)
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
 
@@ -277,7 +270,7 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
 
     def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
-        if has_lost_state(header_in(reply)) and client in self.running.sites:
+        if has_lost_state(wire.header_in(reply)) and client in self.running.sites:
             self.running.untold.add(client)
         return self.update_of(client, read_all([reply], {reply.metadata.src_node_id: client}, "update", server_round))
 
@@ -287,7 +280,7 @@ class FusionStrategy(Rounds, Strategy):
         for reply in replies:
             if reply.metadata.src_node_id not in asked:
                 rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
-        lost = [asked.get(each.metadata.src_node_id, -1) for each in replies if has_lost_state(header_in(each))]
+        lost = [asked.get(each.metadata.src_node_id, -1) for each in replies if has_lost_state(wire.header_in(each))]
         answers = read_all(replies, asked, "update", server_round)
         return _records(self.finish(server_round, asked.values(), answers, lost))
 
@@ -353,13 +346,13 @@ class FusionStrategy(Rounds, Strategy):
         """
         once.check_one_shot(method)
         errors.check_number("timeout", timeout, "(0, inf)")
-        server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
+        server = self.server or self.resume(wire.tensors_in(arrays, "the initial arrays"))
         self._timeout = timeout
         self._roster.wait(grid, self.wait_for, timeout)
         if isinstance(method, KroneckerLaplace):
             arrays = self._scaled(server, grid, arrays, 1)
         if not once.starts_from(method, server.posterior):
-            arrays = to_arrays(GaussianPosterior.point_mass({}), {})
+            arrays = wire.to_arrays(GaussianPosterior.point_mass({}), {})
         ask = partial(self._ask_once, grid, arrays, method)
         first = usable(ask(None, {}), lambda message: once.read_once(message, method, server.posterior))
         return once.fused(method, first, ask)
@@ -377,7 +370,7 @@ class FusionStrategy(Rounds, Strategy):
         action = f"{MessageType.QUERY}.once"
         questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
         for question in questions if told else ():
-            question.content[once.TOLD] = record_of(told or {})
+            question.content[once.TOLD] = wire.record_of(told or {})
         replies = grid.send_and_receive(questions, timeout=self._timeout)
         return read_all(replies, nodes, once.kind_of(method), 1)
 
@@ -386,7 +379,7 @@ class FusionStrategy(Rounds, Strategy):
         self.count(rounds, partial(self._ask_once, grid, arrays, once.COUNTING))
         asking = partial(self._ask_once, grid, arrays, once.SCALING)
         server.buffers = once.with_scale(server.buffers, asking)
-        return to_arrays(server.posterior, server.buffers)
+        return wire.to_arrays(server.posterior, server.buffers)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -408,7 +401,7 @@ class FusionStrategy(Rounds, Strategy):
         for client, model in self.own_models().items():
             nodes = self._at_leisure(grid)
             more = {"across": True}
-            asked = self._messages(MessageType.EVALUATE, server_round, to_arrays(*model), config, nodes, more)
+            asked = self._messages(MessageType.EVALUATE, server_round, wire.to_arrays(*model), config, nodes, more)
             replies = grid.send_and_receive(asked, timeout=self._timeout)
             found[client] = read_all(replies, nodes, "scores", server_round)
         self.take_across(found)
@@ -428,7 +421,7 @@ class FusionStrategy(Rounds, Strategy):
 
 
 def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
-    arrays = to_arrays(result.posterior, result.buffers) if result.success else None
+    arrays = wire.to_arrays(result.posterior, result.buffers) if result.success else None
     return arrays, MetricRecord({**result.figures})
 
 
@@ -440,5 +433,5 @@ def read_all(
     for reply in replies:
         client = nodes.get(reply.metadata.src_node_id)
         if client is not None:
-            found[client] = attempted(partial(message_in, reply, client, kind, server_round))
+            found[client] = attempted(partial(wire.message_in, reply, client, kind, server_round))
     return dict(sorted(found.items()))
