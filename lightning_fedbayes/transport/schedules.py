@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from statistics import median_low
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.clients.context import MOVING, Course
+from lightning_fedbayes.clients.context import MOVING, Course, TrainingContext
 from lightning_fedbayes.core.errors import FederationError, check_at_least, listed
 from lightning_fedbayes.core.messages import ClientOutcome, Message
 from lightning_fedbayes.server.plan import Fraction, choose_cohort
@@ -115,24 +115,22 @@ class ClientCourse(Course):
     """
 
     def __init__(self, course: Course, between: Sequence[Any]) -> None:
-        known = {id(each) for each in between}
-        moving = course.schedulers or [each for each in course.own if id(each) not in known]
+        self._between = {id(each) for each in between}
+        moving = course.schedulers or [each for each in course.own if id(each) not in self._between]
         super().__init__(course.optimizers, moving, [each for each in course.own if each not in moving])
-        self._between = known
         self._counts: dict[int, int] = {}
         self._left: set[Place] = set()
         self._forget: Callable[[], Any] = list
         self._ended: tuple[dict[int, int], set[Place]] = {}, set()
 
-    def replay(self, moved: Sequence[int], end_round: Callable[[int], None]) -> None:
-        """Move as in earlier rounds, by :class:`Steps`' ``moved``. ``end_round`` steps the schedulers between them."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
-            for round, (steps, moves) in enumerate(zip(moved[::2], moved[1::2])):
-                self._at = 0
-                self.move_to(moves)
-                self.done += steps
-                end_round(round)
+    def replay(self, steps: int, moves: int) -> None:
+        """Move as in an earlier round."""
+        self._at = 0
+        self.move_to(moves)
+        self.done += steps
+
+    def count(self) -> None:
+        """Count the schedulers' steps from now on."""
         for each in (*self.schedulers, *self.own):
             kind = type(each)
             each.__class__ = type(kind.__name__, (kind,), {"step": self._counted(id(each), kind)})
@@ -202,3 +200,33 @@ class ClientCourse(Course):
 def numbers_in(value: Any) -> list[float]:
     """Return the numbers of an option."""
     return [float(each) for each in (value if isinstance(value, tuple | list) else (value,))]
+
+
+def begun(loop: Any, round: int, moved: Sequence[int]) -> TrainingContext:
+    """Return the context of a client's training in ``round``, with learning rates as after the rounds before.
+
+    ``loop`` is the client's ``FitLoop``, ``moved`` is :class:`Steps`'. Raise FederationError if that is not known.
+    """
+    context, between = loop.context(), [each for each in loop.trainer.lr_scheduler_configs if each.interval == "epoch"]
+    for name in (type(each.scheduler).__name__ for each in between if each.reduce_on_plateau):
+        remedy = "use a schedule of the round, such as StepLR"
+        raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
+    course = context.course or Course(context.optimizers, ())
+    course = ClientCourse(course, [each.scheduler for each in between])
+    if len(moved) != 2 * round:
+        moved = (0, 0) * round
+        for name in (type(each).__name__ for each in course.schedulers):
+            why = "and this server does not count the steps of its rounds, as one without rounds"
+            raise FederationError(f"{name} moves in every step, {why}: use interval='epoch'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
+        for done, counts in enumerate(zip(moved[::2], moved[1::2])):
+            course.replay(*counts)
+            loop.set_epoch(done)
+            for each in between:
+                if (done + 1) % each.frequency == 0:
+                    context.module.lr_scheduler_step(each.scheduler, None)
+    loop.set_epoch(round)
+    course.count()
+    context.steps.total.ready = context.steps.total.completed = course.done
+    return replace(context, course=course if context.course else None)

@@ -11,22 +11,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks.trainer import FitLoop, check_schedulers, check_trainer
-from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
+from lightning_fedbayes.core import errors, seeding
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import Shared, split
 from lightning_fedbayes.server.plan import STRIDE, Batching, RoundPlan, batches_per_epoch, check_batches
-from lightning_fedbayes.transport.schedules import ClientCourse
+from lightning_fedbayes.transport.schedules import begun
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
         clients = clients_of(dataset, partition, seed)
         if client >= len(clients):
             found = f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0"
-            raise FederationError(f"{found}: start fewer clients, or deal out to more")
+            raise errors.FederationError(f"{found}: start fewer clients, or deal out to more")
         name, data = clients.names[client], clients.datasets[client]
     return Clients((name,) * (client + 1), (data,) * (client + 1))
 
@@ -77,7 +75,7 @@ def check_same_frozen(model: ResidentModel, digest: str) -> None:
     """Raise ClientMismatch unless the frozen parameters have the server's ``digest``."""
     if model.digest() != digest:
         remedy = "build it with the same weights at both ends, from one file or one seed"
-        raise ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
+        raise errors.ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
 
 
 class ClientTraining(L.Callback):
@@ -90,7 +88,9 @@ class ClientTraining(L.Callback):
         self.settings = settings
         self.method = settings.method
         if self.method.auto is not None:
-            raise FederationError("fusion='auto' chooses at the server, and needs its validation data; name one rule")
+            raise errors.FederationError(
+                "fusion='auto' chooses at the server, and needs its validation data; name one rule"
+            )
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
         self._loop: Any = None
@@ -110,7 +110,9 @@ class ClientTraining(L.Callback):
         finally:
             trainer.check_val_every_n_epoch = every
         if self._result is None:
-            raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
+            raise errors.FederationError(
+                "the Trainer stopped before the client's last batch; its options must not cut rounds"
+            )
         if isinstance(self._result, ClientFailure):
             raise self._result.error
         course = self._engine.context.course
@@ -157,10 +159,12 @@ class ClientTraining(L.Callback):
     def _validate(
         trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> dict[str, float]:
-        seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
+        seeding.seed_everything(seeding.derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:
-            raise FederationError("this client's data module has no validation data; give it some, or evaluate=False")
+            raise errors.FederationError(
+                "this client's data module has no validation data; give it some, or evaluate=False"
+            )
         return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}
 
     def load_global(self, module: L.LightningModule, task: Task) -> ResidentModel:
@@ -189,8 +193,8 @@ class ClientTraining(L.Callback):
         model = ResidentModel(module, *options)
         try:
             check_structure(task.posterior, model.read_posterior(), "this client's network")
-        except FusionError as other:
-            raise ClientMismatch(str(other)) from None
+        except errors.FusionError as other:
+            raise errors.ClientMismatch(str(other)) from None
         check_same_frozen(model, task.frozen)
         model.load_posterior(task.posterior, split(task.buffers)[0])
         return model
@@ -222,7 +226,8 @@ class ClientTraining(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the global posterior and make the engine."""
         task, settings = self._task, self.settings
-        context = self._begun(trainer, pl_module, task)
+        check_schedulers(trainer)
+        context = begun(self._loop, task.round, task.moved)
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
             context,
@@ -240,32 +245,6 @@ class ClientTraining(L.Callback):
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
-
-    def _begun(self, trainer: L.Trainer, module: L.LightningModule, task: Task) -> TrainingContext:
-        """Return the training's context, with learning rates as after the earlier rounds. Raise FederationError."""
-        check_schedulers(trainer)
-        between = [each for each in trainer.lr_scheduler_configs if each.interval == "epoch"]
-        for name in (type(each.scheduler).__name__ for each in between if each.reduce_on_plateau):
-            remedy = "use a schedule of the round, such as StepLR"
-            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
-        context = self._loop.context()
-        course = ClientCourse(context.course or Course(trainer.optimizers, ()), [each.scheduler for each in between])
-        counted = len(task.moved) == 2 * task.round
-        if course.schedulers and not counted:
-            name = type(course.schedulers[0]).__name__
-            why = "and this server does not count the steps of its rounds, as one without rounds"
-            raise FederationError(f"{name} moves in every step, {why}: use interval='epoch'")
-
-        def end_round(round: int) -> None:
-            self._loop.set_epoch(round)
-            for each in between:
-                if (round + 1) % each.frequency == 0:
-                    module.lr_scheduler_step(each.scheduler, None)
-
-        course.replay(task.moved if counted else (0, 0) * task.round, end_round)
-        self._loop.set_epoch(task.round)
-        context.steps.total.ready = context.steps.total.completed = course.done
-        return replace(context, course=course if context.course else None)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the round its length."""
