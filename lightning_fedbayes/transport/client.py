@@ -31,8 +31,10 @@ LOG = logging.getLogger(__name__)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
-COUNTED_KEYS = ("rounds", "steps", "moved")
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen", *COUNTED_KEYS)
+CONFIG_KEYS = (
+    *("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen", "rounds"),
+    *("steps", "moved"),
+)
 """Keys of a question's configuration that the server sets.
 
 "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
@@ -80,7 +82,7 @@ class Question:
         """Return the task that the server sets. ``kept`` is the client's state."""
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
-        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen", *COUNTED_KEYS)}
+        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen", "rounds", "steps", "moved")}
         return Task(self.client, config["server-round"] - 1, posterior=posterior, buffers=buffers, kept=kept, **rest)
 
 

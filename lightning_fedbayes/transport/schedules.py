@@ -34,12 +34,12 @@ def believed(claims: Mapping[int, Sequence[int]], max_influence: float | None) -
     >>> believed({0: [12, 3, 3], 1: [20, 5, 5], 2: [36, 10**9, 9]}, max_influence=1.0)
     {0: [3, 3], 1: [5, 5], 2: [18, 9]}
     """
-    found = {}
+    found, factor = {}, 2 * (max_influence or 0.0)
     for client, (examples, *numbers) in claims.items():
         found[client] = [min(number, MOST_STEPS) for number in numbers]
-        for i, number in enumerate(numbers if max_influence is not None else ()):
+        for i, number in enumerate(found[client] if factor else ()):
             usual = [c[i + 1] * max(1.0, min(examples / c[0], MOST_EXAMPLES)) for c in claims.values()]
-            found[client][i] = min(number, MOST_STEPS, int(2 * max_influence * median_low(usual)))
+            found[client][i] = min(number, int(factor * median_low(usual)))
     return found
 
 
