@@ -13,7 +13,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 T = TypeVar("T")
 
 Kind = Literal[
-    "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "steps", "failure"
+    "introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "scale", "failure"
 ]
 
 SCALE = "scale/"
@@ -27,8 +27,8 @@ class Message:
     Args:
         kind: "introduction": which client it is. "update": of a round. "scores": what it logs of a validation.
             "temperature" and "counts": sums and histograms for a calibration. "statistics" and "curvature": what it
-            sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "steps": its steps
-            in a round. "failure": it could not do what it was asked for.
+            sends once, in place of rounds. "scale": sums over its examples, for a FederatedScaler. "failure": it could
+            not do what it was asked for.
         client, num_examples: its number, and the number of its examples behind the message.
         round: the round that it is based on, from 1. 0 before the first.
         tensors, figures: by name.

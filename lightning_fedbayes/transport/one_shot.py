@@ -47,10 +47,8 @@ def check_one_shot(method: Any) -> OneShot:
 
 def kind_of(method: OneShot | str) -> Kind:
     """Return the kind of message that a client sends."""
-    if method == SCALING:
-        return "scale"
-    if method == COUNTING:
-        return "steps"
+    if isinstance(method, str):
+        return "scale" if method == SCALING else "introduction"
     return "curvature" if isinstance(method, KroneckerLaplace) else "statistics"
 
 
