@@ -37,12 +37,13 @@ class Course:
     Every client begins at the position of the round. After the round they stand where the client that has made most
     steps has left them, the first of such. So with one client they move as without a federation.
 
-    The ``schedulers`` are the Trainer's with ``interval="step"``, and those that the module steps itself. ``done`` are
-    the steps of such clients in all rounds so far, ``longest`` has the steps of this round's, and its position.
+    The ``schedulers`` are the Trainer's with ``interval="step"``, the ``own`` ones those that the module may step
+    itself. ``done`` are the steps of such clients in all rounds so far, ``longest`` has the steps of this round's, and
+    its position.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-        self.optimizers, self.schedulers = optimizers, schedulers
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], own: Sequence[Any] = ()) -> None:
+        self.optimizers, self.schedulers, self.own = optimizers, schedulers, own
         self.done = self._at = 0
         self.longest = self._start = self._position(0)
 
@@ -55,7 +56,7 @@ class Course:
         self._go(self._start)
 
     def move_to(self, steps: int) -> None:
-        """Step the schedulers until a client has made so many ``steps``."""
+        """Step the Trainer's schedulers until a client has made so many ``steps``."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a stack's optimizer steps at its own time
             for _ in range(self._at, steps):
@@ -74,17 +75,19 @@ class Course:
         self.done += self.longest[0] * is_whole
 
     def _position(self, steps: int) -> tuple[int, list[Any], list[list[dict[str, Any]]]]:
-        states = [copy.deepcopy(each.state_dict()) for each in self.schedulers]
-        options = [[{n: g[n] for n in MOVING if n in g} for g in each.param_groups] for each in self.optimizers]
+        states = [copy.deepcopy(each.state_dict()) for each in (*self.schedulers, *self.own)]
+        groups = [each.param_groups for each in self.optimizers]
+        options = [[{n: copy.deepcopy(g[n]) for n in MOVING if n in g} for g in each] for each in groups]
         return steps, states, options
 
     def _go(self, position: tuple[int, list[Any], list[list[dict[str, Any]]]]) -> None:
         self._at, states, options = position
-        for scheduler, state in zip(self.schedulers, states):
+        for scheduler, state in zip((*self.schedulers, *self.own), states):
             scheduler.load_state_dict(copy.deepcopy(state))
         for optimizer, groups in zip(self.optimizers, options):
             for group, values in zip(optimizer.param_groups, groups):
-                group.update(values)
+                for name, value in values.items():
+                    group[name] = group[name].copy_(value) if isinstance(group[name], Tensor) else value
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
+from lightning_fedbayes.transport.schedules import Steps
 from lightning_fedbayes.transport.training import call_round_end
 
 
@@ -42,6 +43,7 @@ class ServerState:
         numbers: site → its client's number, where the server numbers them.
         best: the best round by a strategy's ``monitor``: "score", "round", "posterior" and "buffers".
         under_way: who trains from which version of the global posterior, in a federation without rounds.
+        steps: of each round, where learning rates move in every step (:class:`.Steps`).
     """
 
     federation: str
@@ -51,6 +53,7 @@ class ServerState:
     numbers: dict[str, int] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     under_way: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=lambda: Steps(None).state_dict())
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -93,6 +96,7 @@ class ServerState:
                 GaussianPosterior.from_state_dict(state.best["posterior"])
                 check_mapping("buffers", state.best["buffers"], Tensor)
             check_mapping("under_way", state.under_way, Mapping)
+            Steps(None).load_state_dict(state.steps)
         except Exception as error:  # whatever another program has written
             why = f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
             raise FederationError(why) from error

@@ -31,13 +31,17 @@ LOG = logging.getLogger(__name__)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
+CONFIG_KEYS = (
+    *("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen", "rounds"),
+    *("steps", "moved"),
+)
 """Keys of a question's configuration that the server sets.
 
 "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
 "accepted" see :class:`StateFile`. "begun" is False until a round has been fused. "share" is the client's share of all
 clients. "method" is :meth:`~lightning_fedbayes.Method.agreement`. "frozen" is the digest of the frozen parameters, ""
-if there are none.
+if there are none. "rounds" and "steps" are the federation's rounds, and the largest clients' steps in them, 0 if
+unknown. "moved" is :attr:`.Steps.moved`.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
@@ -78,7 +82,7 @@ class Question:
         """Return the task that the server sets. ``kept`` is the client's state."""
         posterior, buffers = posterior_in(self.model, "the server")
         config = self.config
-        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen")}
+        rest = {name: config[name] for name in ("seed", "begun", "share", "frozen", "rounds", "steps", "moved")}
         return Task(self.client, config["server-round"] - 1, posterior=posterior, buffers=buffers, kept=kept, **rest)
 
 
@@ -229,7 +233,11 @@ class RemoteClient:
         if self.of_examples is not None:
             spent |= kept.count_steps(self.of_examples)
         kept.write(after)  # before anything is sent
-        figures = {name: value for name, value in {**update.metrics, **spent}.items() if math.isfinite(value)}
+        moved = self.training.figures
+        if self.door.privacy is not None and not self.training.is_as_planned:
+            why = "this client's data are private, and how often its schedule moves may depend on them"
+            raise errors.NotSent(f"{why}: move it once in each step, and take a step for each batch")
+        figures = {n: value for n, value in {**update.metrics, **spent, **moved}.items() if math.isfinite(value)}
         tensors = tensors_of(update.posterior, update.buffers)
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
@@ -269,6 +277,9 @@ class RemoteClient:
         kind = once.kind_of(method)
         self.door.check(kind)
         datamodule = data()
+        if method == once.COUNTING:
+            size, steps = self._with_trainer(lambda trainer: self.training.steps(trainer, datamodule, task))
+            return Message(kind, task.client, task.round + 1, size, figures={"steps": steps})
         loader = once.training_data(datamodule, self.training.settings, task.client, task.seed)
         if isinstance(method, once.KroneckerLaplace):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))

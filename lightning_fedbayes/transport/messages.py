@@ -30,9 +30,9 @@ COUNTED = "counted"
 """Name of the tensors that tell a client what the server has counted of its site."""
 MOST_TEXT = 500
 """Characters of a failure's texts that are shown."""
-KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
-"""Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last two tell the kind of the
-posterior, and the digest of the frozen parameters."""
+KINDS = ("mean", "variance", "buffer", "linearised", "frozen", "steps")
+"""Kinds of arrays. A key is the kind, a slash and the parameter's or buffer's name. The last three tell the kind of the
+posterior, the digest of the frozen parameters, and that the module asks for the steps of all rounds."""
 SENT = (torch.float32, torch.float64)
 
 
@@ -89,11 +89,13 @@ def initial_model(
     """Return the model to start from. See :func:`~lightning_fedbayes.transport.flower.initial_arrays`."""
     errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
     FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
-    learned = learned_posterior(optimizers_of(module), module, posterior)
+    optimizers, asks = optimizers_of(module)
+    learned = learned_posterior(optimizers, module, posterior)
     model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
     frozen = model.digest()
     tensors = tensors_of(model.read_posterior(), {**model.federated_buffers, **scale_of(module)})
-    return tensors | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {})
+    marks = ([f"frozen/{frozen}"] if frozen else []) + (["steps/"] if asks else [])
+    return tensors | {mark: torch.ones(1) for mark in marks}
 
 
 def _sendable(value: Tensor) -> Tensor:

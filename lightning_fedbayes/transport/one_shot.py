@@ -28,6 +28,9 @@ TOLD = "told"
 SCALING = "scale"
 """Name of the exchange by which clients send the sums of a scale, before they train."""
 
+COUNTING = "steps"
+"""Name of the exchange by which clients announce their steps in a round, before they train."""
+
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
 Once = KroneckerPosterior | HierarchicalFit | HeadFit
@@ -44,15 +47,16 @@ def check_one_shot(method: Any) -> OneShot:
 
 def kind_of(method: OneShot | str) -> Kind:
     """Return the kind of message that a client sends."""
-    if method == SCALING:
-        return "scale"
+    if isinstance(method, str):
+        return "scale" if method == SCALING else "introduction"
     return "curvature" if isinstance(method, KroneckerLaplace) else "statistics"
 
 
 def check_agreed(method: OneShot | None, wanted: str) -> OneShot | str:
-    """Return the client's method, or SCALING. Raise ClientMismatch unless it is the server's, ``wanted``."""
-    if wanted == repr(SCALING):
-        return SCALING
+    """Return the client's method, SCALING or COUNTING. Raise ClientMismatch unless it is what the server ``wanted``."""
+    for each in (SCALING, COUNTING):
+        if wanted == repr(each):
+            return each
     if method is None or repr(method) != wanted:
         raise ClientMismatch(f"the server asks for {wanted}, this client has one_shot={method}: give both the same")
     return method

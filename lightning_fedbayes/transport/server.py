@@ -1,7 +1,7 @@
 """The server's half of a federation over a network: rounds, what clients are asked, and its checkpoint."""
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -27,10 +26,12 @@ from lightning_fedbayes.transport.calibration import (
     FederatedTemperature,
     find_temperature,
     take_thresholds,
+    usable,
 )
 from lightning_fedbayes.transport.checkpoint import ServerState
+from lightning_fedbayes.transport.schedules import Steps
 
-Answers = Mapping[int, "Message | FedBayesError"]
+Answers = Mapping[int, "Message | errors.FedBayesError"]
 """Client → what it has sent, or why that cannot be read."""
 
 
@@ -84,7 +85,7 @@ class Rounds:
         self.method = settings.method
         if across and (self.method.sends_means or self.method.name == "sums"):
             why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
-            raise FederationError(f"{why}; give a method whose clients do, or across=False")
+            raise errors.FederationError(f"{why}; give a method whose clients do, or across=False")
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
@@ -122,6 +123,8 @@ class Rounds:
         posterior, buffers = messages.posterior_in(model, "the initial model")
         self._probabilistic = messages.probabilistic_names(model)
         self._frozen = next((key.removeprefix("frozen/") for key in model if key.startswith("frozen/")), "")
+        self._asks_for_steps, self._rounds = "steps/" in model, (0, 0)
+        self.steps = Steps(self.safeguards.max_influence)
         self._federation = uuid.uuid4().hex
         self._sent: dict[int, ClientUpdate] = {}  # that others are to score
         self._own: dict[int, ClientUpdate] = {}  # the admitted ones
@@ -135,12 +138,19 @@ class Rounds:
             self._federation, self.numbers = stored.federation, dict(stored.numbers)
             self.best, under_way = dict(stored.best), dict(stored.under_way)
             self.server.load_state_dict(stored.server)
+            self.steps.load_state_dict(stored.steps)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
         self.go_on(under_way)
         return self.server
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
         """Restore :meth:`under_way` of a run that has ended too early. Empty at the beginning."""
+
+    def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
+        """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
+        if self._asks_for_steps and not self.steps.announced:
+            self.steps.announce(usable(ask(), lambda message: message))
+        self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
 
     def under_way(self) -> dict[str, Any]:
         """Return the messages under way, for a checkpoint."""
@@ -154,11 +164,11 @@ class Rounds:
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
             check_structure(stored.posterior, begun, "the checkpoint")
-        except FusionError as error:
+        except errors.FusionError as error:
             reasons.append(str(error))
         if reasons:
             remedy = "resume with the same network and seed, or give checkpoint= another path"
-            raise FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
+            raise errors.FederationError(f"{self.checkpoint} is of another federation: {'; '.join(reasons)}; {remedy}")
 
     def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
         """Begin a round, from 1. Return its cohort, drawn by (seed, round) from the clients at hand, ascending."""
@@ -179,6 +189,9 @@ class Rounds:
             "frozen": self._frozen,
             "share": 1 / max(1, self._at_hand),
             "accepted": self.running.accepted.get(client, 0),
+            "rounds": self._rounds[0],
+            "steps": self._rounds[1],
+            "moved": self.steps.moved if self.late is None else [-1],  # fewer than rounds: those have no order
         }
 
     def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
@@ -201,10 +214,13 @@ class Rounds:
         server = self.running
         tell_failures(f"Round {server_round}", {each.client: each.error for each in outcomes})
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
+        final = outcomes
         try:
             result = server.finish()
+            final = result.outcomes
         finally:
             if server.rounds == server_round:
+                self.steps.end_round(server_round - 1, final)
                 self.ended(outcomes)
             self.save({})
         good = {each.client for each in outcomes if each.error is None}
@@ -217,11 +233,11 @@ class Rounds:
     def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
         """Return a client's update, or its failure."""
         try:
-            answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
-            if isinstance(answer, FedBayesError):
+            answer = answers.get(client, errors.FusionError(f"client {client}: no reply within {self._timeout:g} s"))
+            if isinstance(answer, errors.FedBayesError):
                 raise answer
             update = messages.read_update(answer, set() if self.method.sends_means else self._probabilistic)
-        except FedBayesError as refusal:
+        except errors.FedBayesError as refusal:
             return ClientFailure(client, refusal)
         if self.across:
             self._sent[client] = update
@@ -231,7 +247,7 @@ class Rounds:
         """Write the checkpoint, if there is one."""
         if self.checkpoint is not None:
             parts = (self.running.state_dict(), calibration, self.numbers, self.best, self.under_way())
-            ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
+            ServerState(self._federation, self.seed, *parts, self.steps.state_dict()).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
         r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""
@@ -273,7 +289,9 @@ class Rounds:
 
 def tell_failures(where: str, answers: Mapping[int, Any]) -> None:
     """Print why clients are left out, of those with an error as their answer."""
-    for line in told_failures({str(client): each for client, each in answers.items() if isinstance(each, Exception)}):
+    for line in errors.told_failures(
+        {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
+    ):
         rank_zero_info(f"{where}: {line}")
 
 

@@ -2,8 +2,7 @@
 
 import copy
 import math
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +16,15 @@ from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
+from lightning_fedbayes.core import errors, seeding
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import Shared, split
-from lightning_fedbayes.server.plan import STRIDE, RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.server.plan import STRIDE, Batching, RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.transport.schedules import begun
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Task:
     """Task of a client in one round, from 0: the federation's seed, the global model, what the client has kept so far.
 
     ``begun``: the server has fused a round. ``share`` is the client's of all clients, ``frozen`` a digest of the frozen
-    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen.
+    parameters. ``buffers`` hold the method's tensors, too, and are empty if they are frozen. ``rounds`` and ``steps``
+    are of the whole federation, 0 where the server does not know them, ``moved`` is :class:`.Steps`'.
     """
 
     client: int
@@ -45,6 +45,9 @@ class Task:
     begun: bool = False
     share: float = 1.0
     frozen: str = ""
+    rounds: int = 0
+    steps: int = 0
+    moved: Sequence[int] = ()
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -63,36 +66,16 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
         clients = clients_of(dataset, partition, seed)
         if client >= len(clients):
             found = f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0"
-            raise FederationError(f"{found}: start fewer clients, or deal out to more")
+            raise errors.FederationError(f"{found}: start fewer clients, or deal out to more")
         name, data = clients.names[client], clients.datasets[client]
     return Clients((name,) * (client + 1), (data,) * (client + 1))
-
-
-def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
-    """Bring learning rates to their values after ``rounds`` rounds. Raise FederationError for ReduceLROnPlateau."""
-    check_schedulers(trainer)
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step":
-            raise FederationError(
-                f"{type(config.scheduler).__name__} has interval='step': how far the longest client of each earlier "
-                "round has moved it is unknown here. Use interval='epoch'"
-            )
-        if config.reduce_on_plateau:
-            remedy = "use a schedule of the round, such as StepLR"
-            name = type(config.scheduler).__name__
-            raise FederationError(f"{name} follows a validation metric of earlier rounds, unknown here; {remedy}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
-            for done in range(1, rounds + 1):
-                if done % config.frequency == 0:
-                    config.scheduler.step()  # pyright: ignore[reportCallIssue]
 
 
 def check_same_frozen(model: ResidentModel, digest: str) -> None:
     """Raise ClientMismatch unless the frozen parameters have the server's ``digest``."""
     if model.digest() != digest:
         remedy = "build it with the same weights at both ends, from one file or one seed"
-        raise ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
+        raise errors.ClientMismatch(f"the frozen parameters of this client's module are not the server's: {remedy}")
 
 
 class ClientTraining(TrainsClients):
@@ -105,10 +88,14 @@ class ClientTraining(TrainsClients):
         self.settings = settings
         self.method = settings.method
         if self.method.auto is not None:
-            raise FederationError("fusion='auto' chooses at the server, and needs its validation data; name one rule")
+            raise errors.FederationError(
+                "fusion='auto' chooses at the server, and needs its validation data; name one rule"
+            )
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
         self._loop: Any = None
+        self.figures: dict[str, float] = {}  # of the last round's steps
+        self.is_as_planned = True  # as many as batches, whatever is in them
 
     @property
     def engine(self) -> SequentialEngine:
@@ -128,10 +115,27 @@ class ClientTraining(TrainsClients):
         finally:
             trainer.check_val_every_n_epoch = every
         if self._result is None:
-            raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
+            raise errors.FederationError(
+                "the Trainer stopped before the client's last batch; its options must not cut rounds"
+            )
         if isinstance(self._result, ClientFailure):
             raise self._result.error
+        course = self._engine.context.course
+        self.figures = {} if course is None else course.figures()
+        planned = self._planned(trainer, self._round.starts[1] // self.settings.local_epochs)
+        self.is_as_planned = {planned} >= {*self.figures.values()} - {0.0}
         return self._result, self._kept
+
+    def steps(self, trainer: L.Trainer, datamodule: L.LightningDataModule, task: Task) -> tuple[int, int]:
+        """Return the client's number of examples, and of its optimizer's steps in a round."""
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader: Any = datamodule.train_dataloader()
+        batching, clients = self._dealt(loader, task, trainer.limit_train_batches)
+        return clients.sizes[-1], self._planned(trainer, batches_per_epoch(clients.sizes[-1], batching))
+
+    def _planned(self, trainer: L.Trainer, batches: int) -> int:
+        return self.settings.local_epochs * math.ceil(batches / trainer.accumulate_grad_batches)
 
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
@@ -160,10 +164,12 @@ class ClientTraining(TrainsClients):
     def _validate(
         trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> dict[str, float]:
-        seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
+        seeding.seed_everything(seeding.derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:
-            raise FederationError("this client's data module has no validation data; give it some, or evaluate=False")
+            raise errors.FederationError(
+                "this client's data module has no validation data; give it some, or evaluate=False"
+            )
         return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}
 
     def load_global(self, module: L.LightningModule, task: Task) -> ResidentModel:
@@ -192,8 +198,8 @@ class ClientTraining(TrainsClients):
         model = ResidentModel(module, *options)
         try:
             check_structure(task.posterior, model.read_posterior(), "this client's network")
-        except FusionError as other:
-            raise ClientMismatch(str(other)) from None
+        except errors.FusionError as other:
+            raise errors.ClientMismatch(str(other)) from None
         check_same_frozen(model, task.frozen)
         model.load_posterior(task.posterior, split(task.buffers)[0])
         return model
@@ -203,15 +209,18 @@ class ClientTraining(TrainsClients):
         if stage == "fit":
             check_trainer(trainer, pl_module, self.settings)
             self._loop = FitLoop(trainer, pl_module)
+            self._loop.told = self._task.rounds, self._task.steps
             self._loop.replace_data(self._plan)
+
+    def _dealt(self, loader: Any, task: Task, limit: int | float) -> tuple[Batching, Clients]:
+        epochs = self.settings.local_epochs
+        batching = batching_of(loader, local_epochs=epochs, fraction=1.0, seed=task.seed, limit=limit)
+        return batching, own_clients(loader.dataset, self.settings.partition, task.client, task.seed)
 
     def _plan(self, loader: Any) -> FederatedLoader:
         """Return the client's batches of this round, from the user's ``loader``."""
         task, settings = self._task, self.settings
-        batching = batching_of(
-            loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed, limit=self._loop.limits["limit"]
-        )
-        clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
+        batching, clients = self._dealt(loader, task, self._loop.limits["limit"])
         check_batches(clients.names[-1:], clients.sizes[-1:], batching)
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
         jobs = tuple(task.client + problem * STRIDE for problem in range(self.method.problems))
@@ -222,8 +231,8 @@ class ClientTraining(TrainsClients):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Load the global posterior and make the engine."""
         task, settings = self._task, self.settings
-        advance_schedulers(trainer, task.round)
-        context = self._loop.context()
+        check_schedulers(trainer)
+        context = begun(self._loop, task.round, task.moved)
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
             context,
@@ -246,11 +255,11 @@ class ClientTraining(TrainsClients):
             start()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell the loop how many batches the round has."""
+        """Give the round its length."""
         self._loop.set_length(self._engine.num_batches(self._round))
 
     def _begin_batch(self, batch_idx: int) -> None:
-        """Begin the round at its first batch, after all hooks of the epoch."""
+        """Begin the round at its first batch, when the module's hooks of the epoch have run, and the client."""
         if batch_idx == 0:
             self._engine.take_over_states()
             self._engine.begin_round(self._round)

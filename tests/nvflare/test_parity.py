@@ -12,6 +12,7 @@ from tests.federations import Plain, assert_close, federate, network
 from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.flower.test_scale import PARTITION, data, make
+from tests.flower.test_schedules import Estimated
 from tests.nvflare.local import clients, run
 from tests.transport.federation import BlobData, calibrated, hybrid, in_process
 
@@ -21,7 +22,10 @@ def plain():
 
 
 CHOSEN = ("sites of cohorts", "IVON that keeps", "SCAFFOLD of cohorts", "Ditto of cohorts", "frozen buffers")
-CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {"a plain network": (plain, {"fusion": "weighted_average"}, {})}
+CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {
+    "a plain network": (plain, {"fusion": "weighted_average"}, {}),
+    "rates of every step": (Estimated, {"fraction": 0.5}, {"local_epochs": 2}),
+}
 
 
 @pytest.mark.parametrize(("make", "server", "client"), CASES.values(), ids=CASES)

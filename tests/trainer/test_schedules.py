@@ -168,6 +168,50 @@ def test_the_estimated_steps_are_those_that_a_schedule_ends_at(fraction):
     assert made.estimated == done.lr_scheduler_configs[0].scheduler.last_epoch
 
 
+class Kept(Plain):
+    """Keeps its schedulers where a hook could step them, too."""
+
+    def __init__(self, interval):
+        super().__init__()
+        self.interval = interval
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        self.kept = lr_scheduler.SequentialLR(optimizer, self.parts, [4])
+        return [optimizer], [{"scheduler": self.kept, "interval": self.interval}]
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("epoch", 3), ("step", 27)])
+def test_a_scheduler_that_the_module_keeps_moves_no_more_often(interval, steps):
+    made = {engine: Kept(interval) for engine in ("sequential", "vectorized")}
+    for engine, module in made.items():
+        fit(module, fb.FederatedBayes(engine=engine), (12, 20, 36))
+        assert module.kept.last_epoch == steps
+    for one, other in zip(*(module.parameters() for module in made.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rate_in_a_tensor_goes_back_with_the_client():
+    class InTensor(Told):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            if self.kind == "AdamW":
+                group = made["optimizer"].param_groups[0]
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+            return made
+
+        def note(self, optimizer, *_):
+            self.rates.setdefault(self.client, []).append(float(optimizer.param_groups[0]["lr"]))
+
+    made = [InTensor("warm-up", kind) for kind in OPTIMIZERS]
+    for module in made:
+        module.schedule = lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9)
+        fit(module, fb.FederatedBayes(), (12, 20, 36), rounds=2)
+    for client, rates in made[0].rates.items():
+        assert made[1].rates[client] == pytest.approx(rates)
+
+
 def test_the_script_of_the_page_is_the_plain_one_but_for_two_lines_and_ends_where_it_does_with_one_client():
     text = (Path(__file__).parents[2] / "docs/fine_tuning.md").read_text().partition("## A script with two groups")[2]
     script = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]

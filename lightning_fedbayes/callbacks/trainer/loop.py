@@ -64,6 +64,7 @@ class FitLoop:
         self._is_inside = False  # a batch is under way
         self._limit = trainer.limit_train_batches
         self._steps_before = (0, 0)
+        self.told: tuple[int, int] | None = None  # rounds and steps of a federation over a network, by its server
         self._undo = ExitStack()
         self.collective: Collective = collective_of(trainer)  # the processes that share the clients of a round
 
@@ -86,6 +87,11 @@ class FitLoop:
 
         class Federated(plain):
             @property
+            def max_epochs(self) -> int | None:
+                """The rounds of the federation."""
+                return loop.told[0] if loop.told and loop.told[0] else super().max_epochs
+
+            @property
             def estimated_stepping_batches(self) -> int | float:
                 """The optimizer's steps of one client in all rounds."""
                 if self.train_dataloader is None:
@@ -93,6 +99,12 @@ class FitLoop:
                 loader, rounds = self.train_dataloader, self.max_epochs
                 if rounds in (None, -1) or not isinstance(loader, FederatedLoader):
                     return super().estimated_stepping_batches
+                if loop.told is not None and not loop.told[0 if loop._is_inside else 1]:
+                    why = "trainer.estimated_stepping_batches depends on all clients' data. The server asks for their"
+                    known = "steps before the first round if configure_optimizers reads it at the server, too"
+                    raise FederationError(f"{why} {known}; otherwise give the module an argument total_steps")
+                if loop.told is not None and not loop._is_inside:
+                    return loop.told[1]
                 if loop._is_inside:
                     largest = [self.num_training_batches] * max(rounds, 1)
                 else:
@@ -342,20 +354,39 @@ def course_of(trainer: L.Trainer) -> Course | None:
     module, parts = trainer.lightning_module, []
     for value in vars(module).values():
         parts += value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-    own = [each for each in parts if isinstance(each, LRScheduler)]
     configs = [each.scheduler for each in trainer.lr_scheduler_configs if each.interval == "step"]
-    schedulers = list({id(each): each for each in (*configs, *own)}.values())
-    moves = schedulers or next(fast_loop.hooks_of_steps(trainer), None) or next(fast_loop.batch_watchers(trainer), None)
-    return Course(trainer.optimizers, schedulers) if moves else None
+    found = {id(each): each for each in (*configs, *parts) if isinstance(each, LRScheduler)}
+    inner = {id(part) for each in found.values() for part in getattr(each, "_schedulers", ())}  # of a SequentialLR
+    own = [each for key, each in found.items() if key not in inner | {id(each) for each in configs}]
+    moves = configs or own or next(fast_loop.hooks_of_steps(trainer), None)
+    moves = moves or next(fast_loop.batch_watchers(trainer), None)
+    return Course(trainer.optimizers, configs, own) if moves else None
 
 
-def optimizers_of(module: L.LightningModule) -> list[Optimizer]:
-    """Return the optimizers that ``module`` configures. Empty if it needs a Trainer for that."""
+def optimizers_of(module: L.LightningModule) -> tuple[list[Optimizer], bool]:
+    """Return the optimizers that ``module`` configures, and whether it asks for the number of steps.
+
+    There are none if it needs more of a Trainer than ``max_epochs`` and ``estimated_stepping_batches``.
+    """
+    asked: list[int] = []
+
+    class Known:
+        max_epochs = 1000
+
+        @property
+        def estimated_stepping_batches(self) -> int:
+            asked.append(1000)
+            return 1000
+
+    before = module._trainer
+    vars(module)["_trainer"] = Known()
     with torch.random.fork_rng():
         try:
-            return _configure_optimizers(module.configure_optimizers())[0]  # pyright: ignore
+            return _configure_optimizers(module.configure_optimizers())[0], bool(asked)  # pyright: ignore
         except Exception:  # whatever the user's code needs
-            return []
+            return [], bool(asked)
+        finally:
+            vars(module)["_trainer"] = before
 
 
 class _Batches:

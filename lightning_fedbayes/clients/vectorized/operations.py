@@ -15,15 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fedbayes.clients.vectorized import recurrent
 from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
 from lightning_fedbayes.clients.vectorized.schedule import Disagreement
-from lightning_fedbayes.core.private_torch import (
-    outside_of_vmap,
-    outside_vmap,
-    stack_of,
-    to_client_view,
-    to_stack,
-    version_if_any,
-    version_of,
-)
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers.base import draw, sum_kl
 from lightning_fedbayes.layers.functional import Op, RowTally, softplus_std, with_tallies
 from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
@@ -72,13 +64,13 @@ class StackedOperations(ClientOperations):
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``F.linear`` of inputs, weights and biases that differ between clients, or None for anything else."""
     level = mode.level
-    x, w = stack_of(input, level), stack_of(weight, level)
-    b = None if bias is None else stack_of(bias, level)
+    x, w = private_torch.stack_of(input, level), private_torch.stack_of(weight, level)
+    b = None if bias is None else private_torch.stack_of(bias, level)
     if x is None or w is None or (bias is not None and b is None) or x.dim() < 2 or w.dim() != 3:
         return None
     rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     output = recurrent.linear_rows(rows, w, b)
-    return to_client_view(output if rows is x else output.view(*x.shape[:-1], w.shape[1]), level)
+    return private_torch.to_client_view(output if rows is x else output.view(*x.shape[:-1], w.shape[1]), level)
 
 
 def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
@@ -100,7 +92,9 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
             return None
         directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
         tensors = [input, *states, *params]
-        stack = next((stack for each in params if (stack := stack_of(each, mode.level)) is not None), None)
+        stack = next(
+            (stack for each in params if (stack := private_torch.stack_of(each, mode.level)) is not None), None
+        )
         if (
             stack is None
             or len(params) != num_layers * directions * (4 if has_biases else 2)
@@ -109,16 +103,16 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
             or any(each.dtype not in FULL for each in tensors)
         ):
             return None
-        x, *stacks = [to_stack(each, mode.level, len(stack)) for each in tensors]
+        x, *stacks = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
         starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
-        with outside_vmap():
+        with private_torch.outside_vmap():
             x = x.transpose(1, 2) if batch_first else x
             if cell is recurrent.lstm_step or not x.is_cpu:
                 mode.fused_times += x.shape[1] * num_layers * directions
             groups = recurrent.weights_of(cell, weights, has_biases)
             output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
             output = output.transpose(1, 2) if batch_first else output
-        return tuple(to_client_view(each, mode.level) for each in (output, *lasts))
+        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, *lasts))
 
     return replacement
 
@@ -142,12 +136,12 @@ def lstm_cell(
 
 def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
     """``tensor.data`` of a tensor that differs between clients, which vmap refuses. None for a shared one."""
-    return tensor.detach() if version_if_any(tensor) is None else None
+    return tensor.detach() if private_torch.version_if_any(tensor) is None else None
 
 
 def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
     """``bool(tensor)`` of all clients. None for a tensor that they share. Raise Disagreement if they differ."""
-    stack = outside_of_vmap(tensor)
+    stack = private_torch.outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:
         return None
     truths = [bool(each) for each in stack.flatten().tolist()]
@@ -187,14 +181,14 @@ def cross_entropy(
 ) -> Tensor | None:
     """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,), or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    x, y = stack_of(input, mode.level), stack_of(target, mode.level)
+    x, y = private_torch.stack_of(input, mode.level), private_torch.stack_of(target, mode.level)
     if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
         return None
     if x.dtype not in FULL:
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         loss = mean_cross_entropy(x, y, ignore_index)
-    return to_client_view(loss, mode.level)
+    return private_torch.to_client_view(loss, mode.level)
 
 
 def mse_loss(
@@ -208,38 +202,38 @@ def mse_loss(
 ) -> Tensor | None:
     """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean"
-    x, y = stack_of(input, mode.level), stack_of(target, mode.level)
+    x, y = private_torch.stack_of(input, mode.level), private_torch.stack_of(target, mode.level)
     if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         loss = mean_squared_error(x, y)
-    return to_client_view(loss, mode.level)
+    return private_torch.to_client_view(loss, mode.level)
 
 
 def std(mode: StackedOperations, rho: Tensor) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client, or None if they share ρ."""
     sigma = std_stack(mode, rho)
-    return None if sigma is None else to_client_view(sigma, mode.level)
+    return None if sigma is None else private_torch.to_client_view(sigma, mode.level)
 
 
 def std_stack(mode: StackedOperations, rho: Tensor) -> Tensor | None:
     """Return the stack of σ, computed once in a step for noise and KL, or None if the clients share ρ."""
-    stack = stack_of(rho, mode.level)
+    stack = private_torch.stack_of(rho, mode.level)
     if stack is None:
         return None
-    key = id(rho), version_of(stack), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    key = id(rho), private_torch.version_of(stack), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     if key not in mode.stds:
-        with outside_vmap():
+        with private_torch.outside_vmap():
             mode.stds[key] = rho, softplus_std(stack)
     return mode.stds[key][1]
 
 
 def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor] | None:
     """:func:`~lightning_fedbayes.layers.base.draw` of every client, or None if they share a parameter."""
-    mus = [stack_of(mean, mode.level) for mean in means]
+    mus = [private_torch.stack_of(mean, mode.level) for mean in means]
     if any(mu is None for mu in mus):
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         draws = [mode.joint.draw(mean, rho) for mean, rho in zip(means, rhos)]
     for i, (mu, rho) in enumerate(zip(mus, rhos)):
         if mu is None or draws[i] is not None:
@@ -247,22 +241,22 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
         sigma = std_stack(mode, rho)
         if sigma is None:
             return None
-        with outside_vmap():
+        with private_torch.outside_vmap():
             draws[i] = torch.addcmul(mu, sigma, torch.randn_like(mu))
-    return [to_client_view(drawn, mode.level) for drawn in draws if drawn is not None]
+    return [private_torch.to_client_view(drawn, mode.level) for drawn in draws if drawn is not None]
 
 
 def tallies(
     mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
 ) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.with_tallies` of every client's rows. None for anything else."""
-    stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
+    stacks = [None if each is None else private_torch.stack_of(each, mode.level) for each in (output, x, weight, bias)]
     out, rows = stacks[:2]
     if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         result: Any = RowTally.apply(*stacks)
-    return to_client_view(result, mode.level)
+    return private_torch.to_client_view(result, mode.level)
 
 
 def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
@@ -271,24 +265,24 @@ def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
     if not every:
         return None
     joint = None
-    if others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
+    if others is not None and private_torch.stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
         joint = mode.joint.divergence()
         joint = own_divergence(mode) if joint is None else joint
     with mode:
         if joint is None:
             return sum_kl(every)
-        joint = to_client_view(joint, mode.level)
+        joint = private_torch.to_client_view(joint, mode.level)
         return joint + sum_kl(others) if others else joint
 
 
 def own_divergence(mode: StackedOperations) -> Tensor | None:
     """Return the divergence of every client's small parameters from its prior, (clients,), or None without one."""
     prior = mode.joint.local()
-    mus = [stack_of(each.mean, mode.level) for each in mode.gaussians.small]
+    mus = [private_torch.stack_of(each.mean, mode.level) for each in mode.gaussians.small]
     sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
     if prior is None or any(each is None for each in (*mus, *sigmas)):
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
         divergences: Any = JointKL.apply(mean, sigma, prior)
         return prior.tallied(divergences, mean.shape[1])
@@ -298,16 +292,16 @@ def kl_sum(
     mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float
 ) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client. None if they share a parameter."""
-    mus, sigmas = [stack_of(mean, mode.level) for mean in means], [std_stack(mode, rho) for rho in rhos]
+    mus, sigmas = [private_torch.stack_of(mean, mode.level) for mean in means], [std_stack(mode, rho) for rho in rhos]
     if any(each is None for each in (*mus, *sigmas)):
         return None
-    with outside_vmap():
+    with private_torch.outside_vmap():
         parts = ([each.reshape(len(each), -1) for each in part if each is not None] for part in (mus, sigmas))
         mean, sigma = (torch.cat(part, 1) for part in parts)
         if mean.dtype in (torch.float16, torch.bfloat16):
             mean, sigma = mean.float(), sigma.float()
         joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std)
-    return to_client_view(joint, mode.level)
+    return private_torch.to_client_view(joint, mode.level)
 
 
 class CrossEntropy(torch.autograd.Function):

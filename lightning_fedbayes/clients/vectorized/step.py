@@ -19,16 +19,8 @@ from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, 
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize, FederationError
-from lightning_fedbayes.core.private_torch import (
-    has_vmap_primitives,
-    to_client_view,
-    to_stack,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
-    vmap_level,
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class StackedStep:
         self.fused_times, self.branched, self.shares_batch = 0, False, False
         self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
-        self._has_primitives = has_vmap_primitives()
+        self._has_primitives = private_torch.has_vmap_primitives()
 
     def __call__(
         self,
@@ -165,24 +157,26 @@ class StackedStep:
                 return assembles[0](stacks)
 
             count = len(next(iter(tensors.values())))
-            with vmap_level(count) as level:
+            with private_torch.vmap_level(count) as level:
 
                 def view(value: Any) -> Any:
-                    return tree_map_only(Tensor, lambda stack: to_client_view(stack, level), value)
+                    return private_torch.tree_map_only(
+                        Tensor, lambda stack: private_torch.to_client_view(stack, level), value
+                    )
 
-                views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
+                views = {name: private_torch.to_client_view(stack, level) for name, stack in tensors.items()}
                 stacked = {name: view(value) for name, value in attributes.stacked.items()}
                 if not self.shares_batch:
                     # of a TensorDataset: faster than through the tree
                     is_flat = type(batch) is list and all(isinstance(each, Tensor) for each in batch)
-                    batch = [to_client_view(each, level) for each in batch] if is_flat else view(batch)
+                    batch = [private_torch.to_client_view(each, level) for each in batch] if is_flat else view(batch)
                 joint = gaussians.JointDraws(self.gaussians, parameters, views, local)
                 operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
                 outputs, assemble = of_client(
                     views, stacked, batch, operations, lambda stack: gaussians.SeenPrior(stack, view)
                 )
                 self.fused_times, self.branched = operations.fused_times, operations.branched
-                stacks = [to_stack(output, level, count) for output in outputs]
+                stacks = [private_torch.to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
 
     def _of_client(
@@ -209,7 +203,7 @@ class StackedStep:
         loss, rest = (None, {}) if output is None else loss_and_rest(output)
         if loss is not None and loss.numel() != 1:
             raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
-        leaves, structure = tree_flatten(dict(rest)) if rest else ([], None)
+        leaves, structure = private_torch.tree_flatten(dict(rest)) if rest else ([], None)
         for leaf in leaves:
             if isinstance(leaf, BatchValue):
                 bool(leaf)  # which is refused
@@ -222,7 +216,7 @@ class StackedStep:
             self.log.end_step(remaining)
             changed = {name: next(remaining) for name in replaced}
             values = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            others = tree_unflatten(values, structure) if rest else {}
+            others = private_torch.tree_unflatten(values, structure) if rest else {}
             return StepOutput(None if loss is None else next(remaining), others, changed)
 
         return outputs, assemble

@@ -88,8 +88,9 @@ def question_in(message: flwr.app.Message, context: Context) -> Question:
 def initial_arrays(module: L.LightningModule, **options: Any) -> ArrayRecord:
     """Return the arrays that a federation starts from: posterior and buffers of ``module``, a digest of what is frozen.
 
-    Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
-    Trainer: the server calls it once, to find the parameters with a posterior. ``options`` are ``buffers``,
+    Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without
+    more of a Trainer than ``max_epochs`` and ``estimated_stepping_batches``: the server calls it once, to find the
+    parameters with a posterior, and whether clients are to be asked for steps. ``options`` are ``buffers``,
     ``local_parameters`` and ``posterior`` of the clients, see :class:`~lightning_fedbayes.FederatedBayes`.
     """
     return record_of(initial_model(module, **options))

@@ -192,7 +192,7 @@ class FusionStrategy(Rounds, Strategy):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
             self._roster.wait(grid, self.wait_for, timeout, at_once=self.schedule is not None)
-            result.arrays = self._scaled(server, grid, result.arrays)
+            result.arrays = self._scaled(server, grid, result.arrays, num_rounds)
             try_calibration(calibration, self._asking(grid, result.arrays, timeout))
         if self.monitor.name is not None and server.rounds > self.best.get("scored", 0):  # killed before it was scored
             self._score(server.rounds, result, evaluate_config, grid)
@@ -350,7 +350,7 @@ class FusionStrategy(Rounds, Strategy):
         self._timeout = timeout
         self._roster.wait(grid, self.wait_for, timeout)
         if isinstance(method, KroneckerLaplace):
-            arrays = self._scaled(server, grid, arrays)
+            arrays = self._scaled(server, grid, arrays, 1)
         if not once.starts_from(method, server.posterior):
             arrays = wire.to_arrays(GaussianPosterior.point_mass({}), {})
         ask = partial(self._ask_once, grid, arrays, method)
@@ -374,8 +374,9 @@ class FusionStrategy(Rounds, Strategy):
         replies = grid.send_and_receive(questions, timeout=self._timeout)
         return read_all(replies, nodes, once.kind_of(method), 1)
 
-    def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the global ``arrays`` with the scale of the clients' data, which are asked for it if it is empty."""
+    def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord, rounds: int) -> ArrayRecord:
+        """Return the global ``arrays`` with the scale of the clients' data. Ask for it, and for steps, where needed."""
+        self.count(rounds, partial(self._ask_once, grid, arrays, once.COUNTING))
         asking = partial(self._ask_once, grid, arrays, once.SCALING)
         server.buffers = once.with_scale(server.buffers, asking)
         return wire.to_arrays(server.posterior, server.buffers)

@@ -31,7 +31,7 @@ from lightning_fedbayes.transport.calibration import Calibration, check_calibrat
 from lightning_fedbayes.transport.client import Asked, Question
 from lightning_fedbayes.transport.messages import attempted, has_lost_state, initial_model, posterior_in, tensors_of
 from lightning_fedbayes.transport.nvflare.wire import check_absolute, message_in, model_of
-from lightning_fedbayes.transport.one_shot import SCALING, with_scale
+from lightning_fedbayes.transport.one_shot import COUNTING, SCALING, kind_of, with_scale
 from lightning_fedbayes.transport.server import Rounds, told_round
 
 TASKS: dict[Asked, str] = {"train": "train", "evaluate": "validate", "calibrate": "validate", "once": "validate"}
@@ -130,9 +130,12 @@ class FusionController(ModelController):
             rank_zero_info(f"{rounds.checkpoint} is complete: {server.rounds} of {count} rounds are done.")
         sites = self._wait(rounds.wait_for)
         rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
-        server.buffers = with_scale(
-            server.buffers, lambda: self._ask("once", "scale", 1, self._sites(), {"one-shot": repr(SCALING)})[0]
-        )
+
+        def once(what: str) -> Mapping[int, Message | FedBayesError]:
+            return self._ask("once", kind_of(what), 1, self._sites(), {"one-shot": repr(what)})[0]
+
+        server.buffers = with_scale(server.buffers, partial(once, SCALING))
+        rounds.count(count, partial(once, COUNTING))
 
         def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
             chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
