@@ -29,7 +29,7 @@ class Pull:
     .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
 
     It is a part of the loss, not a change of gradients. So it counts once for accumulated batches, is scaled with the
-    loss and clipped with the gradient, and optimizers that evaluate the loss see it. "train_loss" contains it.
+    loss and clipped with the gradient, and optimizers that evaluate the loss see it. ``value`` is the last one.
 
     Args:
         strength: :math:`\mu`, or name → a value for every entry, as in a Gaussian prior.
@@ -41,6 +41,7 @@ class Pull:
         self.strength = dict(strength) if isinstance(strength, dict) else strength
         self.centre = dict(centre)
         self.duals = {} if duals is None else duals
+        self.value = torch.zeros(())
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the term, a scalar. With ``stack``, which selects a step's clients, of shape (clients,)."""
@@ -86,8 +87,10 @@ class Pull:
             output = step(*args, **kwargs)
             loss, rest = (None, {}) if output is None else loss_and_rest(output)
             if loss is None or not loss.requires_grad:
+                self.value = torch.zeros(())
                 return output
-            loss = loss + self(parameters).to(loss)
+            term = self(parameters).to(loss)
+            self.value, loss = term.detach(), loss + term
             return {"loss": loss, **rest} if rest else loss
 
         own["training_step"] = training_step
@@ -282,7 +285,7 @@ class Watch:
 
     It reads gradients before they are clipped, and removes gradients by ρ, so that no optimizer moves it, not even by
     weight decay. If an optimizer evaluates the loss several times in a step, the last time counts. ``parts`` batches
-    make one step.
+    make one step. ``value`` is the part of the last loss that is the client's prior.
     """
 
     def __init__(
@@ -296,6 +299,8 @@ class Watch:
         self._local, self._terms, self._parts = local, terms, parts
         self._priors = {} if own is None else local.priors([own])
         self._seen: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._values: Tensors = {}
+        self.value: Tensor | float = 0.0
         self._squares: Tensors = {}
         self._factor: Tensor | None = None
         self._handles = []
@@ -327,6 +332,8 @@ class Watch:
         """Note a gradient, and what the method has added to it."""
         with torch.no_grad():
             self._seen[name] = gradient.detach().clone(), term(parameter.detach())
+            if name in self._priors:
+                self._values[name] = self._priors[name].kl(parameter, parameter)
 
     def _of_terms(self, path: str, value: Tensor) -> Tensor | None:
         found = [each for term in self._terms if (each := term.gradient(path, value)) is not None]
@@ -355,8 +362,10 @@ class Watch:
                 measured.squares[name] += self._squares.get(name, own * own)
                 if name in self._traces:
                     measured.traces[name] += torch.stack([self._traces[name], self._traces[name].square()])
+        self.value = 0.0
         if factor is not None:
             measured.factor += factor
+            self.value = factor * self._parts * sum(self._values.values())
         self._seen, self._factor, self._traces = {}, None, {}
         self._squares.clear()
 

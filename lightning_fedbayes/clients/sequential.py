@@ -54,6 +54,7 @@ class SequentialEngine(Engine):
         self._failure: Exception | None = None
         self._losses: list[Tensor] = []
         self._counts: list[int] = []  # examples of each loss
+        self._added: list[Any] = []  # what a method adds to each loss
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
@@ -108,7 +109,7 @@ class SequentialEngine(Engine):
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._losses, self._counts = client, None, [], []
+        self._client, self._failure, self._losses, self._counts, self._added = client, None, [], [], []
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
@@ -176,6 +177,10 @@ class SequentialEngine(Engine):
             most = self._loader.batch_size
             self._losses.append(loss.clone() if loss.ndim == 0 else loss.sum())  # a compiled step may write there again
             self._counts.append(min(client.num_examples - batch_idx * most, most))
+            if self._watch is not None or self._terms:
+                self._added.append(
+                    sum((term.value for term in self._terms), 0.0 if self._watch is None else self._watch.value)
+                )
         return outputs
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
@@ -211,6 +216,9 @@ class SequentialEngine(Engine):
             dtype = torch.promote_types(losses.dtype, torch.float32)  # sums in half precision are coarse
             total = (losses * losses.new_tensor(self._counts, dtype=dtype)).sum()
             metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
+            if self._added:
+                added = float(sum(each * count for each, count in zip(self._added, self._counts))) / sum(self._counts)
+                metrics |= {"train_loss": metrics["train_loss"] - added, "added_loss": added}
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch

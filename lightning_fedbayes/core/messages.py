@@ -106,7 +106,7 @@ class ClientUpdate:
         client, num_examples, posterior: the client's number, its number of training examples and its posterior.
         buffers: its buffers, name → tensor, which the server averages. What a method sends besides the posterior is
             among them, under names that begin with "method/".
-        metrics: figures of its training, name → value. "train_loss" is averaged over the round.
+        metrics: figures of its training, name → value. "train_loss" and "added_loss" are averaged over the round.
         seconds: time that it took.
         kept: what the client keeps of it, in the process of the server. It never travels. None: the server works out
             what such a client keeps, where it has to know.

@@ -135,7 +135,7 @@ class LocalPrior:
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above, a scalar, with the gradient of autograd."""
         mean = mean.float() if mean.dtype in (torch.float16, torch.bfloat16) else mean
-        return self.tallied(self._terms(mean).sum(), mean.numel())
+        return self.tallied(self.terms(mean).sum(), mean.numel())
 
     def tallied(self, divergence: Tensor, entries: int) -> Tensor:
         """Return the divergence of so many entries with its tally."""
@@ -143,9 +143,10 @@ class LocalPrior:
 
     def values(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above over the last dimension, without a tally: shape (networks, entries) → (networks,)."""
-        return self._terms(mean).sum(-1)
+        return self.terms(mean).sum(-1)
 
-    def _terms(self, mean: Tensor) -> Tensor:
+    def terms(self, mean: Tensor) -> Tensor:
+        """Return the term of each entry."""
         move = mean - self.mean
         return move * torch.addcmul(self.slope, move, self.curvature, value=0.5)
 

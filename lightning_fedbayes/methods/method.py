@@ -79,7 +79,7 @@ class Quadratic:
     .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
 
     The loss is a mean over examples. The term is a part of it, not a change of gradients: it is counted once however
-    many batches are accumulated, clipped with the gradient, and contained in the figure "train_loss".
+    many batches are accumulated, clipped with the gradient, and told apart as the figure "added_loss".
 
     Args:
         strength: :math:`\mu`; or name → a value of every entry.

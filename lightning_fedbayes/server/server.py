@@ -375,11 +375,6 @@ class Server:
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
         told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
-        total, examples = 0.0, 0
-        for outcome in valid:
-            if math.isfinite(outcome.metrics.get("train_loss", math.nan)):
-                total += outcome.metrics["train_loss"] * outcome.num_examples
-                examples += outcome.num_examples
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(outcomes) - len(valid)),
@@ -391,8 +386,11 @@ class Server:
         }
         if self.collective.size > 1:
             figures["megabytes_between_processes"] = (self.collective.bytes_sent - self._bytes_before) / 1e6
-        if examples:
-            figures["train_loss"] = total / examples
+        trained = [each for each in valid if math.isfinite(each.metrics.get("train_loss", math.nan))]
+        for name in ("train_loss", "added_loss"):
+            if any(name in each.metrics for each in trained):
+                total = sum(each.metrics.get(name, 0.0) * each.num_examples for each in trained)
+                figures[name] = total / sum(each.num_examples for each in trained)
         for name in EPSILONS:  # over Flower, where each client keeps its account
             spent = [each.metrics[name] for each in outcomes if name in each.metrics]
             figures |= {name: max(spent)} if spent else {}

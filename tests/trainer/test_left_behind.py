@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.quiet import environment, quietly
-from tests.federations import Plain, bayesian, federate, loader, trainer
+from tests.federations import Plain, bayesian, clients, federate, loader, network, trainer
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -154,3 +154,55 @@ def test_the_training_loss_is_the_mean_over_examples(engine, epochs, precision):
     federation = fb.FederatedBayes(engine=engine, local_epochs=epochs)
     federate(Mean(), federation, 1, DataLoader(data, batch_size=4), precision=precision)
     assert federation.history[0]["train_loss"] == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+class Parts(fb.HybridBayesianClassifier):
+    """Logs the loss that it returns, whose divergence the method replaces."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("whole", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+class Near(Plain):
+    """Logs its loss, and the distance from the global model that FedProx adds to it."""
+
+    def __init__(self):
+        super().__init__(lr=0.5)
+        self.on_train_epoch_start()
+
+    def on_train_epoch_start(self):
+        self.start = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        term = sum(((p - start) ** 2).sum() for p, start in zip(self.parameters(), self.start))
+        figures = {"train/nll": loss, "whole": loss + term.detach() / 2}
+        self.log_dict(figures, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+PARTS = {
+    "sites": (lambda: Parts(network(), bayesian_last=2, learning_rate=0.1), "sites"),
+    "FedProx": (Near, fb.methods.FedProx(1.0)),
+    "neither": (Near, "fedavg"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("kind", PARTS)
+def test_the_loss_is_told_as_its_parts(kind, engine, options):
+    if options and engine == "vectorized":
+        return
+    make, fusion = PARTS[kind]
+    federation = fb.FederatedBayes(engine=engine, fusion=fusion)
+    made = federate(make(), federation, 3, loader(clients(20, 31, 9)), **options)
+    told, last = made.callback_metrics, federation.history[-1]
+    assert last["train_loss"] == pytest.approx(float(told["train/nll"]), rel=1e-5)
+    if kind == "neither":
+        assert "added_loss" not in last
+    else:
+        assert last["added_loss"] == pytest.approx(float(told["whole"] - told["train/nll"]), rel=1e-3)
+        assert abs(last["added_loss"]) > 1e-4

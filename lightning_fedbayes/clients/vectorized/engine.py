@@ -139,7 +139,7 @@ class VectorizedEngine(Engine):
         if self.context.course is not None:
             self.context.course.begin_client()
         self._failures = {}
-        self._losses = torch.zeros(len(clients), device=self.context.device)
+        self._losses, self._added = torch.zeros(2, len(clients), device=self.context.device)
         self._examples = [0] * len(clients)
         starts = self.plan.starts
         self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
@@ -269,7 +269,9 @@ class VectorizedEngine(Engine):
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
-            add_rows(self._losses, slots, losses * group.batch_size)
+            added = self._stack.added
+            add_rows(self._losses, slots, (losses - added) * group.batch_size)
+            add_rows(self._added, slots, added * group.batch_size)
             for slot in slots:
                 self._examples[slot] += group.batch_size
         return losses, rest
@@ -289,7 +291,8 @@ class VectorizedEngine(Engine):
             return
         with self.threads():
             measured = None if self.model.learned is None else partial(self._measured, clients)
-            losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
+            losses, added = self._losses.tolist(), self._added.tolist()
+            posteriors = stack.read_posteriors(measured)
         seconds = (time.perf_counter() - self._start) / len(clients)
         for slot, (number, posterior) in enumerate(zip(clients, posteriors)):
             buffers, own = {}, {}
@@ -305,7 +308,8 @@ class VectorizedEngine(Engine):
                 continue
             metrics = logged[slot]
             if self._examples[slot]:
-                metrics = {"train_loss": losses[slot] / self._examples[slot], **metrics}
+                sums = {"train_loss": losses[slot]} | ({"added_loss": added[slot]} if added[slot] else {})
+                metrics = {name: value / self._examples[slot] for name, value in sums.items()} | metrics
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
             yield ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])

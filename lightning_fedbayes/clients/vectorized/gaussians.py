@@ -168,9 +168,10 @@ class StackedPriors:
         found = _taken(self._tally)
         return None if found is None else found / self.local.num_entries
 
-    def of_means(self, name: str, means: Tensor) -> Tensor:
-        """Return the gradient of each client's prior by the ``means`` of a parameter, shape (clients, *)."""
-        return self._stacks[name].gradients(means, means)[0]
+    def of_means(self, name: str, means: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each client's prior at the ``means`` of a parameter, (clients,), and its gradient, (clients, *)."""
+        prior = self._stacks[name]
+        return prior.terms(means).reshape(len(means), -1).sum(1), prior.gradients(means, means)[0]
 
     @contextmanager
     def installed(self, as_seen: Callable[[LocalPrior], Prior]) -> Iterator[None]:

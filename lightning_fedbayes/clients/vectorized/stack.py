@@ -157,8 +157,9 @@ class ClientStack:
             output = self.step(parameters, buffers, attributes, batch, batch_idx, local, shared)
             losses = output.losses
             if losses is not None:
-                for term in self._terms:
-                    losses = losses + term(parameters, lambda stack: take_rows(stack, slots)).to(losses)
+                added = [term(parameters, lambda stack: take_rows(stack, slots)).to(losses) for term in self._terms]
+                losses = sum(added, losses)
+                self.added = sum((each.detach() for each in added), torch.zeros_like(losses))
                 for parameter in optimizer.parameters:
                     parameter.grad = None
                 losses.backward(torch.ones_like(losses))  # the clients share no parameter
@@ -195,7 +196,9 @@ class ClientStack:
                     gradient = gradient if added is None else gradient - added.to(gradient)
             elif factors is not None and local is not None:
                 scale = factors.view(-1, *[1] * (parameter.dim() - 1))
-                gradient = torch.addcmul(gradient, local.of_means(name, parameter).to(gradient), scale, value=-1)
+                value, slope = local.of_means(name, parameter)
+                self.added += factors * value
+                gradient = torch.addcmul(gradient, slope.to(gradient), scale, value=-1)
                 single = local.squares(name)
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
                 rho = parameters[self._rhos[name]]
