@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -35,6 +36,12 @@ def linked(text: str, target: str) -> str:
 
 class References(Extension):
     """Griffe extension: the same in every docstring of the package."""
+
+    def on_module_members(self, *, node: Any, mod: Any, **kwargs: Any) -> None:
+        """Names of ``from … import Name as Name`` are a room's public ones."""
+        imports = [each for each in getattr(node, "body", ()) if isinstance(each, ast.ImportFrom)]
+        names = [alias.name for each in imports for alias in each.names if alias.asname == alias.name]
+        mod.exports = names or mod.exports
 
     def on_package(self, *, pkg: Any, **kwargs: Any) -> None:
         """After all modules are loaded."""
