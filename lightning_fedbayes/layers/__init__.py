@@ -49,5 +49,3 @@ from lightning_fedbayes.layers.priors import Prior as Prior
 from lightning_fedbayes.layers.priors import ScaleMixturePrior as ScaleMixturePrior
 from lightning_fedbayes.layers.priors import TiedMeanPrior as TiedMeanPrior
 from lightning_fedbayes.layers.scaler import FederatedScaler as FederatedScaler
-
-__all__ = [n for n in dir() if n[0] != "_"]  # pyright: ignore[reportUnsupportedDunderAll]  # ExamplePrivacy reads it

@@ -32,9 +32,7 @@ from lightning_fedbayes.layers.base import BayesianAffine, random_signs
 from lightning_fedbayes.layers.functional import Normal, output_moments, softplus_std
 
 BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
-    layer
-    for layer in map(layers.__dict__.get, layers.__all__)
-    if isinstance(layer, type) and issubclass(layer, BayesianAffine)
+    layer for layer in vars(layers).values() if isinstance(layer, type) and issubclass(layer, BayesianAffine)
 )
 """The layers with gradients per example here: linear, convolutions, transposed convolutions."""
 

@@ -11,7 +11,7 @@ from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.vectorized import step
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
 
@@ -152,7 +152,7 @@ def test_both_engines_log_the_same():
 
 
 def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
-    monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+    monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
     values = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
     assert values[1]["train/f1"] == pytest.approx(values[0]["train/f1"], rel=1e-6)
 

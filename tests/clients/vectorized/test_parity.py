@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.vectorized import step
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
 from tests.clients.vectorized.modules import Convolutional, Logging, Padded, PerClient, SkipsShort, images, words
@@ -257,7 +257,7 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
 def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""
     if not primitives:
-        monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+        monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
     clients = 200
     data = blobs(12)
     moments = []
