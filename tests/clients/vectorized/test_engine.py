@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine as vectorized
@@ -24,33 +23,28 @@ from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import PRIMITIVES, has_vmap_primitives
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
 from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
-from tests.federations import CLASSES, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
+from tests.federations import CLASSES, Made, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
 
 
-class Torn(Dataset):
-    """Example 7 cannot be read; example 3 has a label that the network has not."""
+def with_fault(fault: str) -> Made:
+    """Example 7 cannot be read; example 3 has a label that the network has not, or no number."""
+    inner = blobs(24)
 
-    def __init__(self, fault: str) -> None:
-        self.inner, self.fault = blobs(24), fault
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        if self.fault == "torn" and index == 7:
+    def example(index):
+        if fault == "torn" and index == 7:
             raise OSError("truncated file")
-        x, y = self.inner[index]
-        if self.fault == "label" and index == 3:
-            y = torch.tensor(CLASSES + 5)
-        if self.fault == "nan" and index == 3:
-            x = x * float("nan")
+        x, y = inner[index]
+        if index == 3 and fault in ("label", "nan"):
+            return (x, torch.tensor(CLASSES + 5)) if fault == "label" else (x * float("nan"), y)
         return x, y
+
+    return Made(example, count=24)
 
 
 @pytest.mark.parametrize("fault", ["torn", "label", "nan"])
 def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fault, caplog):
     names = ("first", "bad", "last")
-    parts = {name: Torn(fault if name == "bad" else "none") for name in names}
+    parts = {name: with_fault(fault if name == "bad" else "none") for name in names}
     federation = fb.FederatedBayes(engine="vectorized", keep=["optimizer"])
     module = Plain()
     with caplog.at_level(logging.INFO):
