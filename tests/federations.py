@@ -169,6 +169,13 @@ def from_yaml(text: str) -> fb.FederatedBayes:
     return parser.instantiate(parser.parse_string(text)).federation
 
 
+def around(module: nn.Module, std: float = 0.3, start: str = "", zero: Any = torch.zeros_like) -> fb.GaussianPosterior:
+    """A posterior about the parameters of ``module``; those whose names do not begin with ``start`` are certain."""
+    mean = parameters(module)
+    variance = {n: torch.full_like(p, std**2) if n.startswith(start) else zero(p) for n, p in mean.items()}
+    return fb.GaussianPosterior(mean, variance)
+
+
 def parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 

@@ -282,27 +282,3 @@ def test_a_bayesian_head_on_lora(engine):
     assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
     posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
     assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_frozen_and_b_by_sites(engine):
-    module = Tuned(lora_bert(), fb.IVON)
-    for name, parameter in module.named_parameters():
-        if "lora_A" in name:
-            parameter.requires_grad_(False)
-    posterior = tuned(module, engine, fusion="sites").posterior
-    halves = {half: [name for name in posterior.names if half in name] for half in ("lora_A", "lora_B")}
-    assert not any(bool((posterior.variance[name] > 0).any()) for name in halves["lora_A"])
-    assert all(bool((posterior.variance[name] > 0).all()) for name in halves["lora_B"])
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_shared_and_b_personal(engine):
-    module = Tuned(lora_bert(), torch.optim.Adam)
-    federation = tuned(module, engine, fusion="weighted_average", local_parameters=["*lora_B*"])
-    assert any("lora_A" in name for name in federation.federation.server.posterior.names)
-    assert not any("lora_B" in name for name in federation.federation.server.posterior.names)
-    own = [federation.federation.engine.states.of(client).local for client in range(3)]
-    assert len(own[0]) == 4
-    for name in own[0]:
-        assert all(not torch.equal(own[i][name], own[j][name]) for i, j in ((0, 1), (0, 2), (1, 2)))

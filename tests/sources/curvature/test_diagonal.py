@@ -3,9 +3,9 @@
 import warnings
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -245,20 +245,17 @@ def test_both_engines_see_the_same_path(settings, adam):
     torch.testing.assert_close(dict(one.variance), dict(other.variance), rtol=1e-3, atol=1e-8)
 
 
-class Path(L.Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.seen.append(torch.cat([p.detach().flatten() for p in pl_module.parameters()]))
-
-
 def test_swag_is_the_mean_and_the_variance_of_the_path():
-    path = Path()
+    seen = []
+
+    def note(_, module, *batch):
+        seen.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+
+    path = LambdaCallback(on_train_batch_end=note)
     settings = {"partition": fb.IIDPartition(1), "source": fb.SWAG(start=0.25, scale=2.0, min_std=0.01)}
     federation, _ = run("sequential", 1, local_epochs=4, options={"callbacks": [path]}, **settings)
-    assert len(path.seen) == 48
-    late = torch.stack(path.seen[12:])
+    assert len(seen) == 48
+    late = torch.stack(seen[12:])
     mean = torch.cat([value.flatten() for value in federation.posterior.mean.values()])
     assert torch.allclose(mean, late.mean(0), atol=1e-5)
     assert torch.allclose(flat(federation.posterior), 2 * late.var(0, correction=0) + 1e-4, rtol=1e-3, atol=1e-8)
