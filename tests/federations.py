@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 
@@ -20,6 +20,19 @@ def blobs(examples: int = 90, seed: int = 0) -> TensorDataset:
     labels = torch.arange(examples) % CLASSES
     centres = 2 * torch.eye(CLASSES, FEATURES)
     return TensorDataset(centres[labels] + torch.randn(examples, FEATURES, generator=generator), labels)
+
+
+class Made(Dataset):
+    """Examples by a function of their numbers."""
+
+    def __init__(self, make, first=0, count=3):
+        self.make, self.first, self.count = make, first, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.make(self.first + index)
 
 
 def loader(dataset: Any = None, batch_size: int = 8, shuffle: bool = True, **options: Any) -> DataLoader:
@@ -131,6 +144,18 @@ def saving(folder: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any
 quiet_checkpoints = pytest.mark.filterwarnings("ignore:.*exists and is not empty", "ignore:.*callbacks used to create")
 
 
+def hears(module: nn.Module) -> list[fb.GaussianPosterior]:
+    """The posteriors of the clients of the last round, as a module hears them."""
+    sent = []
+
+    def hear(self: Any, posterior: fb.GaussianPosterior, clients: Any) -> None:
+        sent[:] = [each.clone() for each in clients]
+
+    hooks = {"needs_client_posteriors": True, "on_round_end": hear}
+    module.__class__ = type("Hears", (type(module),), hooks)
+    return sent
+
+
 def models_after_rounds(into: list[dict[str, Tensor]]) -> L.Callback:
     """A callback that keeps the parameters after every round."""
     return LambdaCallback(on_train_epoch_end=lambda trainer, module: into.append(parameters(module)))
@@ -142,6 +167,13 @@ def from_yaml(text: str) -> fb.FederatedBayes:
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(fb.FederatedBayes, "federation")
     return parser.instantiate(parser.parse_string(text)).federation
+
+
+def around(module: nn.Module, std: float = 0.3, start: str = "", zero: Any = torch.zeros_like) -> fb.GaussianPosterior:
+    """A posterior about the parameters of ``module``; those whose names do not begin with ``start`` are certain."""
+    mean = parameters(module)
+    variance = {n: torch.full_like(p, std**2) if n.startswith(start) else zero(p) for n, p in mean.items()}
+    return fb.GaussianPosterior(mean, variance)
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_fedbayes as fb
-from tests.federations import assert_close, trainer
+from tests.federations import trainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -127,19 +127,6 @@ def test_dicts_of_a_tokenizer(as_encoding):
         )
     for ours, wanted in zip(found[:3], found[3:], strict=True):
         assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
-    posteriors = []
-    for module, data in ((Words(bert()), sentences()), (Pair(bert()), paired())):
-        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.05)
-        made = fb.FederatedBayes(fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine)
-        trainer(1, [made]).fit(module, data)
-        posteriors.append(made.posterior)
-    ours, wanted = posteriors
-    assert ours.linearised
-    assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_torch_geometric():
@@ -295,27 +282,3 @@ def test_a_bayesian_head_on_lora(engine):
     assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
     posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
     assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_frozen_and_b_by_sites(engine):
-    module = Tuned(lora_bert(), fb.IVON)
-    for name, parameter in module.named_parameters():
-        if "lora_A" in name:
-            parameter.requires_grad_(False)
-    posterior = tuned(module, engine, fusion="sites").posterior
-    halves = {half: [name for name in posterior.names if half in name] for half in ("lora_A", "lora_B")}
-    assert not any(bool((posterior.variance[name] > 0).any()) for name in halves["lora_A"])
-    assert all(bool((posterior.variance[name] > 0).all()) for name in halves["lora_B"])
-
-
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_lora_with_a_shared_and_b_personal(engine):
-    module = Tuned(lora_bert(), torch.optim.Adam)
-    federation = tuned(module, engine, fusion="weighted_average", local_parameters=["*lora_B*"])
-    assert any("lora_A" in name for name in federation.federation.server.posterior.names)
-    assert not any("lora_B" in name for name in federation.federation.server.posterior.names)
-    own = [federation.federation.engine.states.of(client).local for client in range(3)]
-    assert len(own[0]) == 4
-    for name in own[0]:
-        assert all(not torch.equal(own[i][name], own[j][name]) for i, j in ((0, 1), (0, 2), (1, 2)))

@@ -15,6 +15,8 @@ from lightning_fedbayes.methods import method
 
 MANY = 3
 """Rounds after which a variance that shrinks in each of them has lost its meaning."""
+APART = 0.05
+"""Part of a client's mean gradient that may differ from its move over a length, by rounding in half precision."""
 LATE = 20
 """Rounds after which averages under a fixed prior approach its width (benchmarks/posterior/ROUNDS.md)."""
 
@@ -103,13 +105,14 @@ class FedNova(method.Method):
     Plain averaging ends, for unlike numbers of steps, at another optimum. Only means move so.
 
     When to use it: clients' numbers of examples, and so of steps, differ much, and they train with SGD without
-    momentum. It trusts the clients' numbers of steps.
+    momentum.
 
     Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
     """
 
     registered: ClassVar[str] = "fednova"
     sends: ClassVar[bool] = True
+    per_example: ClassVar[tuple[str, ...]] = ("steps",)
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
@@ -122,6 +125,11 @@ class FedNova(method.Method):
         """See :meth:`Method.report`."""
         steps = torch.full_like(shared.tensors["steps"], client.steps)
         return method.Report(moved(shared.posterior, trained.posterior, 1 / client.steps), sent={"steps": steps})
+
+    def doubt(self, shared: method.Shared, posterior: GaussianPosterior, sent: Mapping[str, Tensor]) -> str | None:
+        """See :meth:`Method.doubt`: a client has made a step at least."""
+        steps = float(sent["steps"])
+        return None if steps >= 1 else f"it says that it has made {steps:g} steps; one at least is needed"
 
     def fuse(
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
@@ -145,9 +153,11 @@ class Scaffold(method.Method):
     of it to c, times the cohort's share of all clients. Control variates, of means, are as large as the network, in
     every message.
 
-    When to use it: unlike clients take many steps of plain SGD. It trusts its clients, without a bound on their effect
-    on c. If few clients take part in a round, c lags behind. Source: Karimireddy et al. 2020, Algorithm 1, option II,
-    with a global step of 1.
+    When to use it: unlike clients take many steps of plain SGD. What one client adds to c has
+    the direction of its move, and at most a multiple of the median client's size in each round, which adds up over the
+    rounds of a client that lies about its length. If few clients take part in a round, c lags behind.
+
+    Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
     """
 
     registered: ClassVar[str] = "scaffold"
@@ -179,6 +189,18 @@ class Scaffold(method.Method):
             changes[name] = (shared.posterior.mean[name] - trained.posterior.mean[name]) / length - control
         kept = {name: self._own(client, name, change) + change for name, change in changes.items()}
         return method.Report(trained.posterior, kept, changes)
+
+    def doubt(self, shared: method.Shared, posterior: GaussianPosterior, sent: Mapping[str, Tensor]) -> str | None:
+        r"""See :meth:`Method.doubt`: :math:`c_k^+ - c_k + c` is the client's move over a length, downhill."""
+        before = shared.posterior.mean
+        parts = ((before[n] - posterior.mean[n], sent[n] + c, before[n]) for n, c in shared.tensors.items())
+        move, slope, start = (torch.cat([each.double().flatten() for each in found]) for found in zip(*parts))
+        rate = torch.dot(move, slope) / torch.dot(move, move).clamp_min(torch.finfo(torch.float64).tiny)
+        rounding = 4 * torch.finfo(next(iter(before.values())).dtype).eps * rate.abs() * start.norm()
+        if rate >= 0 and (slope - rate * move).norm() <= APART * slope.norm() + rounding:
+            return None
+        why = "what it adds to the control variate is not its mean gradient, by the way that its means have gone"
+        return f"{why}; all clients must train with plain SGD and fusion='scaffold'"
 
     def fuse(
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float

@@ -205,6 +205,8 @@ class Method:
     """True if clients send tensors with the names of :meth:`init` with their posteriors."""
     sent: ClassVar[tuple[str, ...]] = ()
     """Names that they send. Empty for all."""
+    per_example: ClassVar[tuple[str, ...]] = ()
+    """Those of them that count something, at least 0: the server compares their size for each example."""
     told: ClassVar[tuple[str, ...]] = ()
     """Names that the server sends to clients over a network. Empty for all."""
     adds: ClassVar[bool] = False
@@ -316,6 +318,13 @@ class Method:
         """
         return fused, shared.tensors
 
+    def doubt(self, shared: Shared, posterior: GaussianPosterior, sent: Mapping[str, Tensor]) -> str | None:
+        """Return why what a client has ``sent`` with its posterior cannot come from training. None if it can.
+
+        At the server, which leaves such a client out. Names, shapes and finite values have been checked, and sizes will
+        be compared among the clients.
+        """
+
     def slope(self, shared: Shared) -> Tensor:
         """Return the gradient of all clients' objective at the global means, of a method that :attr:`adds`, shape (P,).
 
@@ -396,7 +405,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     if report.sent.keys() != expected:
         wanted = f"send the names of init, {errors.listed(expected)}" if expected else "say sends = True in its class"
         found = errors.listed(report.sent) or "nothing"
-        raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
+        raise FederationError(f"{method.name}: a client sends {found} with its posterior; {wanted}, or send nothing")
     if versions != [version_if_any(each) for each in tensors]:
         what = f"{method.name}: report(...) has written into the posterior that the client has trained"
         raise FederationError(f"{what}: make a new GaussianPosterior of what it sends")

@@ -1,6 +1,6 @@
 """Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, 
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure, fuse_distributed
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.methods.method import PREFIX
+from lightning_fedbayes.methods.method import PREFIX, split
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, REMEDY, Guard, Limits, changed
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
@@ -140,6 +140,7 @@ class Aggregation:
         guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do.
             None: neither.
         adds: tensors of a method, under names that begin with "method/", are added up, not averaged.
+        doubt: see :meth:`~lightning_fedbayes.Method.doubt`, of the round.
     """
 
     def __init__(
@@ -152,12 +153,13 @@ class Aggregation:
         collective: Collective = ALONE,
         guard: Guard | None = None,
         adds: bool = False,
+        doubt: Callable[[GaussianPosterior, Mapping[str, Tensor]], str | None] | None = None,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule, self.guard = rule, guard
-        self._adds = adds
+        self._adds, self._doubt = adds, doubt
         self.state = rule.init() if state is None else state
         self.weighting, self.previous, self.collective = weighting, previous, collective
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
@@ -197,6 +199,9 @@ class Aggregation:
             posterior = posterior.flattened()
         check_finite(posterior, who)
         self._buffers.check(update.buffers, who)
+        doubt = None if self._doubt is None else self._doubt(update.posterior, split(update.buffers)[1])
+        if doubt is not None:
+            raise FusionError(f"{who}: {doubt}")
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:

@@ -290,6 +290,59 @@ class Guard:
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
 
 
+class TensorsGuard(Guard):
+    """A guard that also bounds what a method sends with the posterior, as moves from 0, each tensor by its own median.
+
+    ``sent`` is its form, by name, and ``per_example`` names what grows with a client's number of examples.
+    """
+
+    def __init__(self, *options: Any, sent: Mapping[str, Tensor], per_example: Collection[str]) -> None:
+        super().__init__(*options)
+        self._names = [name for name, value in sent.items() if value.numel()]
+        self._per_example = torch.tensor([name in per_example for name in self._names])
+        zero = GaussianPosterior.point_mass({name: torch.zeros_like(sent[name]) for name in self._names})
+        past = {"sizes": self.memory["beside"]} if "beside" in self.memory else {}
+        self._beside = Guard(zero, (), self.max_influence, past, *options[4:])
+
+    def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
+        """See :meth:`Guard.sizes_of`."""
+        parts = [GaussianPosterior.point_mass({name: each.buffers[name] for name in self._names}) for each in updates]
+        examples = torch.tensor([max(1, each.num_examples) for each in updates], dtype=torch.float64)
+        beside = self._beside.shifts(parts)
+        beside[:, :2] /= torch.where(self._per_example, examples[:, None, None], 1.0)
+        return torch.cat([super().sizes_of(updates, by_pieces=by_pieces), beside], 2)
+
+    def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
+        """See :meth:`Guard.absurd`."""
+        own, beside = self._split(sizes)
+        return super().absurd(updates, own) | self._beside.absurd(updates, beside)
+
+    def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
+        """See :meth:`Guard.limits`."""
+        own, beside = self._split(sizes)
+        found = [super().limits(own, weights, clients), self._beside.limits(beside, weights, clients)]
+        return Limits(torch.cat([each.sizes for each in found], 1), found[0].weight)
+
+    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+        """See :meth:`Guard.remember`."""
+        own, beside = self._split(sizes)
+        super().remember(own, weights, clients)
+        self._beside.remember(beside, weights, clients)
+        self.memory["beside"] = self._beside.memory["sizes"]
+
+    def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
+        """See :meth:`Guard.clipped`."""
+        (own_limits, limits), (own, sizes) = self._split(limits), self._split(sizes)
+        kept = torch.where(sizes > limits, limits / sizes, 1.0)[0].tolist()
+        within = {name: update.buffers[name] * part for name, part in zip(self._names, kept, strict=True)}
+        return super().clipped(changed(update, buffers={**update.buffers, **within}), own_limits, own)
+
+    def _split(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sizes of the posterior's tensors, and of the others."""
+        width = len(self._numels)
+        return sizes[..., :width], sizes[..., width:]
+
+
 def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:
     """Return a checked update with other parts of the same structure, without checking it again."""
     copy = object.__new__(ClientUpdate)

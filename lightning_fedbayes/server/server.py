@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, mean_variance
-from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, probabilistic_names
+from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, TensorsGuard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.site_guard import SiteGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
@@ -202,6 +203,7 @@ class Server:
             self.versions.begun[plan.round] = self._shared
         self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
+        sent = {name: tensors[name] for name in method.sent or tensors} if method.sends else {}
         previous, bound, guard = self.posterior, self.safeguards.max_influence, None
         if method.sends_means:
             previous = GaussianPosterior.point_mass(previous.mean)
@@ -210,19 +212,20 @@ class Server:
         if bound is not None and method.bounded:
             if is_new:
                 self.sites, self.untold = {}, set()
+            beside, names = joined({}, sent), joined({}, dict.fromkeys(method.per_example))
             part = 1.0 if self.versions is None else len(plan.cohort) * share
             if method.adds:
                 counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
                 slope = method.slope(self._shared)
                 guard = SiteGuard(self.posterior, slope, bound, counted_of, self._memory, share == 1, part)
             else:
-                guard = Guard(previous, self._probabilistic, bound, self._memory, share == 1, part)
+                options = previous, self._probabilistic, bound, self._memory, share == 1, part
+                guard = TensorsGuard(*options, sent=beside, per_example=names) if beside else Guard(*options)
         own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
-        expected = joined(own, {name: tensors[name] for name in method.sent or tensors} if method.sends else {})
+        expected = joined(own, sent)
+        options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None
         self._aggregations = {
-            name: Aggregation(
-                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard, method.adds
-            )
+            name: Aggregation(rule, self.weighting, previous, expected, self._rule_states[name], *options)
             for name, rule in self.rules.items()
         }
         return self._shared

@@ -6,10 +6,9 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted import adversaries as untrusted
-from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from tests import federations
-from tests.federations import Crash, Plain, assert_equal, bayesian, blobs, federate, loader, parameters, saving
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, parameters
 
 ENGINES = ["sequential", "vectorized"]
 SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
@@ -49,18 +48,6 @@ def honest_update(client: int, labels=None) -> dict[str, torch.Tensor]:
 
 def averaged(updates, weights) -> dict[str, torch.Tensor]:
     return {n: sum(w * u[n] for w, u in zip(weights, updates)) / sum(weights) for n in updates[0]}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_average_under_flipped_signs_is_that_by_hand(engine):
-    start, sizes = parameters(Plain()), SIZES.sizes
-    flipped = untrusted.assign([untrusted.SignFlip(0.3)], [str(k) for k in range(6)], 0)
-    assert len(flipped) == 2
-    updates = [honest_update(client) for client in range(6)]
-    for client in flipped:
-        updates[client] = {name: 2 * start[name] - value for name, value in updates[client].items()}
-    module, _ = run(untrusted.SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
-    assert_close(module, averaged(updates, sizes))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -152,28 +139,6 @@ def test_honest_draws_do_not_depend_on_attacks(engine):
     assert_equal(parameters(attacked), parameters(untouched))
     assert cohorts[:3] == cohorts[3:]
     assert any(5 in cohort for cohort in cohorts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@federations.quiet_checkpoints
-def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
-    monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
-
-    def fit(folder, callbacks=(), ckpt_path=None):
-        module = bayesian()
-        attacks = untrusted.Attacks(
-            [untrusted.RandomUpdate(0.3), untrusted.GaussianVector([0], std=0.1), untrusted.ALittleIsEnough([1], z=1.0)]
-        )
-        fed = fb.FederatedBayes(SIZES, fraction=0.8, engine=engine, adversaries=attacks)
-        federate(module, fed, 4, ckpt_path=ckpt_path, **saving(tmp_path / folder, *callbacks))
-        assert fed.history[-1]["valid_clients"] == 5
-        return module
-
-    whole = fit("whole")
-    with pytest.raises(Crash):
-        fit("parts", [federations.Interrupt(2, 1)])
-    assert_equal(parameters(fit("parts", ckpt_path="last")), parameters(whole))
 
 
 @pytest.mark.parametrize("adversaries", ["sign_flip", [untrusted.SignFlip], 3])

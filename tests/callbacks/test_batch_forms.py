@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import Plain, blobs, federate, network, trainer
+from tests.federations import Plain, around, blobs, federate, network, trainer
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -122,13 +121,6 @@ def clients(collate=None):
     return DataLoader(fb.ClientDatasets(data), 8, collate_fn=collate)
 
 
-def posterior(module, std=0.2, start=""):
-    mean = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return fb.GaussianPosterior(
-        mean, {name: torch.full_like(p, std**2 if name.startswith(start) else 0.0) for name, p in mean.items()}
-    )
-
-
 @cache
 def trained():
     module = Pairs(lr=0.3)
@@ -148,7 +140,7 @@ def test_predictions_and_scores_are_those_of_pairs(form, predictive):
     for module, collate in ((Pairs(), pairs), (FORMS[form][0](), FORMS[form][1])):
         module.net.load_state_dict(trained().state_dict())
         torch.manual_seed(0)
-        made = fb.PosteriorPredictive(module, posterior(module), 5, predictive=predictive)
+        made = fb.PosteriorPredictive(module, around(module), 5, predictive=predictive)
         report, sets = fb.UncertaintyReport(), fb.FederatedConformal(0.8)
         scaling = fb.FederatedTemperature()
         callbacks = [report, scaling, sets, fb.ClientReport()]
@@ -204,15 +196,15 @@ def test_a_function_says_what_a_batch_holds():
     module = network()
     unpack = lambda batch: (batch["x"], batch["answer"])  # noqa: E731
     batch = next(iter(batches(odd)))
-    made = fb.PosteriorPredictive(module, posterior(module), 5, unpack=unpack)
+    made = fb.PosteriorPredictive(module, around(module), 5, unpack=unpack)
     torch.manual_seed(0)
     found = made.validation_step(batch)
     torch.manual_seed(0)
-    wanted = fb.PosteriorPredictive(module, posterior(module), 5).validation_step((batch["x"], batch["answer"]))
+    wanted = fb.PosteriorPredictive(module, around(module), 5).validation_step((batch["x"], batch["answer"]))
     torch.testing.assert_close(found, wanted, **TOLERANCE)
     assert made.predict_step(batch).probs.shape == (8, 3)
     with pytest.raises(fb.FedBayesError, match="a batch is a dict with the keys 'x', 'answer', 'names', and not"):
-        fb.PosteriorPredictive(module, posterior(module)).validation_step(batch)
+        fb.PosteriorPredictive(module, around(module)).validation_step(batch)
     expected = fb.Laplace().site(module, [(batch["x"], batch["answer"])])
     for name, value in fb.Laplace(unpack=unpack).site(module, [batch]).items():
         torch.testing.assert_close(value, expected[name], **TOLERANCE)
@@ -222,19 +214,8 @@ def test_a_function_says_what_a_batch_holds():
         fb.Laplace(unpack="labels")
 
 
-class Whole(nn.Module):
-    """Takes an object whose examples only it can tell apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, batch):
-        return self.net(batch.x)
-
-
 def test_what_cannot_be_divided_is_linearised_as_one():
-    module = Whole()
+    module = Objects()
     batch, found = next(iter(batches(objects))), fb.Laplace().posterior(module, batches(objects))
     inner = fb.GaussianPosterior(
         *({name.removeprefix("net."): value for name, value in part.items()} for part in (found.mean, found.variance)),

@@ -33,16 +33,6 @@ def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
     assert tested[0]["test/clients/nll"] == pytest.approx(fb.evaluate_clients(module, clients(8, 8, 8)).mean("nll"))
 
 
-def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_given():
-    module, callback = Plain(), fb.FederatedBayes(fusion="gaussian_fit")
-    made = federate(module, callback, 1, loader(clients(40, 30)), batches(9, 12), callbacks=[fb.UncertaintyReport(5)])
-    predictive = fb.PosteriorPredictive(module, callback.posterior, 5)
-    expected = fb.evaluate_clients(predictive, clients(9, 12), batch_size=8)
-    assert float(made.callback_metrics["val/draws/clients/nll"]) == pytest.approx(expected.mean("nll"), rel=0.1)
-    plain = federate(Plain(), fb.FederatedBayes(), 1, loader(clients(40, 30)), batches(9, 12))
-    assert not any("clients/" in name for name in plain.callback_metrics)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -26,17 +26,13 @@ from tests.federations import (
 )
 
 
-class InOrder(torch.utils.data.Sampler):
+class InOrder(list):
     """The order in which client 0 sees its data, for plain training."""
 
-    def __init__(self, size: int, batching: Batching) -> None:
-        self.size, self.batching, self.round = size, batching, 0
-
-    def __len__(self) -> int:
-        return self.size
+    round = 0
 
     def __iter__(self):
-        (order,) = client_order(self.round, 0, self.size, self.batching)
+        (order,) = client_order(self.round, 0, len(self), Batching(batch_size=8))
         self.round += 1
         return iter(order.tolist())
 
@@ -58,7 +54,7 @@ class SeedEpochs(L.Callback):
 def test_one_client_with_all_data_equals_plain_training_bit_by_bit(rule, optimizer, options):
     federated, plain = Plain(optimizer=optimizer, lr=0.01), Plain(optimizer=optimizer, lr=0.01)
     federate(federated, fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, keep=["optimizer"]), 3, **options)
-    order = InOrder(90, Batching(batch_size=8))
+    order = InOrder(range(90))
     trainer(3, **options).fit(plain, loader(shuffle=False, sampler=order))
     assert_equal(parameters(federated), parameters(plain))
 
@@ -68,7 +64,7 @@ def test_one_bayesian_client_equals_plain_training_noise_included(rule):
     federated, plain = bayesian(), bayesian()
     federation = fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, keep=["optimizer"])
     federate(federated, federation, rounds=3)
-    order = InOrder(90, Batching(batch_size=8))
+    order = InOrder(range(90))
     own_seed = torch.Generator()  # the loader must not draw its workers' seed from the noise
     trainer(3, [SeedEpochs()]).fit(plain, loader(shuffle=False, sampler=order, generator=own_seed))
     torch.testing.assert_close(parameters(federated), parameters(plain), rtol=1e-6, atol=1e-7)

@@ -1,6 +1,5 @@
 """What is told while a federation trains: the progress bar, and clients whose training diverges, each once."""
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar, TQDMProgressBar
@@ -45,20 +44,11 @@ def test_the_bar_counts_the_batches_of_the_round_and_is_given_back(options):
     assert "on_train_batch_end" not in vars(bar)
 
 
-class Regression(L.LightningModule):
+class Regression(Plain):
     """A linear regression with noise 0.1, whose loss is the Gaussian's."""
-
-    def __init__(self, optimizer):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(3, 1)
-        self.optimizer = optimizer
 
     def training_step(self, batch, batch_idx):
         return (self.net(batch[0]) - batch[1]).square().mean() / (2 * 0.1**2)
-
-    def configure_optimizers(self):
-        return self.optimizer(self.net.parameters())
 
 
 def data():
@@ -68,8 +58,8 @@ def data():
 
 
 OPTIMIZERS = {
-    "adam": (lambda p: torch.optim.Adam(p, 3.0), lambda p: torch.optim.Adam(p, 0.03)),
-    "published": (lambda p: fb.IVON(p, 0.1, curvature="ivon"), lambda p: fb.IVON(p, 0.01)),
+    "adam": (lambda p, lr: torch.optim.Adam(p, 3.0), lambda p, lr: torch.optim.Adam(p, 0.03)),
+    "published": (lambda p, lr: fb.IVON(p, 0.1, curvature="ivon"), lambda p, lr: fb.IVON(p, 0.01)),
 }
 
 
@@ -83,7 +73,7 @@ def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
             safeguards = fb.Safeguards(max_influence=None)
             options = {"engine": engine, "seed": 1, "local_epochs": 2, "safeguards": safeguards}
             federation = fb.FederatedBayes(fb.IIDPartition(clients=4), **options)
-            federate(Regression(optimizer), federation, 8, data())
+            federate(Regression(nn.Linear(3, 1), optimizer=optimizer), federation, 8, data())
         told = [line for line in caplog.text.splitlines() if "has diverged" in line]
         names = [name for line in told for name in line.split("client")[1].split(" has")[0].strip("s ").split(", ")]
         assert bool(told) == diverges

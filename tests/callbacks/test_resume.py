@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 import lightning_fedbayes as fb
-from benchmarks.untrusted.adversaries import GaussianVector, NotANumber, RandomUpdate
+from benchmarks.untrusted.adversaries import ALittleIsEnough, Attacks, GaussianVector, NotANumber, RandomUpdate
 from lightning_fedbayes.clients.vectorized import engine
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
@@ -58,7 +58,10 @@ SETTINGS = {
     "state of covariance": {"fusion": "icov_vb", "adversaries": RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
     "population": {"fusion": "population"},
-    "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
+    "held posteriors": {
+        **{"weighting": "max_discrepancy", "fusion": "linear_pool"},
+        "adversaries": Attacks([RandomUpdate(0.3), ALittleIsEnough([1], z=1.0)]),
+    },
     "ivon": {"fusion": "sites", "keep": ["posterior"]},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},

@@ -15,7 +15,7 @@ from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.fusion import AutoFusion, MultiKrum, TrimmedMean
 from tests import federations
-from tests.federations import Plain, assert_equal, federate, loader, models_after_rounds, parameters, trainer
+from tests.federations import Plain, assert_equal, federate, hears, loader, models_after_rounds, parameters, trainer
 
 
 class Faulty(Plain):
@@ -67,12 +67,12 @@ def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, opt
     assert (row["valid_clients"], row["failed_clients"]) == (2, 1)
 
     start, honest = fb.read_posterior(Plain()).clone(), Plain()
-    honest.needs_client_posteriors, honest.on_round_end = True, lambda _, clients: setattr(honest, "clients", clients)
+    sent = hears(honest)
     federate(honest, fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", engine="sequential"), 1, **options)
     server = fb.Server(start, weighting=weighting)
     server.begin(fb.RoundPlan(0, (0, 2)))
     for client in (0, 2):
-        server.admit(fb.ClientUpdate(client, 30, honest.clients[client]))
+        server.admit(fb.ClientUpdate(client, 30, sent[client]))
     expected = server.finish().posterior
     assert_equal(dict(federation.posterior.mean), dict(expected.mean))
     assert_equal(parameters(module), dict(expected.mean))

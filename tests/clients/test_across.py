@@ -12,7 +12,6 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.across import CrossScores, threshold
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.errors import FedBayesError
-from tests.clients.test_evaluation import point
 from tests.federations import FEATURES, blobs, clients, network
 
 
@@ -28,7 +27,7 @@ def own_models(data: fb.ClientDatasets) -> dict[str, fb.PosteriorPredictive]:
     found = {}
     for seed, name in enumerate(data.names):
         module = network(seed)
-        found[name] = fb.PosteriorPredictive(module, point(module))
+        found[name] = fb.PosteriorPredictive(module, fb.read_posterior(module))
     return found
 
 
@@ -48,7 +47,7 @@ def fitted(data: fb.ClientDatasets, steps: int = 60) -> dict[str, fb.PosteriorPr
             return value
 
         optimizer.step(loss)
-        found[name] = fb.PosteriorPredictive(layer, point(layer))
+        found[name] = fb.PosteriorPredictive(layer, fb.read_posterior(layer))
     return found
 
 

@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients import contents
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data.clients import clients_of
-from tests.federations import Plain, blobs, federate, trainer
+from tests.federations import Made, Plain, blobs, federate, trainer
 
 KINDS = {
     "tensor": lambda k: torch.tensor([float(k)]),
@@ -32,19 +32,6 @@ KINDS = {
     "list": lambda k: [[0] * k, [0]],
     "several": lambda k: (torch.zeros(1), (k, None), "text"),
 }
-
-
-class Made(Dataset):
-    """Examples by a function of their numbers."""
-
-    def __init__(self, make, first=0, count=3):
-        self.make, self.first, self.count = make, first, count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return self.make(self.first + index)
 
 
 @pytest.mark.parametrize("kind", KINDS)

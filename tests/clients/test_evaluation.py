@@ -17,13 +17,9 @@ from tests.federations import FEATURES, Plain, bayesian, blobs, clients, network
 from tests.refusals import refusals
 
 
-def point(module: nn.Module) -> GaussianPosterior:
-    return GaussianPosterior.point_mass({name: p.detach() for name, p in module.named_parameters()})
-
-
 def test_every_client_is_scored_on_its_own_data_whatever_the_batches():
     module, data = network(), clients(40, 7, 13)
-    predictive = fb.PosteriorPredictive(module, point(module))
+    predictive = fb.PosteriorPredictive(module, fb.read_posterior(module))
     scores = fb.evaluate_clients(predictive, data, batch_size=np.int64(5))
     for k, part in enumerate(data.datasets):
         x, y = part.tensors
@@ -40,7 +36,7 @@ def test_a_regressor_is_scored_in_root_mean_squares_nats_and_coverage():
     x = torch.randn(4000, FEATURES, generator=torch.Generator().manual_seed(0))
     y = layer(x).detach() + 0.5 * torch.randn(4000, 1, generator=torch.Generator().manual_seed(1))
     data = fb.ClientDatasets({"a": TensorDataset(x[:1000], y[:1000, 0]), "b": TensorDataset(x[1000:], y[1000:, 0])})
-    predictive = fb.PosteriorPredictive(layer, point(layer), likelihood=fb.Gaussian(0.5))
+    predictive = fb.PosteriorPredictive(layer, fb.read_posterior(layer), likelihood=fb.Gaussian(0.5))
     scores = fb.evaluate_clients(predictive, data)
     assert scores.mean("rmse") == pytest.approx(0.5, abs=0.02)
     assert scores.mean("coverage") == pytest.approx(0.9, abs=0.015)
@@ -50,7 +46,7 @@ def test_a_regressor_is_scored_in_root_mean_squares_nats_and_coverage():
 
 def test_scores_do_not_depend_on_the_state_of_the_generators_and_leave_it_alone():
     module, data = network(), clients(20, 10)
-    wide = point(module)
+    wide = fb.read_posterior(module)
     posterior = GaussianPosterior(wide.mean, {name: torch.full_like(value, 0.1) for name, value in wide.mean.items()})
     predictive, values = fb.PosteriorPredictive(module, posterior), []
     for seed in (1, 2):
@@ -105,6 +101,7 @@ def test_the_weight_is_the_one_of_the_lowest_held_out_nll_and_a_tie_goes_to_the_
 
 
 LINE = nn.Linear(1, 1)
+AT = fb.read_posterior(LINE)
 NAN = TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4, 1))
 
 
@@ -135,8 +132,11 @@ test_what_cannot_be_scored_is_refused = refusals(
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
     (
-        lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
+        lambda: fb.choose_personal_weight(lambda w: fb.read_posterior(LINE), LINE, NAN, likelihood=fb.Gaussian()),
         "the noise is not known",
     ),
-    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)), "not finite by e"),
+    (
+        lambda: fb.choose_personal_weight(lambda w: fb.read_posterior(LINE), LINE, NAN, likelihood=fb.Gaussian(1)),
+        "not finite by e",
+    ),
 )

@@ -28,7 +28,7 @@ from lightning_fedbayes.core.loading import FailedBatch, Parts, tensors_of
 from lightning_fedbayes.core.private_torch import tree_leaves
 from lightning_fedbayes.data import Clients
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
-from tests.federations import Plain, blobs, loader, parameters, trainer
+from tests.federations import Made, Plain, blobs, loader, parameters, trainer
 
 
 class Tensors(Dataset):
@@ -193,8 +193,8 @@ class TestWaysOfLoading:
 
     @pytest.mark.parametrize("arranged", [False, True])
     def test_workers_of_any_engine_stay_over_rounds(self, arranged):
-        clients, batching, now = Clients(("a", "b"), (Workers(), Workers())), Batching(4), [0]
-        user = DataLoader(Workers(), batch_size=4, num_workers=2, persistent_workers=True)
+        clients, batching, now = Clients(("a", "b"), (WORKERS, WORKERS)), Batching(4), [0]
+        user = DataLoader(WORKERS, batch_size=4, num_workers=2, persistent_workers=True)
         loader = FederatedLoader(user, clients, batching, lambda _: plan_round(now[0], clients.sizes, batching))
         if arranged:
             loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
@@ -207,14 +207,8 @@ class TestWaysOfLoading:
         assert os.getpid() not in found
 
 
-class Workers(Dataset):
-    """Examples that are the number of the process that loads them."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return torch.tensor(os.getpid())
+WORKERS = Made(lambda index: torch.tensor(os.getpid()), count=12)
+"""Examples that are the number of the process that loads them."""
 
 
 def collate_with_noise(examples):

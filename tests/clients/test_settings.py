@@ -16,12 +16,12 @@ from lightning_fedbayes.methods import Averaging, averaging
 from tests.federations import Plain, assert_equal, bayesian, federate
 
 WRONG = {
-    "local_epochs=0": {"local_epochs": 0},
-    "safeguards=2": {"safeguards": 2},
+    "local_epochs=0: give at least 1": {"local_epochs": 0},
+    "safeguards=2.*give fb.Safeguards": {"safeguards": 2},
     "engine=0": {"engine": 0},
-    "fraction=0": {"fraction": 0},
-    "engine='fast'": {"engine": "fast"},
-    "keep='kept'": {"keep": "kept"},
+    r"fraction=0.*\(0, 1\]": {"fraction": 0},
+    "engine='sequental': did you mean 'sequential'": {"engine": "sequental"},
+    "keep='optimiser': did you mean 'optimizer'": {"keep": ["optimiser"]},
     "buffers='averaged'": {"buffers": "averaged"},
     "did you mean 'conflation'": {"fusion": "conflatoin"},
     "did you mean 'train_size'": {"weighting": "trainsize"},

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.states import ClientState, States, after_absence, with_counts
 from lightning_fedbayes.core.errors import FederationError
-from tests.federations import Plain, assert_close, bayesian, federate, loader
+from tests.federations import Plain, assert_close, bayesian, federate, hears, loader
 from tests.refusals import refusals
 
 
@@ -111,16 +111,11 @@ def federation(**options) -> fb.FederatedBayes:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_ends_are_the_global_posterior_and_the_one_that_the_client_has_sent(engine):
-    partition, sent = fb.SizesPartition((40, 30, 20)), []
-    made = fb.FederatedBayes(partition, fusion="rklb", keep=["posterior"], engine=engine)
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), fusion="rklb", keep=["posterior"], engine=engine)
 
-    class Sees(fb.HybridBayesianClassifier):
-        needs_client_posteriors = True
-
-        def on_round_end(self, posterior, clients):
-            sent[:] = clients
-
-    federate(Sees(bayesian().network, samples=3), made, 2, loader())
+    module = bayesian()
+    sent = hears(module)
+    federate(module, made, 2, loader())
     for number, own in enumerate(sent):
         for personal, end in ((made.posterior_of(number), own), (made.posterior_of(number, 0.0), made.posterior)):
             assert_close(personal, end)

@@ -8,12 +8,14 @@ import torch
 from torch.distributed import HashStore
 
 from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.exchange import ALONE, Reduction, merge_statistics
 from lightning_fedbayes.core.gloo import GlooCollective
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.fusion import FusionRule, NearestNeighbourMixing, NormClipping, Reliability, SumRule, get_rule
 from lightning_fedbayes.server.aggregation import Aggregation
 from tests.federations import assert_close
+from tests.fusion.strategies import RULES
 
 COUNT = 3
 
@@ -86,7 +88,8 @@ def test_merged_statistics_are_sums_over_all_processes_in_two_calls(here, totals
         torch.testing.assert_close(second["short"], torch.full((2,), 6.0, dtype=torch.float64), rtol=0, atol=0)
 
 
-KINDS = ("weighted_average", "linear_pool", "gaussian_fit", "dwc", "coordinate_median", "krum", "icov_vb", "fedadam")
+SUMS = ("weighted_average", "linear_pool", "gaussian_fit", "dwc", "fedadam")
+OTHERS = [name for name in RULES if not isinstance(get_rule(name), SumRule)]
 WEIGHTINGS = ("train_size", "distance", "max_discrepancy", lambda facts: [1 + fact.num_examples for fact in facts])
 SPREADS = {"uneven": [0, 0, 1, 0, 0, 1, 0], "one without": [2, 2, 0, 2, 2, 2, 2], "one each": [0, 1]}
 """The process of each client."""
@@ -116,7 +119,7 @@ class Largest(SumRule):
 
 
 def rules():
-    yield from ((name, get_rule(name)) for name in KINDS)
+    yield from ((name, get_rule(name)) for name in (*SUMS, *OTHERS))
     yield from (
         ("mixed median", NearestNeighbourMixing("coordinate_median")),
         ("clipped conflation", NormClipping("conflation")),
@@ -188,3 +191,22 @@ def test_fusion_does_not_depend_on_where_clients_are(both, name, weighting):
         assert result.weights == pytest.approx(expected.weights, rel=1e-6, abs=1e-12)
         assert result.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-12)
         assert (result.inferred, result.excluded.keys()) == (expected.inferred, expected.excluded.keys())
+        torch.testing.assert_close(result.state, expected.state, rtol=1e-5, atol=1e-7)
+
+
+def test_an_error_in_one_shard_is_raised_in_every_process(here):
+    """Only the last parameter, which the last process has, is less certain than the previous posterior."""
+    like = posterior(99)
+    variance = {name: torch.full(shape, 1e3) for name, shape in SHAPES.items()}
+    previous = GaussianPosterior(like.mean, variance | {"scalar": torch.tensor(10.0)})
+    sent = GaussianPosterior(like.mean, {**like.variance, "point": torch.ones(2), "scalar": torch.tensor(50.0)})
+
+    def one(process):
+        fusion = Aggregation(NearestNeighbourMixing("dwc"), "equal", previous, {}, {}, process)
+        for client in range(process.rank, 7, COUNT):
+            fusion.add(ClientUpdate(client, 10, sent))
+        with pytest.raises(FusionError, match="fused precision is not positive"):
+            fusion.finish()
+        return True
+
+    assert everywhere(one, here) == [True] * COUNT

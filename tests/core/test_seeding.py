@@ -13,15 +13,6 @@ from lightning_fedbayes.core.seeding import SERVER, Stream, derive_seed, generat
 STREAMS = get_args(Stream)
 
 
-@pytest.fixture(autouse=True)
-def _restore():
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-
-
 def draws():
     return random.random(), np.random.rand(), torch.rand(()).item()
 

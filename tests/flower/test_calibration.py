@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -15,6 +15,7 @@ from lightning_fedbayes.transport.flower import FusionStrategy, client_app, init
 from tests.federations import Plain, assert_close, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.flower.test_strategy import resend
 from tests.transport.federation import BlobData, hybrid
 from tests.transport.federation import calibrated as calibrated_alone
 
@@ -64,15 +65,6 @@ def spoilt(change, after=0):
     """A grid in which a change takes hold of one client's answers to questions of calibration, but for some."""
     count = itertools.count()
     return LocalGrid(apps(), {1: lambda reply: change(reply) if next(count) >= after else reply}, kinds=ASKED)
-
-
-def with_records(**records):
-    def change(reply):
-        changed = Message(RecordDict({**dict(reply.content), **records}), reply_to=reply)
-        changed.metadata.__dict__.update(reply.metadata.__dict__)
-        return changed
-
-    return change
 
 
 def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
@@ -146,9 +138,9 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
 
 BAD = {
     "death": lambda reply: None,
-    "no sums": with_records(metrics=MetricRecord({"num-examples": 3})),
-    "not finite": with_records(metrics=MetricRecord({"gradient": math.nan, "curvature": 1.0, "num-examples": 3})),
-    "no examples": with_records(metrics=MetricRecord({"gradient": 1.0, "curvature": 1.0, "num-examples": 0})),
+    "no sums": lambda reply: resend(reply, metrics={"gradient": None, "curvature": None}),
+    "not finite": lambda reply: resend(reply, metrics={"gradient": math.nan}),
+    "no examples": lambda reply: resend(reply, metrics={"num-examples": 0}),
 }
 
 

@@ -14,7 +14,7 @@ from lightning_fedbayes.transport.flower import FusionStrategy
 from lightning_fedbayes.transport.flower.wire import message_in, to_arrays
 from lightning_fedbayes.transport.messages import read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
-from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update
+from tests.fuzz.doors import admitted, begun, fuzzed, posterior
 from tests.refusals import refusals
 
 PROBABILISTIC = {"w", "b"}
@@ -85,20 +85,9 @@ def replies(draw):
 
 
 WAYS = {"fraction": 1.0, "safeguards": fb.Safeguards(), "evaluate": False, "across": False, "seed": 0}
-_, GOOD_STRATEGY = door(FusionStrategy, wait_for=2, checkpoint=None, **WAYS)
-
-
-@given(name=st.sampled_from(sorted(GOOD_STRATEGY)), value=st.sampled_from(POOL))
-@many("strategies")
-def any_strategy(name, value):
-    if not (name in FUNCTIONS and callable(value)):
-        with only_own_errors():
-            FusionStrategy(**{**GOOD_STRATEGY, name: value})
-
-
-def test_a_strategys_arguments_are_refused_with_errors_of_the_package():
-    any_strategy()
-
+test_a_strategys_arguments_are_refused_with_errors_of_the_package = fuzzed(
+    FusionStrategy, wait_for=2, checkpoint=None, **WAYS
+)
 
 ran = 0
 
@@ -109,12 +98,7 @@ def any_reply(message):
     global ran
     ran += 1
     with only_own_errors():
-        server = begun()
-        outcome = server.admit(read(message))
-        server.admit(update(1))
-        server.finish()
-        if outcome.error is not None:
-            raise outcome.error
+        admitted(read(message))
 
 
 def test_replies_are_used_or_refused_with_errors_of_the_package():

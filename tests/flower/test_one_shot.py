@@ -8,9 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.transport.flower import client_app
-from tests.federations import Plain, federate
+from tests.federations import Plain, federate, hears
 from tests.flower.clients import client_apps, one_shot
 from tests.transport.federation import BlobData
 
@@ -66,17 +65,12 @@ def test_one_shot_with_kronecker_factors_is_that_of_one_process():
     apps = client_apps(3, plain, partition=parts, one_shot=method)
     found = one_shot(apps, method, plain)
 
-    class Heard(Plain):
-        needs_client_posteriors = True
-
-        def on_round_end(self, posterior, clients):
-            self.heard: list[GaussianPosterior] = [each.clone() for each in clients]
-
-    module = Heard(network())
+    module = plain()
+    heard = hears(module)
     made = fb.FederatedBayes(parts, fusion="rklb", engine="sequential")
     federate(module, made, 1, data.train_dataloader())
     sites = []
-    for trained, dataset in zip(module.heard, made.clients.datasets, strict=True):
+    for trained, dataset in zip(heard, made.clients.datasets, strict=True):
         own = plain()
         own.load_state_dict({**own.state_dict(), **trained.mean})
         sites.append(method.site(own, DataLoader(dataset, 16)))

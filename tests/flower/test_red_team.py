@@ -13,7 +13,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy.update import EXACT
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
-from tests.federations import Plain, trainer
+from tests.federations import Plain, hears, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.deployment import deployed
 from tests.flower.grid import LocalGrid
@@ -186,20 +186,15 @@ def test_a_simulated_client_whose_process_dies_is_left_out(seen):
 def test_no_figure_of_an_update_is_exact(seen):
     """In the first round the residual of the clipped update has the standard deviation z C, in every entry."""
 
-    class Heard(fb.HybridBayesianClassifier):
-        needs_client_posteriors = True
-
-        def on_round_end(self, posterior, clients):
-            self.heard = [each.clone() for each in clients]
-
-    module = Heard(mlp(64, 10, hidden=[8]), bayesian_last=1, learning_rate=0.01)
+    module = fb.HybridBayesianClassifier(mlp(64, 10, hidden=[8]), bayesian_last=1, learning_rate=0.01)
+    heard = hears(module)
     start = fb.read_posterior(module).clone()
     made = fb.FederatedBayes(fb.IIDPartition(clients=2), fusion="rklb", weighting="equal", engine="sequential")
     trainer(1, [made], limit_val_batches=0).fit(module, datamodule=fb.DigitsDataModule())
     first = [reply for reply in seen[0] if reply["config"]["kind"] == "update" and reply["config"]["server-round"] == 1]
     assert len(first) == 2
     for reply in first:
-        exact = module.heard[reply["config"]["client"]]
+        exact = heard[reply["config"]["client"]]
         moved, sent = [], []
         for name, mean in start.mean.items():
             moved.append((exact.mean[name] - mean).flatten())

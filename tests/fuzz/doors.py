@@ -5,8 +5,10 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import hypothesis
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from lightning import Trainer
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -23,6 +25,7 @@ from lightning_fedbayes.fusion import AutoFusion, available_fusions
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
 from lightning_fedbayes.server import KnownOverlap, aggregation
+from tests.fuzz import many, only_own_errors
 
 LABELS = torch.arange(60) % 3
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
@@ -70,10 +73,10 @@ def begun(**arguments):
     return server
 
 
-def admit(client, num_examples, posterior, buffers, metrics, seconds):
-    """Admit a client's update: whatever is wrong with it must be an error of the package or an outcome with one."""
+def admitted(sent):
+    """Admit an update: whatever is wrong with it must be an error of the package or an outcome with one."""
     server = begun()
-    outcome = server.admit(fb.ClientUpdate(client, num_examples, posterior, buffers, metrics, seconds))
+    outcome = server.admit(sent)
     server.admit(update(1))
     server.finish()
     if outcome.error is not None:
@@ -244,26 +247,10 @@ class Plain(fb.BayesianModule):
 
 def rules():
     """Every rule with arguments, fused, so that an argument that fails late is found too."""
-    arguments = {
-        "AlphaBarycenter": {"alpha": 0.5},
-        "DistributedWeightConsolidation": {"min_precision": 1e-3},
-        "GeometricMedian": {"smoothing": 1e-6, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseCovarianceMLE": {"latent": 1, "memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseCovarianceVB": {"latent": 1, "memory": 1.0, "floor": 1e-3},
-        "InverseVarianceMLE": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseVarianceVB": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "FedAvgM": {"lr": 1.0, "momentum": 0.9, "then": "weighted_average"},
-        "FedAdagrad": {"lr": 0.1, "beta1": 0.0, "epsilon": 1e-3, "then": "weighted_average"},
-        "FedAdam": {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "then": "weighted_average"},
-        "FedYogi": {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "then": "weighted_average"},
-        "Krum": {"byzantine": 0},
-        "MultiKrum": {"byzantine": 0, "keep": 1},
-        "NearestNeighbourMixing": {"then": "linear_pool", "byzantine": 0},
-        "NormClipping": {"then": "linear_pool", "radius": 1.0},
-        "Reliability": {"by": "ivar_vb", "then": "linear_pool"},
-        "TrimmedMean": {"trim": 0.1},
-    }
-    return {name: door(partial(fused, getattr(fusion, name)), **given) for name, given in arguments.items()}
+    registered = {type(fusion.get_rule(name)) for name in available_fusions()}
+    kinds = [each for each in vars(fusion).values() if isinstance(each, type) and each in registered]
+    doors = {kind.__name__: door(partial(fused, kind)) for kind in kinds if inspect.signature(kind).parameters}
+    return doors | {"Reliability": door(partial(fused, fusion.Reliability), by="ivar_vb", then="linear_pool")}
 
 
 def fused(kind, **arguments):
@@ -303,6 +290,20 @@ def door(function, **given):
     defaults = {name: each.default for name, each in inspect.signature(told).parameters.items()}
     known = {name: value for name, value in defaults.items() if repr(value) not in (repr(inspect._empty), "<factory>")}
     return function, {**known, **given}
+
+
+def fuzzed(kind, **given):
+    """Return a test of any argument of a strategy or controller."""
+    _, good = door(kind, **given)
+
+    @hypothesis.given(name=st.sampled_from(sorted(good)), value=st.sampled_from(POOL))
+    @many("strategies")
+    def any_argument(name, value):
+        if not (name in FUNCTIONS and callable(value)):
+            with only_own_errors():
+                kind(**{**good, name: value})
+
+    return lambda: any_argument()
 
 
 DOORS = {
@@ -410,15 +411,7 @@ DOORS = {
     ),
     "Method": door(fb.Method, rule="linear_pool"),
     "UncertaintyReport": door(fb.UncertaintyReport, samples=2),
-    "ClientUpdate": door(
-        admit,
-        client=0,
-        num_examples=5,
-        posterior=posterior(),
-        buffers={"running": torch.ones(2)},
-        metrics={"train_loss": 1.0},
-        seconds=0.5,
-    ),
+    "ClientUpdate": door(lambda **sent: admitted(fb.ClientUpdate(**sent)), **vars(update())),
     "ClientFailure": door(
         lambda **arguments: begun().admit(ClientFailure(**arguments)),
         client=0,
@@ -623,22 +616,9 @@ DOORS = {
     "BayesianHead.fit_clients": door(fb.BayesianHead(2).fit_clients, clients=[(X, HALVES)]),
     "BayesianHead.personal": door(DONE_HEAD.personal, fit=DONE_FIT, features=X, targets=HALVES, weight=0.5),
     "HeadFit.moments": door(FIT.moments, features=X),
-    "HeadSlopes": door(
-        HeadSlopes,
-        loss=torch.ones(()).double(),
-        slope=torch.ones(2, 3).double(),
-        spread=torch.eye(2).double(),
-        curvature=torch.ones(1, 3, 3).double(),
-        num_examples=2,
-    ),
+    "HeadSlopes": door(HeadSlopes, **vars(fb.BayesianHead(2).slopes(FIT, X, HALVES))),
     "HeadModule": door(fb.HeadModule, backbone=nn.Identity(), head=fb.BayesianHead(2), features=2, samples=3),
-    "LinearStatistics": door(
-        LinearStatistics,
-        gram=torch.eye(2).double(),
-        moment=torch.ones(2).double(),
-        square=torch.tensor(3.0).double(),
-        num_examples=2,
-    ),
+    "LinearStatistics": door(LinearStatistics, **vars(LinearStatistics.of(X, Y))),
     "LinearStatistics.of": door(fb.modules.LinearStatistics.of, inputs=X, targets=Y),
     "mlp": door(modules.mlp, features=2, outputs=2, hidden=(3,)),
     "lenet": door(modules.lenet, classes=2, size=16),

@@ -13,7 +13,7 @@ from lightning_fedbayes import fusion, layers, modules
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.fusion import available_fusions
 from tests.fuzz import EXAMPLES, many, only_own_errors
-from tests.fuzz.doors import POOL, admit, aggregate, bayesian, begun, posterior
+from tests.fuzz.doors import POOL, admitted, aggregate, bayesian, begun, posterior
 
 NETWORK = bayesian()
 OWN = fb.read_posterior(NETWORK)
@@ -78,7 +78,7 @@ PLACES = {
     },
     "previous": lambda q: fb.fuse("dwc", [posterior(), posterior()], previous=q),
     "Server": lambda q: begun(posterior=q),
-    "admit": lambda q: admit(0, 5, q, {"running": torch.ones(2)}, {}, 0.5),
+    "admit": lambda q: admitted(fb.ClientUpdate(0, 5, q, {"running": torch.ones(2)}, {}, 0.5)),
     "Aggregation": lambda q: aggregate(
         fusion.get_rule("conflation"), "train_size", posterior(), None, fb.ClientUpdate(0, 5, q)
     ),

@@ -1,6 +1,7 @@
 """SCAFFOLD, FedNova and Ditto beside hand-written loops, on both engines, and resumed."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,3 +147,50 @@ def test_a_plain_loop_has_the_same_server():
     posterior = server.finish().posterior
     torch.testing.assert_close(posterior.mean["w"], torch.full((2,), 2 * (1 / 1 + 6 / 3) / 2))
     assert copy.deepcopy(server.state_dict()).keys() >= {"posterior", "buffers"}
+
+
+def lies(name, change, rounds=8, clients=10):
+    """Outcomes of rounds in which client 0 changes what it sends beside its posterior, and how far the means are off.
+
+    Client k has the loss |θ − k|² / 2, in nine steps of rate 0.1.
+    """
+    start, rate, steps = fb.GaussianPosterior.point_mass({"w": torch.zeros(3)}), 0.1, 9
+    server = fb.Server(start, fusion=name)
+    kept, errors = [{} for _ in range(clients)], set()
+    for round in range(rounds):
+        shared = server.begin(fb.RoundPlan(round, tuple(range(clients))))
+        for client in range(clients):
+            who = Participant(client, 10, steps=steps, rate=rate, kept=kept[client])
+            at = shared.posterior.mean["w"].clone()
+            slope = server.method.problem(shared, who).quadratic.slope if name == "scaffold" else None
+            for _ in range(steps):
+                at -= rate * (at - client + (slope["w"] if slope else 0.0))
+            report = server.method.report(shared, who, Trained(fb.GaussianPosterior.point_mass({"w": at})))
+            sent = {n: change(value) if client == 0 else value for n, value in report.sent.items()}
+            outcome = server.admit(replace(report, sent=sent).update(client, 10))
+            if outcome.error is None:
+                kept[client] = report.kept
+            errors |= {(client, str(outcome.error)[:60])} if outcome.error else set()
+        server.finish()
+    return errors, float((server.posterior.mean["w"] - 4.5).abs().max())
+
+
+CASES = [(name, factor) for name in ("scaffold", "fednova") for factor in (1e30, -1.0, -10.0, 0.0)]
+
+
+@pytest.mark.parametrize(("name", "factor"), [*CASES, ("fednova", 1e6)])
+def test_what_a_client_sends_beside_its_posterior_is_bounded_or_refused(name, factor):
+    """The mean of the clients' optima is 4.5, and 5 without the liar."""
+    honest, off = lies(name, lambda sent: sent)
+    assert not honest
+    assert off < 5e-3
+    errors, off = lies(name, lambda sent: factor * sent)
+    assert {client for client, _ in errors} <= {0}
+    assert off < 0.51
+    told = {
+        "fednova": f"client 0: it says that it has made {9 * factor:g} steps",
+        "scaffold": "client 0: what it adds to",
+    }
+    if factor <= 0:
+        assert all(why.startswith(told[name]) for _, why in errors)
+        assert errors

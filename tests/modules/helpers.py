@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedbayes.layers import BayesianLayer
+from lightning_fedbayes.layers import gaussian_parameters
 
 
 def labelled(examples, features=6, classes=3):
@@ -28,11 +28,6 @@ def loader(dataset, batch_size=8, **options):
 @torch.no_grad()
 def summed_kl(network, prior_std=1.0):
     """KL of all Gaussian parameters from N(0, prior_std²), by torch.distributions."""
-    total = 0.0
-    for layer in network.modules():
-        if isinstance(layer, BayesianLayer):
-            for each in layer.gaussian_parameters():
-                posterior = torch.distributions.Normal(each.mean, each.std)
-                prior = torch.distributions.Normal(0.0, prior_std)
-                total += float(torch.distributions.kl_divergence(posterior, prior).double().sum())
-    return total
+    prior = torch.distributions.Normal(0.0, prior_std)
+    posteriors = (torch.distributions.Normal(each.mean, each.std) for each in gaussian_parameters(network).values())
+    return sum(float(torch.distributions.kl_divergence(each, prior).double().sum()) for each in posteriors)

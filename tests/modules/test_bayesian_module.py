@@ -14,7 +14,7 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.layers import LinearFlipout, LinearReparameterization
 from lightning_fedbayes.modules import BayesianModule, mlp
 from tests import federations
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, trainer
+from tests.federations import CLASSES, FEATURES, Made, Plain, assert_equal, federate, trainer
 
 from .helpers import labelled, loader, summed_kl
 
@@ -139,17 +139,12 @@ class Poisson(BayesianModule):
         return F.poisson_nll_loss(outputs.squeeze(-1), targets)
 
 
-class Counts(torch.utils.data.Dataset):
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        return {"x": torch.full((2,), float(index)), "count": torch.tensor(float(index))}
+COUNTS = Made(lambda index: {"x": torch.full((2,), float(index)), "count": torch.tensor(float(index))}, count=11)
 
 
 @pytest.mark.parametrize("callbacks", [[], [FederatedBayes()]])
 def test_a_subclass_with_its_own_batches_and_likelihood_trains(callbacks):
-    data = ClientDatasets({"a": Counts(), "b": Counts()}) if callbacks else Counts()
+    data = ClientDatasets({"a": COUNTS, "b": COUNTS}) if callbacks else COUNTS
     model = Poisson(LinearFlipout(2, 1))
     before = [p.clone() for p in model.parameters()]
     run = trainer(1, callbacks)

@@ -9,19 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, assert_close, blobs, federate, loader, network, trainer
+from tests.federations import Plain, around, assert_close, blobs, federate, loader, network, trainer
 from tests.refusals import refusals
-
-
-def posterior_of(module, std=0.3):
-    mean = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return fb.GaussianPosterior(mean, {name: torch.full_like(p, std**2) for name, p in mean.items()})
 
 
 def test_a_linear_model_s_predictive_moments():
     module = nn.Linear(3, 2)
     x = torch.randn(4, 3)
-    found = fb.PosteriorPredictive(module, posterior_of(module), 4000, fb.Gaussian(0.5)).predict_step(x)
+    found = fb.PosteriorPredictive(module, around(module), 4000, fb.Gaussian(0.5)).predict_step(x)
     epistemic = 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2)
     assert torch.allclose(found.mean, module(x), atol=0.06)
     assert torch.allclose(found.epistemic, epistemic, rtol=0.12)
@@ -37,7 +32,7 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     prediction = fb.PosteriorPredictive(module, point, samples=3).predict_step([x, None])
     assert torch.allclose(prediction.probs, module(x).softmax(-1), atol=1e-6)
     assert torch.allclose(prediction.epistemic, torch.zeros(7), atol=1e-6)
-    wide = fb.PosteriorPredictive(module, posterior_of(module), samples=3).predict_step(x)
+    wide = fb.PosteriorPredictive(module, around(module), samples=3).predict_step(x)
     assert (wide.epistemic > 0).all()
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
@@ -68,7 +63,7 @@ def test_a_checkpoint_of_training_alone_has_the_optimizer_s_posterior(tmp_path):
 
 def test_scores_and_predictions_of_a_trainer():
     module = network()
-    predictive = fb.PosteriorPredictive(module, posterior_of(module, 0.01), samples=5)
+    predictive = fb.PosteriorPredictive(module, around(module, 0.01), samples=5)
     report = fb.UncertaintyReport()
     data = loader(shuffle=False)
     scores = trainer(1, [report]).validate(predictive, data, verbose=False)[0]
@@ -80,7 +75,7 @@ def test_scores_and_predictions_of_a_trainer():
     predictions = trainer(1).predict(predictive, data)
     assert sum(len(each.label) for each in predictions) == len(x)
     regression = fb.PosteriorPredictive(nn.Linear(6, 1), None, likelihood=fb.Gaussian(1.0))
-    regression.posterior = posterior_of(regression.network)
+    regression.posterior = around(regression.network)
     targets = torch.utils.data.TensorDataset(x, x[:, 0])
     found = trainer(1).test(regression, loader(targets, shuffle=False), verbose=False)[0]
     assert {"test/rmse", "test/nll", "test/coverage90"} <= found.keys()
@@ -88,12 +83,12 @@ def test_scores_and_predictions_of_a_trainer():
 
 test_a_mistake_is_named = refusals(
     fb.FedBayesError,
-    (lambda: fb.PosteriorPredictive(network(), posterior_of(nn.Linear(2, 2))), "no such parameter"),
-    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), samples=0), "samples=0"),
-    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), likelihood="ran"), "likelihood='ran'"),
+    (lambda: fb.PosteriorPredictive(network(), around(nn.Linear(2, 2))), "no such parameter"),
+    (lambda: fb.PosteriorPredictive(network(), around(network()), samples=0), "samples=0"),
+    (lambda: fb.PosteriorPredictive(network(), around(network()), likelihood="ran"), "likelihood='ran'"),
     (lambda: fb.PosteriorPredictive(network()).predict_step(torch.zeros(1, 6)), "there is no posterior"),
     (lambda: fb.PosteriorPredictive("network"), "module"),
-    (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), predictive="glm"), "predictive='glm'"),
+    (lambda: fb.PosteriorPredictive(network(), around(network()), predictive="glm"), "predictive='glm'"),
     (lambda: fb.PosteriorPredictive(network(), predictive="linearised").sample(torch.zeros(1, 6)), "no posterior"),
     (lambda: fb.PosteriorPredictive(nn.Linear(2, 2), kronecker(network())), "no such parameter"),
 )
@@ -136,7 +131,7 @@ def kronecker(module, data=None):
 
 def test_a_linearised_regression_is_exact():
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
-    posterior = posterior_of(module)
+    posterior = around(module)
     options = {"likelihood": fb.Gaussian(0.5), "predictive": "linearised"}
     found = fb.PosteriorPredictive(module, posterior, **options).predict_step(x)
     assert torch.allclose(found.mean, module(x), atol=1e-6)
@@ -146,14 +141,14 @@ def test_a_linearised_regression_is_exact():
     assert torch.allclose(found.samples.var(0), found.epistemic, rtol=0.1)
     flat = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     known = fb.Gaussian(0.0)
-    one = fb.PosteriorPredictive(flat, posterior_of(flat), likelihood=known, predictive="linearised").predict_step(x)
+    one = fb.PosteriorPredictive(flat, around(flat), likelihood=known, predictive="linearised").predict_step(x)
     assert one.mean.shape == one.variance.shape == (4, 1)
     assert torch.allclose(one.epistemic[:, 0], 0.3**2 * (x.square().sum(1) + 1), rtol=1e-5)
 
 
 def test_a_linearised_classifier_of_two_classes_has_the_integral_of_the_logistic_function():
     module, x = nn.Linear(2, 2, bias=False), torch.tensor([[1.0, 0.0], [0.5, 2.0]])
-    found = fb.PosteriorPredictive(module, posterior_of(module, 0.8), 4000, predictive="linearised").predict_step(x)
+    found = fb.PosteriorPredictive(module, around(module, 0.8), 4000, predictive="linearised").predict_step(x)
     difference, std = (module(x)[:, 0] - module(x)[:, 1]).detach(), (2 * 0.64 * x.square().sum(1)).sqrt()
     grid = torch.linspace(-8, 8, 4001)
     weights = torch.exp(-grid.square() / 2) / torch.exp(-grid.square() / 2).sum()
@@ -181,7 +176,7 @@ def test_what_comes_from_laplace_is_linearised_and_nothing_else():
         assert fb.PosteriorPredictive(module, posterior).is_linearised
         assert not fb.PosteriorPredictive(module, posterior, predictive="draws").is_linearised
     assert "linearised" in repr(laplace)
-    drawn = posterior_of(module)
+    drawn = around(module)
     for posterior in (
         drawn,
         fb.GaussianPosterior.from_state_dict(drawn.state_dict()),

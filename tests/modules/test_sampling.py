@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
 from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_posterior, outputs_with
-from tests.federations import of_bayesian_torch
+from tests.federations import around, of_bayesian_torch
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 DRAWS = 4000
@@ -169,13 +168,6 @@ def test_large_batches_through_noisy_convolutions_go_one_by_one(make, expected):
     assert len(calls) == (3 if expected else 1)
 
 
-def posterior_of(network, scale=0.3, seed=0):
-    """A posterior over the parameters of ``network``, without a prefix."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
-    return GaussianPosterior(mean, {n: scale * torch.rand(m.shape, generator=generator) for n, m in mean.items()})
-
-
 class Deep(nn.Module):
     """A body that is frozen, then a head; the body may be one that vmap cannot run."""
 
@@ -194,13 +186,6 @@ class Deep(nn.Module):
         return self.head(x if self.kind != "branch" or float(x.sum()) > 0 else -x)
 
 
-def random_from(network, start, std=0.3, zero=torch.zeros_like):
-    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
-    return GaussianPosterior(
-        mean, {name: torch.full_like(p, std**2) if name.startswith(start) else zero(p) for name, p in mean.items()}
-    )
-
-
 def counted(*layers):
     """Calls of the forward of some layers, as they grow."""
     calls = []
@@ -213,7 +198,7 @@ def counted(*layers):
 @pytest.mark.parametrize("body", ["plain", "lstm", "branch"])
 def test_what_has_no_variance_runs_once_for_all_draws(body, zero):
     network, x = Deep(body).eval(), torch.randn(5, 4)
-    sets = draws_from_posterior(random_from(network, "head", zero=zero), 10)
+    sets = draws_from_posterior(around(network, 0.3, "head", zero), 10)
     calls, last = counted(network.body), counted(network.head)
     found = outputs_with(network, sets, x)
     assert (len(calls), len(last)) == (1, 1)
@@ -226,14 +211,14 @@ def test_layers_that_vary_run_for_all_draws_and_layers_that_do_not_for_one():
     network, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
     for layer in network:
         layer.register_forward_hook(lambda _, inputs, output: seen.append("BatchedTensor" in repr(output)))
-    sets = draws_from_posterior(random_from(network, "2"), 6)
+    sets = draws_from_posterior(around(network, 0.3, "2"), 6)
     assert outputs_with(network, sets, torch.randn(5, 4)).shape == (6, 5, 4)
     assert seen == [False, False, True, True]
 
 
 def test_draws_of_a_posterior_have_its_moments():
     network = nn.Linear(2, 2)
-    sets = draws_from_posterior(posterior_of(network), 50_000, torch.Generator().manual_seed(0))
-    for name, mean in posterior_of(network).mean.items():
+    sets = draws_from_posterior(around(network), 50_000, torch.Generator().manual_seed(0))
+    for name, mean in around(network).mean.items():
         torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
-        torch.testing.assert_close(sets[name].var(0), posterior_of(network).variance[name], rtol=0.04, atol=1e-4)
+        torch.testing.assert_close(sets[name].var(0), around(network).variance[name], rtol=0.04, atol=1e-4)

@@ -2,7 +2,6 @@
 
 import math
 
-import lightning as L
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.layers.scaler import FARTHEST, ScaleSums, pooled
 from lightning_fedbayes.modules import mlp
-from tests.federations import federate, trainer
+from tests.federations import Plain, federate, trainer
 
 
 def sums(*values):
@@ -164,20 +163,16 @@ def test_a_fit_without_a_federation_fills_it():
     assert std.item() == pytest.approx(y.std(correction=0).item(), rel=1e-10)
 
 
-class Own(L.LightningModule):
+class Own(Plain):
     """A user's module, with one line for the scale."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(nn.Linear(4, 1))
         self.scaler = fb.FederatedScaler()
-        self.net = nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         return (self.net(self.scaler(x)).squeeze(1) - self.scaler.targets(y).float()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

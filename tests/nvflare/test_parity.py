@@ -8,18 +8,15 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.nvflare import load_checkpoint, personal_posterior
-from tests.federations import Plain, assert_close, federate, network
-from tests.flower.test_calibration import OwnData
+from tests.federations import assert_close, federate
+from tests.flower.test_calibration import OwnData, both
+from tests.flower.test_calibration import make as confident
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.flower.test_scale import PARTITION, data, make
 from tests.flower.test_schedules import Estimated
 from tests.nvflare.local import clients, run
+from tests.nvflare.simulated import plain
 from tests.transport.federation import BlobData, calibrated, hybrid, in_process
-
-
-def plain():
-    return Plain(network(0, batch_norm=True))
-
 
 CHOSEN = ("sites of cohorts", "IVON that keeps", "SCAFFOLD of cohorts", "Ditto of cohorts", "frozen buffers")
 CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {
@@ -63,16 +60,10 @@ def test_what_a_site_has_lost_comes_back_from_the_server(tmp_path):
 
 
 def test_clients_calibrate_as_in_one_process(tmp_path):
-    def both():
-        return fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True)
-
-    def make():
-        return hybrid(learning_rate=0.03)
-
     over, alone, path = both(), both(), tmp_path / "server.pt"
-    answering = clients(3, make, OwnData, partition=None)
-    run(answering, make=make, rounds=2, seed=3, calibration=over, checkpoint=path)
-    module = calibrated(make, OwnData(), alone)
+    answering = clients(3, confident, OwnData, partition=None)
+    run(answering, make=confident, rounds=2, seed=3, calibration=over, checkpoint=path)
+    module = calibrated(confident, OwnData(), alone)
     assert over[0].temperature == alone[0].temperature != 1
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
     fresh, state = both(), load_checkpoint(module, path)

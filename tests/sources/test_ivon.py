@@ -1,6 +1,7 @@
 """IVON alone: its fixed points, its curvature, its place in any training loop."""
 
 import math
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -8,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
@@ -95,27 +94,6 @@ def test_logistic_regression_is_near_its_mean_field_posterior(kind):
     assert distance / 5 < 0.02
 
 
-def digits(seed):
-    """Accuracy and NLL on held-out digits by 100 draws, and the mean standard deviation, after 40 epochs."""
-    images, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-    random = torch.Generator().manual_seed(seed)
-    train, test = torch.randperm(len(images), generator=random).split([1200, len(images) - 1200])
-    torch.manual_seed(seed)
-    network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    optimizer = fb.IVON(network.parameters(), 0.1, num_examples=1200, hessian_init=0.1, curvature="ivon")
-    for _ in range(40):
-        for batch in train[torch.randperm(1200, generator=random)].split(50):
-            with optimizer.sampled():
-                F.cross_entropy(network(images[batch]), labels[batch]).backward()
-            optimizer.step()
-    posterior = optimizer.posterior(network)
-    prediction = fb.PosteriorPredictive(network, posterior, 100).predict_step(images[test])
-    std = torch.cat([v.flatten() for v in posterior.variance.values()]).sqrt().mean()
-    accuracy = (prediction.label == labels[test]).float().mean()
-    return float(accuracy), float(F.nll_loss(prediction.probs.log(), labels[test])), float(std)
-
-
 THEIRS = [
     [0.294898, -1.073131, 0.178337, 0.085188],
     [0.709636, -1.083895, 0.419357, 0.085315],
@@ -137,16 +115,6 @@ def test_steps_are_those_of_the_authors_package(seed, theirs):
             (0.5 * curvature * (parameter - optimum) ** 2).sum().backward()
         optimizer.step()
     assert parameter.tolist() == pytest.approx(theirs, abs=2e-6)
-
-
-@pytest.mark.slow
-def test_the_authors_package_gives_the_same_on_digits():
-    """ivon-opt 0.1.3, seeds 0 to 9: mean and standard error of accuracy, NLL, mean deviation."""
-    theirs = [(0.9606, 0.0033), (0.1736, 0.0066), (0.1382, 0.0001)]
-    ours = [digits(seed) for seed in range(3)]
-    for found, (mean, error), floor in zip(zip(*ours), theirs, (0.0, 0.0, 0.0002)):
-        of_three = math.hypot(error, error * (10 / 3) ** 0.5)
-        assert abs(sum(found) / 3 - mean) < 3 * of_three + floor
 
 
 @settings(deadline=None)
@@ -342,28 +310,13 @@ def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():
     assert torch.equal(parameter.detach(), before)
 
 
-class Module(L.LightningModule):
+class Module(federations.Plain):
     def __init__(self, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        self.options = {"num_examples": 60, **options}
-
-    def forward(self, x):
-        return self.network(x)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
+        super().__init__(lr=None, optimizer=partial(fb.IVON, num_examples=90, **options))
 
     def configure_optimizers(self):
-        optimizer = fb.IVON(self.parameters(), **self.options)
+        optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
-
-
-def data():
-    random = torch.Generator().manual_seed(5)
-    x = torch.randn(60, 4, generator=random)
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=20)
 
 
 def trainer(folder, epochs, **options):
@@ -380,7 +333,7 @@ def test_resumes_bit_by_bit(tmp_path):
         if state is not None:
             torch.set_rng_state(state)
         made = trainer(tmp_path, epochs, enable_checkpointing=False)
-        made.fit(module, data(), **options)
+        made.fit(module, federations.loader(shuffle=False), **options)
         return made
 
     whole, half, rest = Module(), Module(), Module()
@@ -396,7 +349,9 @@ def test_clipping_limits_the_gradient_at_the_draw(tmp_path):
     clipped, free = (Module(betas=(0.0, 0.999), curvature="ivon") for _ in range(2))  # whose steps grow with gradients
     for module, limit in ((clipped, 1e-6), (free, None)):
         L.seed_everything(0, verbose=False)
-        trainer(tmp_path, 1, enable_checkpointing=False, gradient_clip_val=limit).fit(module, data())
+        trainer(tmp_path, 1, enable_checkpointing=False, gradient_clip_val=limit).fit(
+            module, federations.loader(shuffle=False)
+        )
     start = list(Module().parameters())
     moves = [sum(float((a - b).detach().norm()) for a, b in zip(each.parameters(), start)) for each in (clipped, free)]
     assert moves[0] < 0.3 * moves[1]

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -110,26 +111,11 @@ class Hooked(fb.HybridBayesianClassifier):
         return inputs, targets
 
 
-class Learned(fb.HybridBayesianClassifier):
-    """A network without Bayesian layers, whose posterior comes from its optimizer."""
-
-    hessian_init = 1.0
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), 0.01, hessian_init=self.hessian_init)
-
-
-class Sure(Learned):
-    """Its draws are too near to the mean to matter: those of a stack depend on the clients in it."""
-
-    hessian_init = 1e20
-
-
-class Descends(fb.HybridBayesianClassifier):
-    """Trains by plain SGD."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+LEARNED = partial(fb.HybridBayesianClassifier, optimizer=partial(fb.IVON, lr=0.01, hessian_init=1.0))
+"""A network without Bayesian layers, whose posterior comes from its optimizer."""
+SURE = partial(fb.HybridBayesianClassifier, optimizer=partial(fb.IVON, lr=0.01, hessian_init=1e20))
+"""Its draws are too near to the mean to matter: those of a stack depend on the clients in it."""
+DESCENDS = partial(fb.HybridBayesianClassifier, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 def of_the_page():
@@ -204,14 +190,14 @@ SCENARIOS = {
     "sites": scenario(1, "sites", fraction=0.8),
     "bounded": scenario(1, "sites", sizes=(18,) * 8, adversaries=turned),
     "bounded_on_disk": scenario(1, "sites", sizes=(18,) * 8, disk=True, adversaries=turned),
-    "ivon": scenario(0, "sites", kind=Learned, fraction=0.8, keep=["posterior"], local_parameters=["*2.bias"]),
-    "ivon_stacked": scenario(0, "reverse_kl_barycenter", kind=Sure, keep=["posterior"], engine="vectorized"),
+    "ivon": scenario(0, "sites", kind=LEARNED, fraction=0.8, keep=["posterior"], local_parameters=["*2.bias"]),
+    "ivon_stacked": scenario(0, "reverse_kl_barycenter", kind=SURE, keep=["posterior"], engine="vectorized"),
     "laplace": scenario(0, "sites", posterior=fb.Laplace(), norm=True),
     "laplace_stacked": scenario(0, "reverse_kl_barycenter", posterior=fb.Laplace(), fraction=0.8, engine="vectorized"),
     "swag": scenario(0, "reverse_kl_barycenter", posterior=fb.SWAG()),
     "swag_stacked": scenario(0, FedProx(0.3, "weighted_average"), posterior=fb.SWAG(), engine="vectorized"),
-    "scaffold": scenario(0, "scaffold", kind=Descends, fraction=0.8),
-    "scaffold_stacked": scenario(0, "scaffold", kind=Descends, engine="vectorized"),
+    "scaffold": scenario(0, "scaffold", kind=DESCENDS, fraction=0.8),
+    "scaffold_stacked": scenario(0, "scaffold", kind=DESCENDS, engine="vectorized"),
     "fednova": scenario(1, "fednova"),
     "ditto": scenario(0, "ditto", fraction=0.8),
     "ditto_stacked": scenario(0, "ditto", engine="vectorized"),

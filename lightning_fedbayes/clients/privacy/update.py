@@ -38,7 +38,7 @@ def privatised(
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
 
-    The result is the global posterior moved by ũ. An update that is not finite is sent as noise alone. The logarithm
+    The result is the global posterior moved by ũ. An update that is not finite is sent as noise only. The logarithm
     keeps the variance positive whatever the noise, and σ enters by its ratio to σ_o, so C bounds the whole message:
     without u the same noise is sent, and the L2 sensitivity of the message is C. (If the data of one client are
     *replaced* by others, it is 2C.) For an optimizer that moves means and the layers' ρ alike, both parts of u are of
@@ -113,7 +113,7 @@ class UpdatePrivacy:
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.
         seed: of a simulation that repeats. Whoever knows it can subtract the noise, so the figure is then
-            ``privacy/simulated_epsilon``. None: nobody knows the noise.
+            ``privacy/simulated_epsilon``. None: the noise stays unknown.
 
     >>> privacy = UpdatePrivacy(clip=0.5, noise_multiplier=2.0)
     >>> after_one, after_ten = privacy.figures(rounds=1), privacy.figures(rounds=10)
@@ -141,7 +141,7 @@ class UpdatePrivacy:
 
         Raise FusionError if names or shapes differ from the ``previous`` global posterior, which the client started
         from, and FederationError if the update has buffers. The noise depends on the ``secret``, the ``round`` from 0,
-        the client and the update; with a ``seed`` on the seed, the round and the client alone.
+        the client and the update; with a ``seed`` only on the seed, the round and the client.
         """
         errors.check_kind("update", update, ClientUpdate, "give a ClientUpdate")
         check_posterior(previous, "the previous posterior", error=FusionError)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine as vectorized
+from lightning_fedbayes.clients.vectorized import step as step_module
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.probe import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
@@ -21,36 +21,30 @@ from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layou
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.loading import FailedBatch
-from lightning_fedbayes.core.private_torch import PRIMITIVES, has_vmap_primitives
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
 from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
-from tests.federations import CLASSES, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
+from tests.federations import CLASSES, Made, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
 
 
-class Torn(Dataset):
-    """Example 7 cannot be read; example 3 has a label that the network has not."""
+def with_fault(fault: str) -> Made:
+    """Example 7 cannot be read; example 3 has a label that the network has not, or no number."""
+    inner = blobs(24)
 
-    def __init__(self, fault: str) -> None:
-        self.inner, self.fault = blobs(24), fault
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        if self.fault == "torn" and index == 7:
+    def example(index):
+        if fault == "torn" and index == 7:
             raise OSError("truncated file")
-        x, y = self.inner[index]
-        if self.fault == "label" and index == 3:
-            y = torch.tensor(CLASSES + 5)
-        if self.fault == "nan" and index == 3:
-            x = x * float("nan")
+        x, y = inner[index]
+        if index == 3 and fault in ("label", "nan"):
+            return (x, torch.tensor(CLASSES + 5)) if fault == "label" else (x * float("nan"), y)
         return x, y
+
+    return Made(example, count=24)
 
 
 @pytest.mark.parametrize("fault", ["torn", "label", "nan"])
 def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fault, caplog):
     names = ("first", "bad", "last")
-    parts = {name: Torn(fault if name == "bad" else "none") for name in names}
+    parts = {name: with_fault(fault if name == "bad" else "none") for name in names}
     federation = fb.FederatedBayes(engine="vectorized", keep=["optimizer"])
     module = Plain()
     with caplog.at_level(logging.INFO):
@@ -157,17 +151,6 @@ def test_groups_that_step_apart_keep_their_own_number_of_steps():
     assert optimizer.param_groups[0]["params"] == [own]
 
 
-@pytest.fixture
-def remove_primitives(monkeypatch):
-    def remove():
-        for name in (*PRIMITIVES, "is_functorch_wrapped_tensor"):
-            monkeypatch.delattr(torch._C._functorch, name)
-        assert not has_vmap_primitives()
-
-    assert has_vmap_primitives()
-    return remove
-
-
 CASES = {
     "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
     "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
@@ -183,12 +166,12 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_federation_ends_equal_without_the_primitives(case, remove_primitives):
+def test_a_federation_ends_equal_without_the_primitives(case, monkeypatch):
     make, data = CASES[case]
     ended = []
     for removed in (False, True):
         if removed:
-            remove_primitives()
+            monkeypatch.setattr(step_module, "has_vmap_primitives", lambda: False)
         module, partition = make(), fb.SizesPartition((30, 20, 10))
         federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
         made = federate(module, federation, 2, loader(data()))

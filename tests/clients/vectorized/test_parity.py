@@ -2,14 +2,12 @@
 
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from bayesian_torch import layers as bt
 from bayesian_torch.models.dnn_to_bnn import get_kl_loss
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
@@ -17,7 +15,7 @@ from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
 from tests.clients.vectorized.modules import Convolutional, Logging, Padded, PerClient, SkipsShort, images, words
-from tests.federations import CLASSES, FEATURES, Plain, blobs, federate, loader, network, of_bayesian_torch
+from tests.federations import CLASSES, FEATURES, Made, Plain, blobs, federate, loader, network, of_bayesian_torch
 
 PARTITIONS = [
     fb.IIDPartition(4),
@@ -113,24 +111,16 @@ def test_networks_of_all_sorts_of_parameters(keep):
     assert_same(results)
 
 
-class Slow(Dataset):
+def slow(examples: int) -> Made:
     """Examples one at a time, with a random transform: not tensors in memory."""
-
-    def __init__(self, examples: int) -> None:
-        self.inner = blobs(examples)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = self.inner[index]
-        return x + 0.1 * torch.randn(FEATURES), y
+    x, y = blobs(examples).tensors
+    return Made(lambda index: (x[index] + 0.1 * torch.randn(FEATURES), y[index]), count=examples)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_that_are_loaded_one_by_one(workers):
-    train = loader(fb.ClientDatasets({"a": Slow(30), "b": Slow(18), "c": Slow(9)}), num_workers=workers)
+    train = loader(fb.ClientDatasets({"a": slow(30), "b": slow(18), "c": slow(9)}), num_workers=workers)
     assert_same(both(Plain, None, train=train, local_epochs=2))
 
 
@@ -172,28 +162,23 @@ def test_clients_that_skip_a_step_keep_their_own_number_of_steps(keep):
     assert_same(both(make, fb.SizesPartition((50, 26, 14)), rounds=3, local_epochs=3, keep=keep))
 
 
-class TwoPasses(L.LightningModule):
+class TwoPasses(Plain):
     """Looks at the network without gradient before it trains it."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layer = LinearReparameterization(FEATURES, CLASSES, posterior_rho_init=-30.0)
+        super().__init__(LinearReparameterization(FEATURES, CLASSES, posterior_rho_init=-30.0))
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
         with torch.no_grad():
-            self.layer(x)
-        return nn.functional.cross_entropy(self.layer(x), y) + 0.01 * self.layer.kl_loss()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+            self(batch[0])
+        return super().training_step(batch, batch_idx) + 0.01 * self.net.kl_loss()
 
 
 def test_a_pass_without_gradient_takes_none_from_the_next():
     results = both(TwoPasses, PARTITIONS[3], fusion="rklb")
     assert_same(results, 1e-4)
-    assert (results[1][0].layer.rho_weight.detach() + 30).abs().min() > 1e-3
+    assert (results[1][0].net.rho_weight.detach() + 30).abs().min() > 1e-3
 
 
 def test_logged_values_agree():
@@ -208,19 +193,13 @@ def test_logged_values_agree():
     assert seen["logits"].dim() == 3
 
 
-class Noisy(L.LightningModule):
+class Noisy(Plain):
     def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layer = layer(FEATURES, CLASSES, posterior_rho_init=0.0)
-        self.dropout = nn.Dropout(0.2)
+        super().__init__(nn.Sequential(nn.Dropout(0.2), layer(FEATURES, CLASSES, posterior_rho_init=0.0)), lr=0.3)
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.layer(self.dropout(x)), y) + 0.01 * self.layer.kl_loss()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.3)
+        return super().training_step(batch, batch_idx) + 0.01 * self.net[1].kl_loss()
 
 
 class Converted(bt.LinearReparameterization):

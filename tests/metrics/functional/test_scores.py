@@ -5,7 +5,6 @@ import math
 import pytest
 import scipy.integrate
 import scipy.stats
-import sklearn.metrics
 import torch
 import torchmetrics.functional as tm
 from hypothesis import given, settings
@@ -17,25 +16,10 @@ from tests.metrics.functional.predictions import draw, targets
 from tests.refusals import refusals
 
 
-def test_log_likelihood_is_sklearns():
-    probs, target = draw((50, 4)), targets(50, 4)
-    expected = sklearn.metrics.log_loss(target, probs, labels=range(4))
-    assert F.negative_log_likelihood(probs, target).mean().item() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_class_ruled_out_costs_the_logarithm_of_the_smallest_normal_number(dtype):
     score = F.negative_log_likelihood(torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([1]))
     assert score.item() == pytest.approx(-math.log(torch.finfo(dtype).tiny))
-
-
-def test_brier_is_sklearns():
-    probs, target = draw((50, 2)), targets(50, 2)
-    expected = 2 * sklearn.metrics.brier_score_loss(target, probs[:, 1])
-    assert F.brier_score(probs, target).mean().item() == pytest.approx(expected)
-    many, target = draw((50, 5)), targets(50, 5)
-    onehot = torch.nn.functional.one_hot(target, 5)
-    assert torch.allclose(F.brier_score(many, target), (many - onehot).square().sum(1))
 
 
 @pytest.mark.parametrize("score", [F.negative_log_likelihood, F.brier_score])
