@@ -105,7 +105,7 @@ def overwrites(self, shared, client, trained):
         ({"report": lambda self, shared, client, trained: Report(trained.posterior, {"a": 1})}, "kept"),
         (
             {"report": lambda self, shared, client, trained: Report(trained.posterior, {}, {"a": torch.ones(1)})},
-            "sends a beside its posterior; say sends = True",
+            "sends a with its posterior; say sends = True",
         ),
         (
             {"sends": True, "init": lambda self, posterior: {"b": torch.ones(1)}},
