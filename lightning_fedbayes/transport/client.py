@@ -45,12 +45,7 @@ unknown. "moved" is :attr:`.Steps.moved`.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
-STAGES: dict[Asked, str] = {
-    "train": "training",
-    "evaluate": "evaluation",
-    "calibrate": "calibration",
-    "once": "training",
-}
+STAGES = {"train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training"}
 """Question → stage, as failures name it."""
 
 DataModule = L.LightningDataModule | Callable[[Any], L.LightningDataModule]
@@ -156,12 +151,11 @@ class RemoteClient:
             privacy=privacy,
             posterior=posterior,
         )
-        keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
-        keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
         callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
         self.of_examples = next((each for each in callbacks if isinstance(each, ExamplePrivacy)), None)
-        keeps = keeps or self.of_examples is not None
+        accounts = any(each is not None for each in (privacy, conformal_epsilon, self.of_examples))
+        keeps = settings.is_personal(module) or bool(settings.kept.what) or bool(settings.method.keeps) or accounts
         self.door = Door(privacy, conformal_epsilon, exact, share_errors, self.of_examples is not None)
         if keeps and state_folder is None:
             why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
@@ -171,11 +165,9 @@ class RemoteClient:
         self.state_folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
             once.check_one_shot(one_shot)
-        self.module = module
-        self.datamodule = datamodule
+        self.module, self.datamodule = module, datamodule
         self.training = ClientTraining(settings)
-        self.options = {**QUIET, **(trainer or {})}
-        self.one_shot = one_shot
+        self.options, self.one_shot = {**QUIET, **(trainer or {})}, one_shot
         self._trainer: L.Trainer | None = None
 
     def folder_of(self, path: Any) -> Path:
@@ -184,17 +176,9 @@ class RemoteClient:
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
         """Return the answer to a question, or raise. ``where`` is for a function that makes the data module."""
-        answers = {
-            "train": self._train,
-            "evaluate": self._evaluate,
-            "calibrate": self._calibrate,
-            "once": self._send_once,
-        }
-
-        def data() -> L.LightningDataModule:
-            return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
-
-        return answers[asked](question, data)
+        make = self.datamodule
+        ways = {"train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once}
+        return ways[asked](question, lambda: make if isinstance(make, L.LightningDataModule) else make(where))
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
         """Return what ``answer`` returns, or a failure if it raises. The text goes to the client's log."""
@@ -272,9 +256,8 @@ class RemoteClient:
 
     def _send_once(self, question: Question, data: Data) -> Message:
         """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
-        task = question.task({})
         method = once.check_agreed(self.one_shot, str(question.config.get("one-shot")))
-        kind = once.kind_of(method)
+        task, kind = question.task({}), once.kind_of(method)
         self.door.check(kind)
         datamodule = data()
         if method == once.COUNTING:

@@ -43,6 +43,11 @@ def believed(claims: Mapping[int, Sequence[int]], max_influence: float | None) -
     return found
 
 
+def claim(examples: int, figures: Mapping[str, float], *names: str) -> list[int]:
+    """Return a client's number of examples, at least 1, and the figures with these names as whole numbers."""
+    return [max(1, examples), *(int(max(0.0, min(figures.get(name, 0.0), 1e18))) for name in names)]
+
+
 @dataclass
 class Steps:
     """Steps of the schedule, as the server counts them: of each round those of the client that has made most.
@@ -62,10 +67,7 @@ class Steps:
     def end_round(self, round: int, outcomes: Sequence[ClientOutcome]) -> None:
         """Count the steps of ``round``, from 0: of the first of the valid clients that have made most."""
         valid = [each for each in outcomes if each.error is None and STEPS in each.metrics]
-        stated = {}
-        for each in valid:
-            numbers = [int(max(0.0, min(each.metrics.get(name, 0.0), 1e18))) for name in (STEPS, MOVES)]
-            stated[each.client] = [max(1, each.num_examples), *numbers]
+        stated = {each.client: claim(each.num_examples, each.metrics, STEPS, MOVES) for each in valid}
         self.claims |= stated
         known = believed(self.claims, self.max_influence)
         for client, (_, steps, moves) in stated.items():
@@ -79,8 +81,9 @@ class Steps:
     def announce(self, messages: Mapping[int, Message]) -> None:
         """Note the steps of a round that clients announce."""
         for client, message in messages.items():
-            steps = int(max(0.0, min(message.figures.get("steps", 0.0), 1e18)))
-            self.announced[client] = self.claims[client] = [max(1, message.num_examples), steps, steps]
+            self.announced[client] = self.claims[client] = claim(
+                message.num_examples, message.figures, "steps", "steps"
+            )
 
     def total(self, rounds: int, fraction: Fraction, seed: int) -> int:
         """Return the steps of the longest client of each round, in all rounds. 0 if clients have announced none."""
@@ -159,7 +162,6 @@ class ClientCourse(Course):
         self._forget = lambda: [each.remove() for each in handles]
 
     def _options(self) -> dict[Place, Any]:
-        """Return the options that schedules move."""
         groups = [(i, j, g) for i, each in enumerate(self.optimizers) for j, g in enumerate(each.param_groups)]
         return {(i, j, name): group[name] for i, j, group in groups for name in MOVING if name in group}
 
@@ -215,9 +217,11 @@ def begun(loop: Any, round: int, moved: Sequence[int]) -> TrainingContext:
     course = ClientCourse(course, [each.scheduler for each in between])
     if len(moved) != 2 * round:
         moved = (0, 0) * round
-        for name in (type(each).__name__ for each in course.schedulers):
+        if course.schedulers:
             why = "and this server does not count the steps of its rounds, as one without rounds"
-            raise FederationError(f"{name} moves in every step, {why}: use interval='epoch'")
+            raise FederationError(
+                f"{type(course.schedulers[0]).__name__} moves in every step, {why}: use interval='epoch'"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
         for done, counts in enumerate(zip(moved[::2], moved[1::2])):
