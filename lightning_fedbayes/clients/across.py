@@ -53,11 +53,10 @@ class CrossScores:
 
     def __post_init__(self) -> None:
         errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        errors.check_kind(
-            "values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError
-        )
+        need = "give a dict, figure → matrix (models, data)"
+        errors.check_kind("values", self.values, Mapping, need, error=FedBayesError)
         if not self.values:
-            raise FedBayesError("values is empty: give a dict, figure → matrix (models, data)")
+            raise FedBayesError(f"values is empty: {need}")
         for figure, values in self.values.items():
             check_tensor(f"values['{figure}']", values, error=FedBayesError)
             if values.shape != (len(self.names),) * 2:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, parameters_of
+from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, is_equal, parameters_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.private_torch import version_if_any
 
@@ -64,7 +63,7 @@ class Between:
         return found.keys() == kept.keys() and all(
             self._versions[n][key] == (value, _version(value))
             if value is self._versions[n][key][0]
-            else _is_equal(value, kept[key])
+            else is_equal(value, kept[key])
             for key, value in found.items()
         )
 
@@ -102,9 +101,3 @@ def _entries(state: OptimizerState) -> Iterator[tuple[tuple[int, str], Any]]:
 
 def _version(value: Any) -> int | None:
     return version_if_any(value) if isinstance(value, Tensor) else None
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other.to(one))
-    return one is other or bool(one == other)

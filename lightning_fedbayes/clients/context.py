@@ -25,8 +25,6 @@ from lightning_fedbayes.core.errors import FederationError
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 """A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
-
-
 MOVING = ("lr", "momentum", "betas")
 """Options of an optimizer that schedules move."""
 
@@ -209,10 +207,8 @@ def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[s
 
 Sums = dict[str, tuple[Tensor | float, float]]
 """Name of a figure → its sum over examples, and the number of examples."""
-
 Collected = tuple[dict[int, Sums], dict[str, dict[str, Any]]]
 """The sums of each client, and the options of ``self.log`` for the mean of each figure."""
-
 SIGNATURE = inspect.signature(L.LightningModule.log)
 
 

@@ -404,7 +404,6 @@ class PathPosterior(LearnedPosterior):
 
 KEPT = ("step", "momentum", "square", "signal", "noise")
 """State of IVON that a client keeps with its optimizer. The precision is the global posterior's."""
-
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer, each of the parameter's shape, as stacks need it."""
 

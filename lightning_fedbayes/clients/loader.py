@@ -27,8 +27,6 @@ from lightning_fedbayes.server.schedule import Timeline
 
 BatchOrder = Callable[[plans.RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
-
-
 KEPT = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
 """Settings of the user's loader that are taken over."""
 

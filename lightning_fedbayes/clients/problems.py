@@ -368,7 +368,6 @@ class Watch:
 
 BYTES_PER_ENTRY = 24
 """Bytes per entry of a posterior that a client keeps by sites: two numbers of a site, and Adam's state of the mean."""
-
 MOST_KEPT = 2**30
 """Bytes of all clients up to which sites are the default."""
 

@@ -19,19 +19,13 @@ from torchmetrics import Metric
 from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
-
 ABSENT = object()
-
 CONTAINERS = (list, dict, set, deque)
-
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
 VALUES = (int, float, complex, str, bytes, type(None), Tensor, np.ndarray, *GENERATORS)
 """Types of attributes that can be restored."""
-
 LARGE, LONG = 2**24, 1000
 """Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
-
 LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
 """Objects of these packages are compared by identity. Modules are compared one by one."""
 

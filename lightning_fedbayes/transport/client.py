@@ -27,7 +27,6 @@ from lightning_fedbayes.transport.messages import posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
-
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
@@ -47,7 +46,6 @@ unknown. "moved" is :attr:`.Steps.moved`.
 Asked = Literal["train", "evaluate", "calibrate", "once"]
 STAGES = {"train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training"}
 """Question → stage, as failures name it."""
-
 DataModule = L.LightningDataModule | Callable[[Any], L.LightningDataModule]
 Data = Callable[[], L.LightningDataModule]
 

@@ -24,13 +24,10 @@ from lightning_fedbayes.transport.training import own_clients
 
 TOLD = "told"
 """Name of the tensors that tell clients about a head."""
-
 SCALING = "scale"
 """Name of the exchange by which clients send the sums of a scale, before they train."""
-
 COUNTING = "steps"
 """Name of the exchange by which clients announce their steps in a round, before they train."""
-
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
 Once = KroneckerPosterior | HierarchicalFit | HeadFit

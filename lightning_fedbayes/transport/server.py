@@ -19,15 +19,8 @@ from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import RoundResult, Server
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
+from lightning_fedbayes.transport import calibration as calibrating
 from lightning_fedbayes.transport import messages
-from lightning_fedbayes.transport.calibration import (
-    Ask,
-    Calibration,
-    FederatedTemperature,
-    find_temperature,
-    take_thresholds,
-    usable,
-)
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.schedules import Steps
 
@@ -149,7 +142,7 @@ class Rounds:
     def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
         """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
         if self._asks_for_steps and not self.steps.announced:
-            self.steps.announce(usable(ask(), lambda message: message))
+            self.steps.announce(calibrating.usable(ask(), lambda message: message))
         self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
 
     def under_way(self) -> dict[str, Any]:
@@ -273,15 +266,15 @@ class Rounds:
         else:
             rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
 
-    def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
+    def calibrate_by(self, calibration: Sequence[calibrating.Calibration], ask: calibrating.Ask) -> None:
         """Fit temperature and thresholds from the clients' answers, and write the checkpoint. ``ask`` reaches them."""
         temperature = 1.0
         for each in calibration:
-            if isinstance(each, FederatedTemperature):
-                find_temperature(each, ask)
+            if isinstance(each, calibrating.FederatedTemperature):
+                calibrating.find_temperature(each, ask)
                 temperature = each.check_fitted()
             else:
-                take_thresholds(each, temperature, ask)
+                calibrating.take_thresholds(each, temperature, ask)
             figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
             rank_zero_info(f"Calibration {each.label}: {figures}")
         self.save({each.state_key: each.state_dict() for each in calibration})

@@ -234,15 +234,8 @@ class ClientTraining(TrainsClients):
         check_schedulers(trainer)
         context = begun(self._loop, task.round, task.moved)
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
-        self._engine = SequentialEngine(
-            context,
-            model,
-            self._loader,
-            method=self.method,
-            keep_optimizer=context.keeps_state(settings),
-            keep_posteriors=settings.keeps_posteriors,
-            seed=task.seed,
-        )
+        options = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
+        self._engine = SequentialEngine(context, model, self._loader, method=self.method, seed=task.seed, **options)
         self._engine.states.load_state_dict(task.kept)
         self._engine.only = task.client if self.method.problems == 1 else None
         if self._engine.shows_states:

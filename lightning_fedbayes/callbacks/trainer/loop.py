@@ -31,11 +31,9 @@ from lightning_fedbayes.core.exchange import Collective
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""
-
 SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "optimizers")
 """Attributes of a Trainer that engines take once."""
 settings_of = attrgetter(*SETTINGS)
-
 Checkpoint = dict[str, Any]
 
 

@@ -25,12 +25,10 @@ ORDERS = (
     *(64, 80, 96, 128, 192, 256, 384, 512),
 )
 """Rényi orders over which ε is minimised. Opacus's default ends at 63, too early for an ε below 0.2."""
-
 LEAST_EPSILON = 1e-3
 """Smallest ε for which a noise is searched."""
 LEAST_NOISE = 1e-100
 """Noise multiplier below which ε is larger than a float holds. One over it is the largest that is counted with."""
-
 Spent = list[tuple[float, float, int]]
 """Messages by kind: noise multiplier, sampling fraction, number of messages."""
 

@@ -266,7 +266,6 @@ def clip_values(gradients: Sequence[Tensor], max_value: float) -> None:
 
 LARGEST = 8
 """Number of entries of every dimension of a parameter with which an optimizer is tried."""
-
 STEPS = 8
 """Number of steps with which an optimizer is tried: it may do something else every few steps."""
 

@@ -33,15 +33,9 @@ from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import (
-    TorchDispatchMode,
-    has_backward_hook,
-    has_gradient_hook,
-    has_step_hook,
-    tree_leaves,
-    tree_map,
-)
+from lightning_fedbayes.core.private_torch import tree_leaves, tree_map
 from lightning_fedbayes.core.seeding import random_state
 
 
@@ -204,12 +198,12 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         if id(parameter) not in own:
             yield "the optimizer holds a tensor that is not a parameter of the module"
     for name, parameter in model.parameters.items():
-        if has_gradient_hook(parameter):
+        if private_torch.has_gradient_hook(parameter):
             yield f"the parameter {name} has a hook, which would not see the clients' gradients"
     for path, each in model.module.named_modules():
-        if has_backward_hook(each):
+        if private_torch.has_backward_hook(each):
             yield f"the module {path} has a backward hook, which vmap leaves out"
-    if has_step_hook(optimizer):
+    if private_torch.has_step_hook(optimizer):
         yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
     kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
     if any(leaf is parameter for leaf in kept for parameter in parameters_of(optimizer)):
@@ -218,7 +212,7 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(private_torch.TorchDispatchMode):
     """Counts the bytes of all tensors that operations create: an upper bound of what a step holds at once."""
 
     def __init__(self) -> None:

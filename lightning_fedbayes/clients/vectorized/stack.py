@@ -26,9 +26,7 @@ from lightning_fedbayes.core.private_torch import register_pytree_node, tree_lea
 from lightning_fedbayes.methods.method import LocalProblem
 
 OfSlot = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
-
 Clip = Callable[[Sequence[Tensor]], None]
-
 Layout = tuple[int, ...]
 """The dimensions of a tensor in order of decreasing stride.
 
