@@ -187,7 +187,6 @@ class CrossScores:
         return html_table(*self._lines())
 
     def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
-        """Return head and lines of the table, with the means over the others."""
         head, lines = self.table(figure)
         models, data = (each[sample(len(each))].tolist() for each in self.others(figure))
         mean = float(self.others(figure)[0].mean())

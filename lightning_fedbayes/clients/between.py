@@ -18,15 +18,15 @@ Change = Callable[[ClientState], ClientState]
 class Between:
     """The optimizers between two rounds, with copies of the ``states`` that one of the clients has kept.
 
-    A hook that drops the state of parameters does so for every client. Any other change holds if the client is
-    ``alone``, and is refused otherwise: it begins at the state of one client, and the others would get that. Of
-    ``fixed`` ones, which the global posterior determines, all changes are refused.
+    A hook that drops the state of parameters does so for every client. Any other change begins at the state of one
+    client, so it holds for the ``only`` one, and is refused if there are several. Of ``fixed`` ones, which the global
+    posterior determines, all changes are refused.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], states: Sequence[OptimizerState], *, alone: bool, fixed: bool
+        self, optimizers: Sequence[Optimizer], states: Sequence[OptimizerState], *, only: bool, fixed: bool
     ) -> None:
-        self._optimizers, self._alone, self._fixed = optimizers, alone, fixed
+        self._optimizers, self._only, self._fixed = optimizers, only, fixed
         self._kept = [{i: own for i, own in state.items() if own} for state in states]
         self._versions: list[dict[tuple[int, str], tuple[Any, int | None]]] = []
         for optimizer, kept in zip(optimizers, self._kept):
@@ -44,7 +44,7 @@ class Between:
                 raise changed_state(optimizer, "was cleared")
             left = {i: own for i, own in self._kept[n].items() if i not in gone[n]}
             if not self._is_same(n, now[n], left):
-                if self._alone and not self._fixed:
+                if self._only and not self._fixed:
                     own = [{i: entries for i, entries in state.items() if i >= 0} for state in now]
                     return lambda client: replace(client, optimizers=own)
                 raise changed_state(optimizer, "was written into or loaded")

@@ -148,12 +148,10 @@ class TrainingContext:
         """The learning rate, if there is one and steps are those of plain SGD. None otherwise."""
         if len(self.optimizers) != 1 or type(self.optimizers[0]) is not torch.optim.SGD:
             return None
-        rates = set()
-        for group in self.optimizers[0].param_groups:
-            if group["momentum"] or group["weight_decay"]:
-                return None
-            rates.add(float(group["lr"]))
-        return rates.pop() if len(rates) == 1 else None
+        groups = self.optimizers[0].param_groups
+        rates = {float(group["lr"]) for group in groups}
+        is_plain = not any(group["momentum"] or group["weight_decay"] for group in groups)
+        return rates.pop() if is_plain and len(rates) == 1 else None
 
     def keeps_state(self, settings: FederationSettings) -> bool:
         """Return True if clients keep the state of their optimizers from round to round.
@@ -177,8 +175,8 @@ class TrainingContext:
             return learned
         if self.accumulate != 1:
             raise FederationError(
-                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters anew in every "
-                "step: batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
+                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters in every step: "
+                "batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
             )
         if self.mean_over_processes is not None:
             raise FederationError(
@@ -262,7 +260,6 @@ class TrainingLog:
             )
 
     def _remember(self, name: str, options: Mapping[str, Any]) -> None:
-        """Keep the options with which the mean of the round is logged."""
         self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:

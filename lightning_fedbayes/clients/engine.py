@@ -113,7 +113,7 @@ class Engine(ABC):
         states, learned = self.states.sample or [{} for _ in self.context.optimizers], self.model.learned
         if learned is not None and states:
             states = [learned.shown(states[0]), *states[1:]]
-        options = {"alone": self.only is not None, "fixed": self._has_precisions}
+        options = {"only": self.only is not None, "fixed": self._has_precisions}
         self._between = Between(self.context.optimizers, states, **options)
 
     def take_over_states(self) -> Change | None:

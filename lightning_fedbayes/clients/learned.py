@@ -177,7 +177,6 @@ class OptimizerPosterior(LearnedPosterior):
         self.follows_data = all(group["curvature"] == "squares" for group in optimizer.param_groups)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return every parameter of the optimizer with its group, in the order of its ``state_dict``."""
         return [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
 
     def prior_std(self, name: str) -> float:

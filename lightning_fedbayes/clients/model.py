@@ -57,10 +57,8 @@ class ResidentModel:
         own_starts: bool = False,
         frozen: Collection[str] = (),
     ) -> None:
-        self.module = module
-        self.learned = learned
+        self.module, self.learned, self.policy = module, learned, buffers
         self.variances = {} if learned is None else learned.variances
-        self.policy = buffers
         parameters = dict(module.named_parameters())
         wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
         if wrong:
@@ -75,12 +73,10 @@ class ResidentModel:
         local = set(self.local_parameters)
         self.local_names = {aliases[name] for name in local if name in aliases}
         self.frozen_names: set[str] = set()
-        self._aliases = aliases
-        self.parameters = parameters
+        self._aliases, self.parameters = aliases, parameters
+        gaussian = {name for name, p in parameters.items() if id(p) in posterior_names or name in self.variances}
         self._own = {
-            name: p
-            for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in posterior_names or name in self.variances))
+            name: parameters[name] for name in parameters if name in local or (own_starts and name in gaussian)
         }
         self._look()
         if not self.view.read().names:
@@ -143,9 +139,8 @@ class ResidentModel:
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
-        for name, p in self.frozen.items():
-            if bits(p) != self._prints[name]:
-                return True
+        if any(bits(p) != self._prints[name] for name, p in self.frozen.items()):
+            return True
         live = dict(self.module.named_buffers()) if self.global_buffers else {}
         for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live)):
             for name, tensor in held.items():
@@ -241,11 +236,8 @@ class ResidentModel:
 
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
-        return {
-            name: full(value)
-            for name, value in self.global_parameters.items()
-            if name not in self._local_parameters and name not in self.frozen
-        }
+        others = self._local_parameters.keys() | self.frozen.keys()
+        return {name: full(value) for name, value in self.global_parameters.items() if name not in others}
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
@@ -340,13 +332,10 @@ def _matches(
     """Return the names of parameters and buffers that match a pattern by their name or posterior name."""
     found: list[str] = []
     for pattern in patterns:
-        names = [
-            name
-            for name in [*parameters, *buffers]
-            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
-        ]
+        every = [*parameters, *buffers]
+        names = [n for n in every if fnmatchcase(n, pattern) or fnmatchcase(aliases.get(n, n), pattern)]
         if not names:
-            why = nearest(pattern, [*parameters, *buffers])
+            why = nearest(pattern, every)
             raise FederationError(f"local_parameters pattern '{pattern}' matches no parameter or buffer: {why}")
         found += [name for name in names if name not in found]
     return found

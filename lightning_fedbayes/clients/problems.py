@@ -324,7 +324,6 @@ class Watch:
             self._handles.append(parameter.register_hook(partial(self._note, name, parameter, term)))
 
     def _note(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None], gradient: Tensor) -> None:
-        """Note a gradient, and what the method has added to it."""
         with torch.no_grad():
             self._seen[name] = gradient.detach().clone(), term(parameter.detach())
 

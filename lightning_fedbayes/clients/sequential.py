@@ -236,7 +236,6 @@ class SequentialEngine(Engine):
         return None
 
     def _found(self, client: Client, watch: Watch) -> tuple[Tensors, Tensors]:
-        """Return what ``watch`` has measured along a client's training."""
         mean = self.context.mean_over_processes
         if mean is None:
             return self.found(watch.measured, client)

@@ -268,7 +268,6 @@ def holds_generators(value: Any) -> bool:
 
 
 def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the random generators that a value holds, at most ``depth`` levels down."""
     if type(value) in UNCHANGING or isinstance(value, Tensor):
         return
     if isinstance(value, GENERATORS):

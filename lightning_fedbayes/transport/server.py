@@ -79,14 +79,9 @@ class Rounds:
         if across and (self.method.sends_means or self.method.name == "sums"):
             why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
             raise errors.FederationError(f"{why}; give a method whose clients do, or across=False")
-        self.weighting = settings.weighting
-        self.fraction: Fraction = fraction
-        self.wait_for = wait_for
-        self.safeguards = safeguards
-        self.evaluate = evaluate
-        self.across = across
+        self.weighting, self.fraction, self.safeguards = settings.weighting, fraction, safeguards
+        self.wait_for, self.evaluate, self.across, self.seed = wait_for, evaluate, across, seed
         self.checkpoint = None if checkpoint is None else errors.check_path("checkpoint", checkpoint)
-        self.seed = seed
         self.server: Server | None = None
         self.client_scores = messages.client_scores({})
         self.cross_scores = messages.cross_scores({})
@@ -153,7 +148,6 @@ class Rounds:
         """Note the outcomes of a fusion, before the checkpoint is written."""
 
     def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
-        """Raise FederationError if the checkpoint is of another federation."""
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
             check_structure(stored.posterior, begun, "the checkpoint")

@@ -213,8 +213,7 @@ class ClientTraining(TrainsClients):
             self._loop.replace_data(self._plan)
 
     def _dealt(self, loader: Any, task: Task, limit: int | float) -> tuple[Batching, Clients]:
-        epochs = self.settings.local_epochs
-        batching = batching_of(loader, local_epochs=epochs, fraction=1.0, seed=task.seed, limit=limit)
+        batching = batching_of(loader, self.settings.local_epochs, fraction=1.0, seed=task.seed, limit=limit)
         return batching, own_clients(loader.dataset, self.settings.partition, task.client, task.seed)
 
     def _plan(self, loader: Any) -> FederatedLoader:

@@ -118,7 +118,7 @@ class StackedOptimizer:
         self._steps += 1
 
     def check_state(self) -> None:
-        """Raise CannotVectorize if ``training_step`` has loaded a state, or has written beside the stack's."""
+        """Raise CannotVectorize if ``training_step`` has loaded a state, or has written past the stack's."""
         if self.optimizer.state is not self._state or self._state.keys() - set(self.parameters):
             raise CannotVectorize("training_step writes into the optimizer's state. Take engine='sequential'")
 

@@ -139,7 +139,6 @@ def _probe(
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
-    """Return the first batch of one of the ``clients``, twice in a stack."""
     batches = [loader.load(0, client.number) for client in clients]
     batch = next((batch for batch in batches if not isinstance(batch, FailedBatch)), batches[0])
     if isinstance(batch, FailedBatch):
@@ -160,7 +159,6 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
 
 
 def _check_modes(modes: Modes) -> None:
-    """Raise CannotVectorize if later steps leave other ``modes`` than the first one."""
     if not modes.is_now():
         raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
 
@@ -381,9 +379,8 @@ def check_against_single(
         shifted, others = stacked(shift=0.1)
         both = zip((losses, *gradients.values()), (shifted, *others.values()), strict=True)
         if not _are_close([(a[0], b[0]) for a, b in both if a is not None and b is not None]):
-            raise CannotVectorize(
-                "training_step reads parameters from elsewhere than the module, such as the optimizer"
-            )
+            where = "elsewhere than the module, such as the optimizer"
+            raise CannotVectorize(f"training_step reads parameters from {where}")
         if not torch.equal(drawn, seeded):  # draws that cannot be held still
             stacked(seed=SEED + 1)
             if torch.equal(random_state(context.device), drawn):

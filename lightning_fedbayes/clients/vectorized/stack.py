@@ -64,8 +64,7 @@ class ClientStack:
         problems: Sequence[LocalProblem] = (),
         terms: Sequence[Pull] = (),
     ) -> None:
-        self.model = model
-        self.step = step
+        self.model, self.step = model, step
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         kept = model.kept_values().keys()  # an earlier run with other settings may have kept more
@@ -133,7 +132,6 @@ class ClientStack:
         return losses, rest
 
     def _keeps_shared(self, replaced: Collection[str] = ()) -> bool:
-        """Return whether a step has left alone the buffers that clients share."""
         kept = all(version_if_any(value) == version for value, version, _ in self.shared.values())
         return kept and not self.shared.keys() & replaced
 

@@ -171,7 +171,6 @@ class FusionController(ModelController):
         return {number: name for name, number in sorted(numbers.items(), key=lambda item: item[1]) if name in names}
 
     def _wait(self, clients: int) -> dict[int, str]:
-        """Wait for ``clients`` clients, return their sites. Raise FederationError at the timeout."""
         start = time.monotonic()
         while len(sites := self._sites()) < clients and not self.is_aborted():
             if time.monotonic() - start > self._seconds:
