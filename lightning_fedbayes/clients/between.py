@@ -50,12 +50,13 @@ class Between:
                 raise changed_state(optimizer, "was written into or loaded")
         if not any(gone):
             return None
-        return lambda client: replace(
-            client,
-            optimizers=[
-                {i: own for i, own in state.items() if i not in lost} for state, lost in zip(client.optimizers, gone)
-            ],
-        )
+
+        def follow(client: ClientState) -> ClientState:
+            pairs = zip(client.optimizers, gone)
+            kept = [{i: own for i, own in state.items() if i not in lost} for state, lost in pairs]
+            return replace(client, optimizers=kept)
+
+        return follow
 
     def _is_same(self, n: int, now: OptimizerState, left: OptimizerState) -> bool:
         """Return whether an optimizer has what is ``left``: by identity and version, which reading leaves, or value."""

@@ -145,7 +145,7 @@ class TrainingContext:
 
     @property
     def rate(self) -> float | None:
-        """The learning rate, if there is one and steps are those of plain SGD. None otherwise."""
+        """The learning rate, if there is one and steps are as plain SGD takes them. None otherwise."""
         if len(self.optimizers) != 1 or type(self.optimizers[0]) is not torch.optim.SGD:
             return None
         groups = self.optimizers[0].param_groups
@@ -219,8 +219,7 @@ class TrainingLog:
     """
 
     def __init__(self, module: L.LightningModule, in_training_step: Callable[[], bool]) -> None:
-        self.module = module
-        self.in_training_step = in_training_step
+        self.module, self.in_training_step = module, in_training_step
         self.batch: Any = None
         self.is_shared = False
         self._log = module.log

@@ -215,7 +215,7 @@ class Engine(ABC):
             zeros = {name: torch.zeros_like(value) for name, value in strengths.items()}
             if stacked:
                 strengths, duals = (
-                    {name: torch.stack([each[i][name] for each in parts]) for name in parts[0][i]} for i in range(2)
+                    {n: torch.stack([each[i][n] for each in parts]) for n in parts[0][i]} for i in (0, 1)
                 )
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found

@@ -98,8 +98,7 @@ class ClientScores:
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest."""
-        values = self._of(figure)
-        sign = sign_of(figure)
+        values, sign = self._of(figure), sign_of(figure)
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:

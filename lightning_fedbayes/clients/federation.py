@@ -164,9 +164,8 @@ class Federation:
             if self.is_complete:
                 if self._not_kept:
                     which = f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
-                    rank_zero_warn(
-                        f"Clients whose own networks stay as they were, because their training failed: {which}"
-                    )
+                    text = "Clients whose own networks stay as they were, because their training failed"
+                    rank_zero_warn(f"{text}: {which}")
                 if self._falsify is not None:
                     self._leave(self._falsify(None), outcomes)
         return outcomes
@@ -246,8 +245,9 @@ class Federation:
         self._end(success=result.success)
         if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
             schedule = self.settings.schedule
-            rounds = {r for r in self.in_flight.rounds if not (schedule and schedule.is_too_late(r, self.round + 1))}
-            self.server.versions.forget(rounds)
+            known = self.in_flight.rounds
+            known = {r for r in known if schedule is None or not schedule.is_too_late(r, self.round + 1)}
+            self.server.versions.forget(known)
             result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result

@@ -236,20 +236,14 @@ class OptimizerPosterior(LearnedPosterior):
     def kept(self, state: OptimizerState) -> OptimizerState:
         """See :meth:`LearnedPosterior.kept`: the next round brings precision and prior."""
         own = {*self._numbers.values()}
-        return {
-            number: {key: value for key, value in entries.items() if key in KEPT} if number in own else entries
-            for number, entries in state.items()
-        }
+        return {i: {k: v for k, v in entries.items() if k in KEPT or i not in own} for i, entries in state.items()}
 
     def shown(self, state: OptimizerState) -> OptimizerState:
         """See :meth:`LearnedPosterior.shown`: with the precision of the global posterior."""
-        return {
-            **state,
-            **{
-                number: {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
-                for name, number in self._numbers.items()
-            },
-        }
+        shown = dict(state)
+        for name, number in self._numbers.items():
+            shown[number] = {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
+        return shown
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""

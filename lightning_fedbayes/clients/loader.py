@@ -150,13 +150,10 @@ class FederatedLoader:
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
-        return DataLoader(
-            ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part),
-            collate_fn=loaded,
-            generator=self._worker_seed,
-            **{name: getattr(loader, name) for name in KEPT.split()},
-        )
+        dataset = ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed)
+        sampler = _PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part)
+        kept = {name: getattr(loader, name) for name in KEPT.split()}
+        return DataLoader(dataset, batch_sampler=sampler, collate_fn=loaded, generator=self._worker_seed, **kept)
 
     def load(self, round: int, client: int) -> Any:
         """Load the first batch of a client, in this process."""

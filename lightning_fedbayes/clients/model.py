@@ -75,9 +75,8 @@ class ResidentModel:
         self.frozen_names: set[str] = set()
         self._aliases, self.parameters = aliases, parameters
         gaussian = {name for name, p in parameters.items() if id(p) in posterior_names or name in self.variances}
-        self._own = {
-            name: parameters[name] for name in parameters if name in local or (own_starts and name in gaussian)
-        }
+        own = local | gaussian if own_starts else local
+        self._own = {name: p for name, p in parameters.items() if name in own}
         self._look()
         if not self.view.read().names:
             raise FederationError(
@@ -130,9 +129,8 @@ class ResidentModel:
 
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
-        self.global_parameters: Tensors = {
-            name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
-        }
+        held: Tensors = {name: p.detach() for name, p in self.parameters.items()}
+        self.global_parameters = {name: p if name in self.frozen else p.clone() for name, p in held.items()}
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
         self.global_variances = dict(self.variances)
@@ -297,32 +295,26 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
         return posterior
     now = PosteriorView(module).read()
     order = [name for name in now.names if name in names or name in posterior.mean]
-    mean, variance = (
-        {**{n: of[n] for n in names}, **own}
-        for of, own in ((now.mean, posterior.mean), (now.variance, posterior.variance))
-    )
+    mean = {**{name: now.mean[name] for name in names}, **posterior.mean}
+    variance = {**{name: now.variance[name] for name in names}, **posterior.variance}
     return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
 
 
 def bits(tensor: Tensor) -> tuple[int, int]:
     """Return a tensor's address and the sum of its bits, a fingerprint of its values that costs one read."""
     size, flat = tensor.element_size(), tensor.detach().reshape(-1)
-    if flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8:
-        words = torch.int64  # only sums of these are as fast as memory
-    else:
-        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    is_whole = flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8
+    # only sums of these are as fast as memory
+    words = torch.int64 if is_whole else {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
     return tensor.data_ptr(), int(flat.view(words).sum())
 
 
 def federated_buffer_names(module: nn.Module) -> list[str]:
     """Return the names of persistent buffers, but for noise and priors of bayesian-torch, and for scales."""
     persistent = module.state_dict(keep_vars=True)
-    own = {
-        f"{path}.{name}" if path else name
-        for path, layer in module.named_modules()
-        if isinstance(layer, BaseVariationalLayer_ | FederatedScaler)
-        for name in layer._buffers
-    }
+    kinds = BaseVariationalLayer_ | FederatedScaler
+    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, kinds)]
+    own = {f"{path}.{name}" if path else name for path, layer in layers for name in layer._buffers}
     return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 
 

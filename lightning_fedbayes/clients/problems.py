@@ -390,11 +390,8 @@ def default_fusion(
     for name in sourced:
         if learned is not None and learned.prior_std(name) < float("inf"):
             priors[name] = NormalPrior(0.0, learned.prior_std(name))
-    normal = {
-        name: (float(each.mean), float(each.std))
-        for name, each in priors.items()
-        if isinstance(each, NormalPrior) and each.is_scalar
-    }
+    scalar = {name: each for name, each in priors.items() if isinstance(each, NormalPrior) and each.is_scalar}
+    normal = {name: (float(each.mean), float(each.std)) for name, each in scalar.items()}
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
     conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
     obstacle = None

@@ -91,9 +91,8 @@ class SequentialEngine(Engine):
         self._steps_seen = self._steps.completed if course is None else course.done
         for optimizer in self._optimizers:
             optimizer.begin_round()
-        self._state = (
-            None if self._is_alone else RoundState(self.model.module, self.model.global_buffers, self.context.watchers)
-        )
+        model, watchers = self.model, self.context.watchers
+        self._state = None if self._is_alone else RoundState(model.module, model.global_buffers, watchers)
         if plan.cohort:
             self._seed_client()
 

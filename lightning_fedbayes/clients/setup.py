@@ -143,14 +143,9 @@ def make_engine(
     CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
-    options: dict[str, Any] = {
-        "method": settings.method,
-        "keep_posteriors": settings.keeps_posteriors,
-        "seed": settings.seed,
-        "keep_optimizer": context.keeps_state(settings),
-        "folder": settings.kept.folder,
-        "writes": writes,
-    }
+    keeps = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
+    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes, **keeps}
+    options["folder"] = settings.kept.folder
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
     if name == "sequential":

@@ -34,19 +34,17 @@ class Snapshot:
     """The attributes of one module at one time, with their contents, except the names in ``skip``."""
 
     def __init__(self, module: nn.Module, skip: Collection[str] = ()) -> None:
-        self._attributes = vars(module)
-        self._skip = skip
+        self._attributes, self._skip = vars(module), skip
         self._values = {name: value for name, value in self._attributes.items() if name not in skip}
         self._all = set(self._attributes)
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
         self._contents, self._prints, self._arrays = {}, {}, {}
         for name, value in self._values.items():
             self._prints[name] = fingerprint(value)
+            is_array = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
             if isinstance(value, CONTAINERS):
                 self._contents[name] = copy.copy(value)
-            elif isinstance(value, nn.Parameter):
-                continue
-            elif isinstance(value, Tensor | np.ndarray) and value.nbytes <= LARGE:
+            elif is_array and value.nbytes <= LARGE:
                 self._arrays[name] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def changes(self) -> dict[str, Any]:

@@ -244,13 +244,10 @@ class States:
         def on(place: torch.device | str, value: Any) -> Any:
             return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
-        optimizers = [
-            {
-                number: {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
-                for number, own in each.items()
-            }
-            for each in here.optimizers
-        ]
+        def entries(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
+
+        optimizers = [{i: entries(own) for i, own in each.items()} for each in here.optimizers]
         rest = {name: on(self.device, value) for name, value in vars(here).items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)
 
@@ -417,11 +414,8 @@ def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> Op
     """Return a client's state with momentum faded by the ``steps`` missed: others have moved the model since."""
     if steps <= 0 or not state:
         return state
-    decays = [
-        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
-        for group in optimizer.param_groups
-        for _ in group["params"]
-    ]
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    decays = [group["betas"][0] if "betas" in group else group.get("momentum", 0.0) for group in groups]
     return _with_entries(state, MOMENTA, lambda i, value: value * decays[i] ** steps)
 
 

@@ -139,16 +139,9 @@ class RemoteClient:
         errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
         errors.check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
         errors.check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
-        settings = FederationSettings(
-            partition,
-            local_epochs=local_epochs,
-            fusion=get_method(fusion),
-            keep=keep,
-            buffers=buffers,
-            local_parameters=local_parameters,
-            privacy=privacy,
-            posterior=posterior,
-        )
+        own: dict[str, Any] = {"keep": keep, "buffers": buffers, "local_parameters": local_parameters}
+        own |= {"privacy": privacy, "posterior": posterior}
+        settings = FederationSettings(partition, local_epochs, fusion=get_method(fusion), **own)
         callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
         self.of_examples = next((each for each in callbacks if isinstance(each, ExamplePrivacy)), None)

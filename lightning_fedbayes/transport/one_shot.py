@@ -92,10 +92,8 @@ def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoad
     if not isinstance(module, HeadModule) or module.head != head:
         raise ClientMismatch(f"this client's module is no HeadModule with {head}: give the client one")
     with torch.inference_mode():
-        parts = [
-            (module.features(inputs).cpu(), targets.cpu())
-            for inputs, targets in (unpacked(batch, module, needs_targets=True) for batch in loader)
-        ]
+        pairs = (unpacked(batch, module, needs_targets=True) for batch in loader)
+        parts = [(module.features(inputs).cpu(), targets.cpu()) for inputs, targets in pairs]
     features, targets = (torch.cat(each).clone() for each in zip(*parts, strict=True))
     return features, targets
 

@@ -1,5 +1,6 @@
 """Learning rates that move in every step, over a network: what a server counts, and the course of a client."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import MOVING, Course, TrainingContext
+from lightning_fedbayes.clients.states import is_equal
 from lightning_fedbayes.core.errors import FederationError, check_at_least, listed
 from lightning_fedbayes.core.messages import ClientOutcome, Message
 from lightning_fedbayes.server.plan import Fraction, choose_cohort
@@ -50,7 +52,7 @@ def claim(examples: int, figures: Mapping[str, float], *names: str) -> list[int]
 
 @dataclass
 class Steps:
-    """Steps of the schedule, as the server counts them: of each round those of the client that has made most.
+    """Steps of the schedule, as the server counts them: in each round by the client that has made most.
 
     Args:
         max_influence: see :func:`believed`.
@@ -81,9 +83,8 @@ class Steps:
     def announce(self, messages: Mapping[int, Message]) -> None:
         """Note the steps of a round that clients announce."""
         for client, message in messages.items():
-            self.announced[client] = self.claims[client] = claim(
-                message.num_examples, message.figures, "steps", "steps"
-            )
+            stated = claim(message.num_examples, message.figures, "steps", "steps")
+            self.announced[client] = self.claims[client] = stated
 
     def total(self, rounds: int, fraction: Fraction, seed: int) -> int:
         """Return the steps of the longest client of each round, in all rounds. 0 if clients have announced none."""
@@ -183,25 +184,18 @@ class ClientCourse(Course):
         others = {key: count for key, count in self._counts.items() if key not in self._between}
         own = {id(each) for each in self.own}
         if len(moves) > 1 or own & counts.keys() or others != counts:
-            raise FederationError(
-                f"the module steps its schedules now and then, between rounds or apart, which {REMEDY}"
-            )
+            what = "the module steps its schedules now and then, between rounds or apart"
+            raise FederationError(f"{what}, which {REMEDY}")
         steps = self.longest[0]
         self._go(self.longest)
-        ended = {place: numbers_in(value) for place, value in self._options().items()}
+        ended = copy.deepcopy(self._options())
         self._go(self._start)
         self.move_to(number := max(moves, default=0))
-        wrong = {place[2] for place in left if numbers_in(self._options()[place]) != ended[place]}
+        wrong = {place[2] for place in left if not is_equal(self._options()[place], ended[place])}
         if wrong:
-            raise FederationError(
-                f"a hook sets {listed(sorted(wrong))} after a step, and where it is after the last one {REMEDY}"
-            )
+            what = f"a hook sets {listed(sorted(wrong))} after a step"
+            raise FederationError(f"{what}, and where it is after the last one {REMEDY}")
         return {STEPS: float(steps), MOVES: float(number)}
-
-
-def numbers_in(value: Any) -> list[float]:
-    """Return the numbers of an option."""
-    return [float(each) for each in (value if isinstance(value, tuple | list) else (value,))]
 
 
 def begun(loop: Any, round: int, moved: Sequence[int]) -> TrainingContext:

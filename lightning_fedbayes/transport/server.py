@@ -252,9 +252,8 @@ class Rounds:
 
     def take_across(self, answers: Mapping[int, Answers]) -> None:
         """Make the table of all clients' answers about each client's model: client of the model → answers."""
-        self.cross_scores = messages.cross_scores(
-            {model: scored(f"The model of client {model} on the data of each", row) for model, row in answers.items()}
-        )
+        rows = {c: scored(f"The model of client {c} on the data of each", row) for c, row in answers.items()}
+        self.cross_scores = messages.cross_scores(rows)
         if self.cross_scores is None:
             rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
         else:
@@ -276,9 +275,8 @@ class Rounds:
 
 def tell_failures(where: str, answers: Mapping[int, Any]) -> None:
     """Print why clients are left out, of those with an error as their answer."""
-    for line in errors.told_failures(
-        {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
-    ):
+    failures = {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
+    for line in errors.told_failures(failures):
         rank_zero_info(f"{where}: {line}")
 
 

@@ -52,8 +52,7 @@ class FitLoop:
     """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.trainer = trainer
-        self.module = module
+        self.trainer, self.module = trainer, module
         self._fit: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None

@@ -111,15 +111,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the")
         try:
-            noise = search(
-                target_epsilon=epsilon,
-                target_delta=delta,
-                sample_rate=fraction,
-                steps=rounds,
-                accountant="rdp",
-                epsilon_tolerance=epsilon / 100,
-                alphas=ORDERS,
-            )
+            budget = {"target_epsilon": epsilon, "target_delta": delta, "epsilon_tolerance": epsilon / 100}
+            noise = search(**budget, sample_rate=fraction, steps=rounds, accountant="rdp", alphas=ORDERS)
         except ValueError as error:
             why = "no noise is enough; allow a larger epsilon, a larger delta or fewer rounds"
             raise FederationError(f"epsilon={epsilon} in {rounds} rounds with delta={delta}: {why}") from error

@@ -158,12 +158,8 @@ class VectorizedEngine(Engine):
         """Move stacked batches to the device. Returns the list of batches that callbacks see."""
         convert, device = self.context.precision.convert_input, self.context.device
         if device.type != "cpu" or type(self.context.precision) is not Precision:
-            batches = [
-                schedule.StackedBatch(
-                    [(s, move_data_to_device(convert(data), device)) for s, data in b.parts], b.failures
-                )
-                for b in batches
-            ]
+            moved = [[(s, move_data_to_device(convert(data), device)) for s, data in b.parts] for b in batches]
+            batches = [schedule.StackedBatch(parts, b.failures) for parts, b in zip(moved, batches)]
         self._batches_at_hand = batches
         return [data for batch in batches for _, data in batch.parts]
 

@@ -256,9 +256,8 @@ def explain(error: Exception) -> str:
 def explained(error: Exception) -> Exception:
     """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what the probe did not meet."""
     if isinstance(error, RuntimeError) and "vmap" in str(error):
-        return CannotVectorize(
-            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
-        )
+        text = f"training_step can no longer run for several clients at once: {explain(error)}"
+        return CannotVectorize(f"{text}. Use engine='sequential'")
     return error
 
 
@@ -315,9 +314,8 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
             raise CannotVectorize("training_step changes the optimizer's options, which clients would share")
         numpy_state = zip(np.random.get_state(), host[1], strict=True)
         if random.getstate() != host[0] or not all(np.array_equal(now, before) for now, before in numpy_state):
-            raise CannotVectorize(
-                "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
-            )
+            what = "training_step draws from Python's or NumPy's generator, and clients would share the draw"
+            raise CannotVectorize(f"{what}; use torch's")
 
     for parameter in module.parameters():
         parameter.grad = None

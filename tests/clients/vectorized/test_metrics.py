@@ -152,7 +152,7 @@ def test_both_engines_log_the_same():
 
 
 def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
-    monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+    monkeypatch.setattr(step.private_torch, "has_vmap_primitives", lambda: False)
     values = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
     assert values[1]["train/f1"] == pytest.approx(values[0]["train/f1"], rel=1e-6)
 

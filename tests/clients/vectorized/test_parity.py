@@ -257,7 +257,7 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
 def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""
     if not primitives:
-        monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+        monkeypatch.setattr(step.private_torch, "has_vmap_primitives", lambda: False)
     clients = 200
     data = blobs(12)
     moments = []
