@@ -24,7 +24,6 @@ from lightning_fedbayes.modules import BayesianModule
 FULL_PRECISION = ("32-true", "64-true")
 ROUNDING = 1e-3
 """Size, relative to the gradients of the examples, below which a part of the loss counts as rounding."""
-
 Counts = dict[int, dict[tuple[float, float], int]]
 """Client → noise multiplier and share of its examples in a batch → number of such steps."""
 

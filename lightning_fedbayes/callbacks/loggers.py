@@ -20,7 +20,6 @@ from lightning_fedbayes.core.tables import Row, markdown_table, write_csv
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
-
 ANONYMOUS = "The anonymous setting has no effect and will be removed in a future version."
 """Warning of wandb 0.31 about an argument that Lightning's WandbLogger always passes."""
 

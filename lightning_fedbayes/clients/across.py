@@ -53,11 +53,10 @@ class CrossScores:
 
     def __post_init__(self) -> None:
         errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        errors.check_kind(
-            "values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError
-        )
+        need = "give a dict, figure → matrix (models, data)"
+        errors.check_kind("values", self.values, Mapping, need, error=FedBayesError)
         if not self.values:
-            raise FedBayesError("values is empty: give a dict, figure → matrix (models, data)")
+            raise FedBayesError(f"values is empty: {need}")
         for figure, values in self.values.items():
             check_tensor(f"values['{figure}']", values, error=FedBayesError)
             if values.shape != (len(self.names),) * 2:
@@ -188,7 +187,6 @@ class CrossScores:
         return html_table(*self._lines())
 
     def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
-        """Return head and lines of the table, with the means over the others."""
         head, lines = self.table(figure)
         models, data = (each[sample(len(each))].tolist() for each in self.others(figure))
         mean = float(self.others(figure)[0].mean())

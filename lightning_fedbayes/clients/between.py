@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, parameters_of
+from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, is_equal, parameters_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.private_torch import version_if_any
 
@@ -19,15 +18,15 @@ Change = Callable[[ClientState], ClientState]
 class Between:
     """The optimizers between two rounds, with copies of the ``states`` that one of the clients has kept.
 
-    A hook that drops the state of parameters does so for every client. Any other change holds if the client is
-    ``alone``, and is refused otherwise: it begins at the state of one client, and the others would get that. Of
-    ``fixed`` ones, which the global posterior determines, all changes are refused.
+    A hook that drops the state of parameters does so for every client. Any other change begins at the state of one
+    client, so it holds for the ``only`` one, and is refused if there are several. Of ``fixed`` ones, which the global
+    posterior determines, all changes are refused.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], states: Sequence[OptimizerState], *, alone: bool, fixed: bool
+        self, optimizers: Sequence[Optimizer], states: Sequence[OptimizerState], *, only: bool, fixed: bool
     ) -> None:
-        self._optimizers, self._alone, self._fixed = optimizers, alone, fixed
+        self._optimizers, self._only, self._fixed = optimizers, only, fixed
         self._kept = [{i: own for i, own in state.items() if own} for state in states]
         self._versions: list[dict[tuple[int, str], tuple[Any, int | None]]] = []
         for optimizer, kept in zip(optimizers, self._kept):
@@ -45,18 +44,19 @@ class Between:
                 raise changed_state(optimizer, "was cleared")
             left = {i: own for i, own in self._kept[n].items() if i not in gone[n]}
             if not self._is_same(n, now[n], left):
-                if self._alone and not self._fixed:
+                if self._only and not self._fixed:
                     own = [{i: entries for i, entries in state.items() if i >= 0} for state in now]
                     return lambda client: replace(client, optimizers=own)
                 raise changed_state(optimizer, "was written into or loaded")
         if not any(gone):
             return None
-        return lambda client: replace(
-            client,
-            optimizers=[
-                {i: own for i, own in state.items() if i not in lost} for state, lost in zip(client.optimizers, gone)
-            ],
-        )
+
+        def follow(client: ClientState) -> ClientState:
+            pairs = zip(client.optimizers, gone)
+            kept = [{i: own for i, own in state.items() if i not in lost} for state, lost in pairs]
+            return replace(client, optimizers=kept)
+
+        return follow
 
     def _is_same(self, n: int, now: OptimizerState, left: OptimizerState) -> bool:
         """Return whether an optimizer has what is ``left``: by identity and version, which reading leaves, or value."""
@@ -64,7 +64,7 @@ class Between:
         return found.keys() == kept.keys() and all(
             self._versions[n][key] == (value, _version(value))
             if value is self._versions[n][key][0]
-            else _is_equal(value, kept[key])
+            else is_equal(value, kept[key])
             for key, value in found.items()
         )
 
@@ -102,9 +102,3 @@ def _entries(state: OptimizerState) -> Iterator[tuple[tuple[int, str], Any]]:
 
 def _version(value: Any) -> int | None:
     return version_if_any(value) if isinstance(value, Tensor) else None
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other.to(one))
-    return one is other or bool(one == other)

@@ -17,7 +17,6 @@ from lightning_fedbayes.core.seeding import seed_host
 
 SECONDS = 1.0
 """Time after which no further clients are read: examples may be large files."""
-
 AGREEING = 16
 """Pairs of readings that must agree, over all clients, before data count as not random. Half of the pairs of an
 example that is flipped at random would."""

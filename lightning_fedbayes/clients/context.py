@@ -25,8 +25,6 @@ from lightning_fedbayes.core.errors import FederationError
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 """A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
-
-
 MOVING = ("lr", "momentum", "betas")
 """Options of an optimizer that schedules move."""
 
@@ -147,15 +145,13 @@ class TrainingContext:
 
     @property
     def rate(self) -> float | None:
-        """The learning rate, if there is one and steps are those of plain SGD. None otherwise."""
+        """The learning rate, if there is one and steps are as plain SGD takes them. None otherwise."""
         if len(self.optimizers) != 1 or type(self.optimizers[0]) is not torch.optim.SGD:
             return None
-        rates = set()
-        for group in self.optimizers[0].param_groups:
-            if group["momentum"] or group["weight_decay"]:
-                return None
-            rates.add(float(group["lr"]))
-        return rates.pop() if len(rates) == 1 else None
+        groups = self.optimizers[0].param_groups
+        rates = {float(group["lr"]) for group in groups}
+        is_plain = not any(group["momentum"] or group["weight_decay"] for group in groups)
+        return rates.pop() if is_plain and len(rates) == 1 else None
 
     def keeps_state(self, settings: FederationSettings) -> bool:
         """Return True if clients keep the state of their optimizers from round to round.
@@ -179,8 +175,8 @@ class TrainingContext:
             return learned
         if self.accumulate != 1:
             raise FederationError(
-                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters anew in every "
-                "step: batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
+                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters in every step: "
+                "batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
             )
         if self.mean_over_processes is not None:
             raise FederationError(
@@ -209,10 +205,8 @@ def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[s
 
 Sums = dict[str, tuple[Tensor | float, float]]
 """Name of a figure → its sum over examples, and the number of examples."""
-
 Collected = tuple[dict[int, Sums], dict[str, dict[str, Any]]]
 """The sums of each client, and the options of ``self.log`` for the mean of each figure."""
-
 SIGNATURE = inspect.signature(L.LightningModule.log)
 
 
@@ -225,8 +219,7 @@ class TrainingLog:
     """
 
     def __init__(self, module: L.LightningModule, in_training_step: Callable[[], bool]) -> None:
-        self.module = module
-        self.in_training_step = in_training_step
+        self.module, self.in_training_step = module, in_training_step
         self.batch: Any = None
         self.is_shared = False
         self._log = module.log
@@ -266,7 +259,6 @@ class TrainingLog:
             )
 
     def _remember(self, name: str, options: Mapping[str, Any]) -> None:
-        """Keep the options with which the mean of the round is logged."""
         self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:

@@ -29,7 +29,6 @@ from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
 Results = tuple[Collected, NewStates, Any]
 """Logged figures, kept states and longest course of the clients that one process has trained, ready to be sent."""
-
 SMALL_STEP = 5e6
 """Floating-point operations of a step, or of the work between steps, up to which one thread of the CPU takes them.
 
@@ -77,13 +76,8 @@ class Engine(ABC):
         writes: bool = True,
         seed: int = 0,
     ) -> None:
-        self.context = context
-        self.model = model
-        self.log = log
-        self.keep_optimizer = keep_optimizer
-        self.method = method
-        self.keep_posteriors = keep_posteriors
-        self.seed = seed
+        self.context, self.model, self.log, self.method, self.seed = context, model, log, method, seed
+        self.keep_optimizer, self.keep_posteriors = keep_optimizer, keep_posteriors
         self.states = States(folder, writes=writes, device=context.device)
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
@@ -119,7 +113,7 @@ class Engine(ABC):
         states, learned = self.states.sample or [{} for _ in self.context.optimizers], self.model.learned
         if learned is not None and states:
             states = [learned.shown(states[0]), *states[1:]]
-        options = {"alone": self.only is not None, "fixed": self._has_precisions}
+        options = {"only": self.only is not None, "fixed": self._has_precisions}
         self._between = Between(self.context.optimizers, states, **options)
 
     def take_over_states(self) -> Change | None:
@@ -173,16 +167,8 @@ class Engine(ABC):
         assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
-        participant = methods.Participant(
-            client % STRIDE,
-            self.sizes[client],
-            state.kept,
-            client // STRIDE,
-            steps,
-            context.rate,
-            self._gaussian,
-            self._frozen,
-        )
+        who = client % STRIDE, self.sizes[client], state.kept, client // STRIDE
+        participant = methods.Participant(*who, steps, context.rate, self._gaussian, self._frozen)
         if state.kept:
             self.method.check(self.shared, participant)
         problem = methods.problem_of(self.method, self.shared, participant)
@@ -229,7 +215,7 @@ class Engine(ABC):
             zeros = {name: torch.zeros_like(value) for name, value in strengths.items()}
             if stacked:
                 strengths, duals = (
-                    {name: torch.stack([each[i][name] for each in parts]) for name in parts[0][i]} for i in range(2)
+                    {n: torch.stack([each[i][n] for each in parts]) for n in parts[0][i]} for i in (0, 1)
                 )
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found
@@ -252,18 +238,9 @@ class Engine(ABC):
     ) -> Tensors:
         """Return the variances, outside of Bayesian layers, of a client that has trained and had kept ``local``."""
         assert self.model.learned is not None
-        batches = self._brought(client.round, client.job)
-        return self.model.learned.measured(
-            TrainedClient(
-                client.num_examples,
-                values,
-                buffers,
-                optimizer,
-                self._priors(self._under_way[client.job][1]),
-                self.model.received(local),
-                lambda: batches,
-            )
-        )
+        batches, priors = self._brought(client.round, client.job), self._priors(self._under_way[client.job][1])
+        ends = client.num_examples, values, buffers, optimizer
+        return self.model.learned.measured(TrainedClient(*ends, priors, self.model.received(local), lambda: batches))
 
     def check_posterior(self) -> None:
         """Before any training, raise FederationError if variances cannot be measured with the clients' batches."""

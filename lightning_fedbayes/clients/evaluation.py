@@ -61,12 +61,11 @@ class ClientScores:
 
     def __post_init__(self) -> None:
         errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        errors.check_kind(
-            "num_examples", self.num_examples, Sequence, "give a number for each client", error=FedBayesError
-        )
-        errors.check_kind(
-            "values", self.values, Mapping, "give a dict, figure → values of the clients", error=FedBayesError
-        )
+        for name, kind, need in (
+            ("num_examples", Sequence, "give a number for each client"),
+            ("values", Mapping, "give a dict, figure → values of the clients"),
+        ):
+            errors.check_kind(name, getattr(self, name), kind, need, error=FedBayesError)
         for count in self.num_examples:
             errors.check_at_least("num_examples", count, 1, error=FedBayesError)
         for figure, values in self.values.items():
@@ -99,8 +98,7 @@ class ClientScores:
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest."""
-        values = self._of(figure)
-        sign = sign_of(figure)
+        values, sign = self._of(figure), sign_of(figure)
         return sign * float(functional.worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:

@@ -66,16 +66,10 @@ class Federation:
         held_out: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         model = engine.model
-        self.settings = settings
-        self.engine = engine
-        self.server = Server(
-            model.read_posterior().clone(),
-            model.federated_buffers,
-            collective=collective,
-            counted_of=lambda client: engine.states.of(client).kept,
-            **settings.server_options(),
-        )
-        self.held_out = held_out
+        self.settings, self.engine, self.held_out = settings, engine, held_out
+        start = model.read_posterior().clone(), model.federated_buffers
+        options = {**settings.server_options(), "counted_of": lambda client: engine.states.of(client).kept}
+        self.server = Server(*start, collective=collective, **options)
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
         self.round = -1
@@ -170,9 +164,8 @@ class Federation:
             if self.is_complete:
                 if self._not_kept:
                     which = f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
-                    rank_zero_warn(
-                        f"Clients whose own networks stay as they were, because their training failed: {which}"
-                    )
+                    text = "Clients whose own networks stay as they were, because their training failed"
+                    rank_zero_warn(f"{text}: {which}")
                 if self._falsify is not None:
                     self._leave(self._falsify(None), outcomes)
         return outcomes
@@ -253,9 +246,8 @@ class Federation:
         if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
             schedule = self.settings.schedule
             known = self.in_flight.rounds
-            self.server.versions.forget(
-                {each for each in known if schedule is None or not schedule.is_too_late(each, self.round + 1)}
-            )
+            known = {r for r in known if schedule is None or not schedule.is_too_late(r, self.round + 1)}
+            self.server.versions.forget(known)
             result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result
@@ -367,11 +359,9 @@ class Federation:
         """Return the federation at the end of the last finished round."""
         if self.stage != "training":
             self._take_over_states()
-        states = {"clients": self.engine.states.state_dict(), "in_flight": self.in_flight.state_dict()}
-        course = self.engine.context.course
-        states["secret"] = self._secret
-        states["steps"] = 0 if course is None else course.done
-        return {**self.server.state_dict(), **states}
+        states, course = self.engine.states.state_dict(), self.engine.context.course
+        kept = {"clients": states, "in_flight": self.in_flight.state_dict(), "secret": self._secret}
+        return {**self.server.state_dict(), **kept, "steps": 0 if course is None else course.done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave. The module's checkpoint restores its parameters."""
@@ -391,5 +381,5 @@ class Federation:
             if lost:
                 raise FederationError(
                     f"the checkpoint has no state of {listed(self.engine.names[client] for client in lost)}, and each "
-                    f"keeps {method.keeps}: resume from a whole checkpoint, or begin anew"
+                    f"keeps {method.keeps}: resume from a whole checkpoint, or begin again"
                 )

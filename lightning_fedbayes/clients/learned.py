@@ -177,7 +177,6 @@ class OptimizerPosterior(LearnedPosterior):
         self.follows_data = all(group["curvature"] == "squares" for group in optimizer.param_groups)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return every parameter of the optimizer with its group, in the order of its ``state_dict``."""
         return [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
 
     def prior_std(self, name: str) -> float:
@@ -237,20 +236,14 @@ class OptimizerPosterior(LearnedPosterior):
     def kept(self, state: OptimizerState) -> OptimizerState:
         """See :meth:`LearnedPosterior.kept`: the next round brings precision and prior."""
         own = {*self._numbers.values()}
-        return {
-            number: {key: value for key, value in entries.items() if key in KEPT} if number in own else entries
-            for number, entries in state.items()
-        }
+        return {i: {k: v for k, v in entries.items() if k in KEPT or i not in own} for i, entries in state.items()}
 
     def shown(self, state: OptimizerState) -> OptimizerState:
         """See :meth:`LearnedPosterior.shown`: with the precision of the global posterior."""
-        return {
-            **state,
-            **{
-                number: {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
-                for name, number in self._numbers.items()
-            },
-        }
+        shown = dict(state)
+        for name, number in self._numbers.items():
+            shown[number] = {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
+        return shown
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""
@@ -404,7 +397,6 @@ class PathPosterior(LearnedPosterior):
 
 KEPT = ("step", "momentum", "square", "signal", "noise")
 """State of IVON that a client keeps with its optimizer. The precision is the global posterior's."""
-
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer, each of the parameter's shape, as stacks need it."""
 

@@ -27,8 +27,6 @@ from lightning_fedbayes.server.schedule import Timeline
 
 BatchOrder = Callable[[plans.RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
-
-
 KEPT = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers"
 """Settings of the user's loader that are taken over."""
 
@@ -62,11 +60,8 @@ class FederatedLoader:
         plan: "Callable[[FederatedLoader], plans.RoundPlan]",
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        self.part = part
-        self.dataset = loader.dataset
-        self.batch_size = batching.batch_size
-        self.clients = clients
-        self.batching = batching
+        self.part, self.clients, self.batching = part, clients, batching
+        self.dataset, self.batch_size = loader.dataset, batching.batch_size
         self.arrangement: Any = None
         self.timeline: Timeline | None = None
         self.collate_fn = loader.collate_fn
@@ -122,7 +117,12 @@ class FederatedLoader:
         else:
             resized = [client for client in numbers if len(datasets[client]) != self._sizes[client]]
         if resized:
-            raise self._resized(resized)
+            raise FederationError(
+                f"the training data of {listed(self.clients.names[client] for client in resized)} have another length "
+                "than when the loader was made, and the rounds are planned for that one: change data in "
+                "train_dataloader() of the module or data module, which "
+                "Trainer(reload_dataloaders_every_n_epochs=1) calls before each round"
+            )
         self.tensors.values.is_stale = True  # pyright: ignore[reportAttributeAccessIssue]
         if not plan.cohort:  # a process without clients: the loop needs a batch, and hooks a real one
             yield [] if self.arrangement is not None else self.load(plan.round, 0)
@@ -141,13 +141,6 @@ class FederatedLoader:
                     picked = part_of(indices, *self.part)
                     yield [examples(tensor, picked) for tensor in tensors]
 
-    def _resized(self, clients: Sequence[int]) -> FederationError:
-        return FederationError(
-            f"the training data of {listed(self.clients.names[client] for client in clients)} have another length than "
-            "when the loader was made, and the rounds are planned for that one: change data in train_dataloader() of "
-            "the module or data module, which Trainer(reload_dataloaders_every_n_epochs=1) calls before each round"
-        )
-
     def iterate(self, loader: DataLoader, plan: plans.RoundPlan) -> Iterator[Any]:
         """Iterate over a round's batches of a loader that :meth:`dataloader` made."""
         # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
@@ -157,13 +150,10 @@ class FederatedLoader:
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
-        return DataLoader(
-            ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part),
-            collate_fn=loaded,
-            generator=self._worker_seed,
-            **{name: getattr(loader, name) for name in KEPT.split()},
-        )
+        dataset = ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed)
+        sampler = _PlannedBatches(self._sizes, self.batching, partial(self._plan, self), sequence, self.part)
+        kept = {name: getattr(loader, name) for name in KEPT.split()}
+        return DataLoader(dataset, batch_sampler=sampler, collate_fn=loaded, generator=self._worker_seed, **kept)
 
     def load(self, round: int, client: int) -> Any:
         """Load the first batch of a client, in this process."""
@@ -227,7 +217,7 @@ class _PlannedBatches:
 
 
 def batching_of(
-    loader: Any, *, local_epochs: int, fraction: plans.Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
+    loader: Any, local_epochs: int, fraction: plans.Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
 ) -> plans.Batching:
     """Return the batching of the user's loader, which must be a DataLoader in plain or shuffled order."""
     if not isinstance(loader, DataLoader):
@@ -246,10 +236,9 @@ def batching_of(
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         remedy = "clients' batches are planned by FederatedBayes: give batch_size=, shuffle= and drop_last= instead"
         raise FederationError(f"the training loader has a batch sampler of its own; {remedy}")
-    sampler = loader.sampler
-    shuffle = (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
+    sampler: Any = loader.sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement
+    shuffle = shuffle and sampler.num_samples == len(sampler.data_source)
     if not shuffle and type(sampler) is not SequentialSampler:
         remedy = "clients' orders are planned by FederatedBayes: give shuffle=True or False instead"
         raise FederationError(f"the training loader has a {type(sampler).__name__}; {remedy}")
@@ -270,14 +259,9 @@ def federated_loader(
     Raise FederationError or PartitionError if the loader, the partition or the sizes of the clients cannot be used, or
     every round would have too few clients.
     """
-    batching = batching_of(
-        loader,
-        local_epochs=settings.local_epochs,
-        fraction=settings.fraction,
-        seed=settings.seed,
-        limit=limit,
-        problems=1 if settings.fusion is None else settings.method.problems,
-    )
+    problems = 1 if settings.fusion is None else settings.method.problems
+    epochs, fraction, seed = settings.local_epochs, settings.fraction, settings.seed
+    batching = batching_of(loader, epochs, fraction, seed, limit, problems)
     clients = clients_of(loader.dataset, settings.partition, settings.seed)
     if clients_in_a_round is not None and batching.fraction != "turns":
         most = max(clients_in_a_round, settings.safeguards.min_clients) / len(clients)

@@ -57,10 +57,8 @@ class ResidentModel:
         own_starts: bool = False,
         frozen: Collection[str] = (),
     ) -> None:
-        self.module = module
-        self.learned = learned
+        self.module, self.learned, self.policy = module, learned, buffers
         self.variances = {} if learned is None else learned.variances
-        self.policy = buffers
         parameters = dict(module.named_parameters())
         wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
         if wrong:
@@ -75,13 +73,10 @@ class ResidentModel:
         local = set(self.local_parameters)
         self.local_names = {aliases[name] for name in local if name in aliases}
         self.frozen_names: set[str] = set()
-        self._aliases = aliases
-        self.parameters = parameters
-        self._own = {
-            name: p
-            for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in posterior_names or name in self.variances))
-        }
+        self._aliases, self.parameters = aliases, parameters
+        gaussian = {name for name, p in parameters.items() if id(p) in posterior_names or name in self.variances}
+        own = local | gaussian if own_starts else local
+        self._own = {name: p for name, p in parameters.items() if name in own}
         self._look()
         if not self.view.read().names:
             raise FederationError(
@@ -134,18 +129,16 @@ class ResidentModel:
 
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
-        self.global_parameters: Tensors = {
-            name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
-        }
+        held: Tensors = {name: p.detach() for name, p in self.parameters.items()}
+        self.global_parameters = {name: p if name in self.frozen else p.clone() for name, p in held.items()}
         self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffers])
         self.global_variances = dict(self.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
-        for name, p in self.frozen.items():
-            if bits(p) != self._prints[name]:
-                return True
+        if any(bits(p) != self._prints[name] for name, p in self.frozen.items()):
+            return True
         live = dict(self.module.named_buffers()) if self.global_buffers else {}
         for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live)):
             for name, tensor in held.items():
@@ -241,11 +234,8 @@ class ResidentModel:
 
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
-        return {
-            name: full(value)
-            for name, value in self.global_parameters.items()
-            if name not in self._local_parameters and name not in self.frozen
-        }
+        others = self._local_parameters.keys() | self.frozen.keys()
+        return {name: full(value) for name, value in self.global_parameters.items() if name not in others}
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
@@ -305,32 +295,26 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
         return posterior
     now = PosteriorView(module).read()
     order = [name for name in now.names if name in names or name in posterior.mean]
-    mean, variance = (
-        {**{n: of[n] for n in names}, **own}
-        for of, own in ((now.mean, posterior.mean), (now.variance, posterior.variance))
-    )
+    mean = {**{name: now.mean[name] for name in names}, **posterior.mean}
+    variance = {**{name: now.variance[name] for name in names}, **posterior.variance}
     return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
 
 
 def bits(tensor: Tensor) -> tuple[int, int]:
     """Return a tensor's address and the sum of its bits, a fingerprint of its values that costs one read."""
     size, flat = tensor.element_size(), tensor.detach().reshape(-1)
-    if flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8:
-        words = torch.int64  # only sums of these are as fast as memory
-    else:
-        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    is_whole = flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8
+    # only sums of these are as fast as memory
+    words = torch.int64 if is_whole else {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
     return tensor.data_ptr(), int(flat.view(words).sum())
 
 
 def federated_buffer_names(module: nn.Module) -> list[str]:
     """Return the names of persistent buffers, but for noise and priors of bayesian-torch, and for scales."""
     persistent = module.state_dict(keep_vars=True)
-    own = {
-        f"{path}.{name}" if path else name
-        for path, layer in module.named_modules()
-        if isinstance(layer, BaseVariationalLayer_ | FederatedScaler)
-        for name in layer._buffers
-    }
+    kinds = BaseVariationalLayer_ | FederatedScaler
+    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, kinds)]
+    own = {f"{path}.{name}" if path else name for path, layer in layers for name in layer._buffers}
     return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 
 
@@ -340,13 +324,10 @@ def _matches(
     """Return the names of parameters and buffers that match a pattern by their name or posterior name."""
     found: list[str] = []
     for pattern in patterns:
-        names = [
-            name
-            for name in [*parameters, *buffers]
-            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
-        ]
+        every = [*parameters, *buffers]
+        names = [n for n in every if fnmatchcase(n, pattern) or fnmatchcase(aliases.get(n, n), pattern)]
         if not names:
-            why = nearest(pattern, [*parameters, *buffers])
+            why = nearest(pattern, every)
             raise FederationError(f"local_parameters pattern '{pattern}' matches no parameter or buffer: {why}")
         found += [name for name in names if name not in found]
     return found

@@ -329,7 +329,6 @@ class Watch:
             self._handles.append(parameter.register_hook(partial(self._note, name, parameter, term)))
 
     def _note(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None], gradient: Tensor) -> None:
-        """Note a gradient, and what the method has added to it."""
         with torch.no_grad():
             self._seen[name] = gradient.detach().clone(), term(parameter.detach())
             if name in self._priors:
@@ -377,7 +376,6 @@ class Watch:
 
 BYTES_PER_ENTRY = 24
 """Bytes per entry of a posterior that a client keeps by sites: two numbers of a site, and Adam's state of the mean."""
-
 MOST_KEPT = 2**30
 """Bytes of all clients up to which sites are the default."""
 
@@ -401,11 +399,8 @@ def default_fusion(
     for name in sourced:
         if learned is not None and learned.prior_std(name) < float("inf"):
             priors[name] = NormalPrior(0.0, learned.prior_std(name))
-    normal = {
-        name: (float(each.mean), float(each.std))
-        for name, each in priors.items()
-        if isinstance(each, NormalPrior) and each.is_scalar
-    }
+    scalar = {name: each for name, each in priors.items() if isinstance(each, NormalPrior) and each.is_scalar}
+    normal = {name: (float(each.mean), float(each.std)) for name, each in scalar.items()}
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
     conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
     obstacle = None

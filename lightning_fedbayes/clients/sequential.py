@@ -52,21 +52,16 @@ class SequentialEngine(Engine):
         super().__init__(context, model, loader, log, **options)
         self._client: Client | None = None
         self._failure: Exception | None = None
-        self._losses: list[Tensor] = []
-        self._counts: list[int] = []  # examples of each loss
+        self._losses, self._counts = list[Tensor](), list[int]()  # and the examples of each loss
         self._added: list[Any] = []  # what a method adds to each loss
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
         self._terms: list[Pull] = []
         self._watch: Watch | None = None
+        moving = () if context.course is None else MOVING
         self._optimizers = [
-            ClientOptimizer(
-                each,
-                partial(remade, context.remake_optimizers, i, each),
-                keep=self.keep_optimizer,
-                moving=() if context.course is None else MOVING,
-            )
+            ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), self.keep_optimizer, moving)
             for i, each in enumerate(context.optimizers)
         ]
 
@@ -97,9 +92,8 @@ class SequentialEngine(Engine):
         self._steps_seen = self._steps.completed if course is None else course.done
         for optimizer in self._optimizers:
             optimizer.begin_round()
-        self._state = (
-            None if self._is_alone else RoundState(self.model.module, self.model.global_buffers, self.context.watchers)
-        )
+        model, watchers = self.model, self.context.watchers
+        self._state = None if self._is_alone else RoundState(model.module, model.global_buffers, watchers)
         if plan.cohort:
             self._seed_client()
 
@@ -113,9 +107,7 @@ class SequentialEngine(Engine):
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._stop_watching()
         if self._state is not None:
             self._state.restore()
         self._terms = self.terms([client], [problem])
@@ -251,7 +243,6 @@ class SequentialEngine(Engine):
         return None
 
     def _found(self, client: Client, watch: Watch) -> tuple[Tensors, Tensors]:
-        """Return what ``watch`` has measured along a client's training."""
         mean = self.context.mean_over_processes
         if mean is None:
             return self.found(watch.measured, client)
@@ -261,9 +252,7 @@ class SequentialEngine(Engine):
 
     def end_round(self, *, success: bool) -> None:
         """Restore what clients have changed in the module and its optimizers, and name it once."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._stop_watching()
         for optimizer in self._optimizers:
             optimizer.reset()
         if self.context.course is not None:
@@ -279,6 +268,11 @@ class SequentialEngine(Engine):
                 self._told |= names
         self._state = None
         super().end_round(success=success)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _seed_client(self) -> None:
         """Seed the global generators for the next client, before transforms of its first batch on the device."""

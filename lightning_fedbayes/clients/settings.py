@@ -61,9 +61,8 @@ class Kept:
     folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "what", errors.check_strings("keep", self.what, "give 'optimizer', 'posterior' or both")
-        )
+        what = errors.check_strings("keep", self.what, "give 'optimizer', 'posterior' or both")
+        object.__setattr__(self, "what", what)
         for each in self.what:
             errors.check_choice("keep", each, get_args(Keep))
         if self.folder is not None:
@@ -121,9 +120,8 @@ class FederationSettings:
         errors.check_kind("privacy", self.privacy, UpdatePrivacy | None, remedy)
         remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
         errors.check_kind("posterior", self.posterior, Source | None, remedy)
-        errors.check_kind(
-            "schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds"
-        )
+        remedy = "give fb.Asynchronous(...), or None for rounds"
+        errors.check_kind("schedule", self.schedule, Asynchronous | None, remedy)
         if self.schedule is not None and self.fraction != 1.0:
             why = "say how many clients train at once by concurrency="
             raise FederationError(f"fraction={self.fraction} with schedule=: {why}")
@@ -163,7 +161,6 @@ class FederationSettings:
         return self.keep
 
     def _set(self, name: str, value: Any) -> None:
-        """Replace an argument by its one form, while the value is being made."""
         object.__setattr__(self, name, value)
 
     def server_options(self) -> dict[str, Any]:

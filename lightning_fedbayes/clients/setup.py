@@ -27,7 +27,6 @@ from lightning_fedbayes.server.plan import choose_cohort
 
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
 """Floating-point operations of a client's step up to which stacking pays, by type of device: it saves calls."""
-
 LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
 """The same for a network with this share of frozen parameters, as under adapters.
 
@@ -67,14 +66,8 @@ def make_federation(
     examples = any(getattr(each, "takes_single_gradients", False) for each in trainer.callbacks)
     loader.fill_scalers(context.module, collective, Door(settings.privacy, examples=examples))
     thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
-    model = ResidentModel(
-        context.module,
-        settings.local_parameters,
-        settings.buffers,
-        learned,
-        own_starts,
-        () if thaws else frozen_names(context.module),
-    )
+    frozen = () if thaws else frozen_names(context.module)
+    model = ResidentModel(context.module, settings.local_parameters, settings.buffers, learned, own_starts, frozen)
     if model.frozen_names:
         trained = sum(p.numel() for p in context.module.parameters() if p.requires_grad)
         all_ = sum(p.numel() for p in context.module.parameters())
@@ -150,14 +143,9 @@ def make_engine(
     CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
-    options: dict[str, Any] = {
-        "method": settings.method,
-        "keep_posteriors": settings.keeps_posteriors,
-        "seed": settings.seed,
-        "keep_optimizer": context.keeps_state(settings),
-        "folder": settings.kept.folder,
-        "writes": writes,
-    }
+    keeps = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
+    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes, **keeps}
+    options["folder"] = settings.kept.folder
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
     if name == "sequential":

@@ -19,19 +19,13 @@ from torchmetrics import Metric
 from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
-
 ABSENT = object()
-
 CONTAINERS = (list, dict, set, deque)
-
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
 VALUES = (int, float, complex, str, bytes, type(None), Tensor, np.ndarray, *GENERATORS)
 """Types of attributes that can be restored."""
-
 LARGE, LONG = 2**24, 1000
 """Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
-
 LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
 """Objects of these packages are compared by identity. Modules are compared one by one."""
 
@@ -40,19 +34,17 @@ class Snapshot:
     """The attributes of one module at one time, with their contents, except the names in ``skip``."""
 
     def __init__(self, module: nn.Module, skip: Collection[str] = ()) -> None:
-        self._attributes = vars(module)
-        self._skip = skip
+        self._attributes, self._skip = vars(module), skip
         self._values = {name: value for name, value in self._attributes.items() if name not in skip}
         self._all = set(self._attributes)
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
         self._contents, self._prints, self._arrays = {}, {}, {}
         for name, value in self._values.items():
             self._prints[name] = fingerprint(value)
+            is_array = isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter)
             if isinstance(value, CONTAINERS):
                 self._contents[name] = copy.copy(value)
-            elif isinstance(value, nn.Parameter):
-                continue
-            elif isinstance(value, Tensor | np.ndarray) and value.nbytes <= LARGE:
+            elif is_array and value.nbytes <= LARGE:
                 self._arrays[name] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def changes(self) -> dict[str, Any]:
@@ -274,7 +266,6 @@ def holds_generators(value: Any) -> bool:
 
 
 def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the random generators that a value holds, at most ``depth`` levels down."""
     if type(value) in UNCHANGING or isinstance(value, Tensor):
         return
     if isinstance(value, GENERATORS):

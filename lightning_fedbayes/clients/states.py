@@ -87,7 +87,6 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
-
 ON_THE_CPU = frozenset({"step", "examples", "received"})
 """Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU for parameters on any device."""
 
@@ -245,13 +244,10 @@ class States:
         def on(place: torch.device | str, value: Any) -> Any:
             return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
-        optimizers = [
-            {
-                number: {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
-                for number, own in each.items()
-            }
-            for each in here.optimizers
-        ]
+        def entries(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: on("cpu" if name in ON_THE_CPU else self.device, value) for name, value in own.items()}
+
+        optimizers = [{i: entries(own) for i, own in each.items()} for each in here.optimizers]
         rest = {name: on(self.device, value) for name, value in vars(here).items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)
 
@@ -312,10 +308,8 @@ class InFlight:
 
 OptimizerState = dict[int, dict[str, Any]]
 """State of an optimizer: number of the parameter → name → value."""
-
 Changes = dict[str, tuple[Any, Any]]
 """Name of an option → its value before a client's training and after it."""
-
 MOMENTA = frozenset({"exp_avg", "momentum_buffer"})
 """Entries of torch's optimizers that are running means of gradients. Steps of IVON, whose widths are the federation's,
 are short enough not to run away, and few steps without momentum would be shorter."""
@@ -333,7 +327,7 @@ class ClientOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, remake: Callable[[], Optimizer], *, keep: bool, moving: Collection[str] = ()
+        self, optimizer: Optimizer, remake: Callable[[], Optimizer], keep: bool, moving: Collection[str] = ()
     ) -> None:
         self.optimizer = optimizer
         self._moving = moving
@@ -377,7 +371,7 @@ class ClientOptimizer:
             optimizer.state.update({parameters[i]: {k: copied(v) for k, v in entries.items()} for i, entries in there})
         for values, changed in zip([*optimizer.param_groups, vars(optimizer)], changes):
             for name, (before, after) in changed.items():
-                if not _differs(values.get(name), before):  # else a schedule has changed it since, for all clients
+                if is_equal(values.get(name), before):  # else a schedule has changed it since, for all clients
                     values[name] = after
 
     def read(self) -> tuple[OptimizerState, list[Changes]]:
@@ -391,7 +385,7 @@ class ClientOptimizer:
             {
                 name: (before.get(name), value)
                 for name, value in now.items()
-                if _differs(before.get(name), value) and name not in self._moving
+                if name not in self._moving and not is_equal(before.get(name), value)
             }
             for before, now in pairs
         ]
@@ -420,11 +414,8 @@ def after_absence(optimizer: Optimizer, state: OptimizerState, steps: int) -> Op
     """Return a client's state with momentum faded by the ``steps`` missed: others have moved the model since."""
     if steps <= 0 or not state:
         return state
-    decays = [
-        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
-        for group in optimizer.param_groups
-        for _ in group["params"]
-    ]
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    decays = [group["betas"][0] if "betas" in group else group.get("momentum", 0.0) for group in groups]
     return _with_entries(state, MOMENTA, lambda i, value: value * decays[i] ** steps)
 
 
@@ -462,10 +453,11 @@ def _copy_of(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, PLAIN) else copy.deepcopy(value) for name, value in options.items()}
 
 
-def _differs(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return not torch.equal(before, now)
-    return bool(before != now)
+def is_equal(one: Any, other: Any) -> bool:
+    """Return whether two options or entries of a state have the same values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other.to(one))
+    return one is other or bool(one == other)
 
 
 def copied(value: Any) -> Any:

@@ -13,7 +13,6 @@ from lightning_fedbayes.core.errors import FederationError, listed, raised_as, s
 
 Unpack: TypeAlias = Callable[[Any], tuple[Any, Any]]
 """Batch → (inputs, targets)."""
-
 TARGETS = ("labels", "label", "y", "target", "targets")
 """Names under which a mapping or an object is known to hold its targets."""
 REMEDY = "say what is what, unpack=lambda batch: (inputs, targets)"

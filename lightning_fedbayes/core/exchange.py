@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 __all__ = ["ALONE", "Collective", "OneProcess", "Reduction", "merge_statistics"]
-
 T = TypeVar("T")
 
 

@@ -15,10 +15,8 @@ from lightning_fedbayes.core.exchange import Collective
 
 TIMEOUT = timedelta(hours=12)
 """Time that a process waits for another that is alive. The end of another process is noticed at once."""
-
 HEAD = struct.Struct("!QQ")
 """Head of a message: its length, and the length of the longest message that its sender sends in this call."""
-
 WITH_HEAD = 2**10
 """Bytes of a message that travel with its head: one call of Gloo is enough for most messages. A call takes up to 4 ms
 where a process has a single core, because Gloo's thread spins."""

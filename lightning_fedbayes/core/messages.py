@@ -21,7 +21,6 @@ EPSILONS = (
     *("privacy/example_epsilon", "privacy/simulated_example_epsilon"),
 )
 """Names of ε in figures: of clients and of examples, with noise from a secret and from a seed."""
-
 SCALE = "scale/"
 """Prefix of a scale among the buffers that the server sends. Clients answer with none."""
 

@@ -21,7 +21,6 @@ POINT_PIECE = 2**18
 """Entries of a piece of point masses, which few operations read: fewer pieces cost less than the cache saves."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
-
 Cuts = list[list[tuple[str, int, int]]]
 """Pieces of a posterior, each a list of (name of a tensor, start, stop)."""
 

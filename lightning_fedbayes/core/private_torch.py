@@ -38,7 +38,6 @@ LAZY = {
     "TorchDispatchMode": "torch.utils._python_dispatch",
 }
 """Names that can be imported from here → torch's private module that has them."""
-
 REASON = "saved-tensor hooks, as activation checkpointing uses them, do not work for several clients at once"
 
 

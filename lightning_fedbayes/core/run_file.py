@@ -11,10 +11,8 @@ from lightning_fedbayes.core.errors import FedBayesError
 FILE = "federation.jsonl"
 WANDB_FILES = "files"
 """Its folder in W&B's folder of a run. Other loggers have it in the run's folder itself."""
-
 BY_DRAWS = "draws/"
 """Prefix, behind "val/" or "test/", of figures of predictions that this package has drawn for a module."""
-
 Table = Mapping[str, Any]
 
 

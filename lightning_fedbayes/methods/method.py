@@ -18,7 +18,6 @@ from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.methods.late import Late
 
 Tensors = dict[str, Tensor]
-
 PREFIX = "method/"
 """Prefix of a method's tensors among the buffers that travel between clients and server."""
 

@@ -4,16 +4,8 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, TypeVar
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    nearest,
-    raised_as,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_kind, raised_as, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.store import Store
 from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions
@@ -54,7 +46,7 @@ def register_method(name: str) -> Callable[[M], M]:
 
 def unregister_method(name: str) -> None:
     """Remove the method ``name``. Raise FusionError, with the nearest name, if there is none."""
-    check_choice("name", name, _METHODS, error=FusionError)
+    errors.check_choice("name", name, _METHODS, error=FusionError)
     _METHODS.pop(name).registered = ""
 
 
@@ -80,7 +72,7 @@ def get_method(method: Any) -> Method:
             return _METHODS[method]()  # pyright: ignore[reportCallIssue]
         known = available_methods()
         if method not in known and method.lower().replace("-", "").replace("_", "") not in ALGORITHMS:
-            raise FusionError(f"unknown fusion rule '{method}': {nearest(method, known)}")
+            raise FusionError(f"unknown fusion rule '{method}': {errors.nearest(method, known)}")
     return Averaging(method)  # pyright: ignore[reportArgumentType]
 
 
@@ -100,7 +92,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
             :class:`~lightning_fedbayes.Server`, or what ``load_checkpoint`` returns.
         client: its number.
     """
-    check_at_least("client", client, 0)
+    errors.check_at_least("client", client, 0)
     with raised_as(FederationError, "the state of the federation cannot be read", "give that of another checkpoint"):
         state = _state_of(federation)
         kept = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})

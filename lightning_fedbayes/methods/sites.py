@@ -16,7 +16,6 @@ MEMORY = 0.5
 tenth of the rounds have measured theirs ten rounds ago, at another model: little of it stays."""
 WIDTH = 0.1
 """Width that a first site begins with, as a part of its tensor's weights, as layers and IVON have it at the start."""
-
 Prior = float | Mapping[str, float]
 """One number for all Gaussian parameters, or one for each tensor by its name in the posterior."""
 

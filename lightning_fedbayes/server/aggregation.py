@@ -16,16 +16,9 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure,
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.methods.method import PREFIX, split
+from lightning_fedbayes.server import weighting as weighing
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, REMEDY, Guard, Limits, changed
-from lightning_fedbayes.server.weighting import (
-    PER_CLIENT,
-    BufferAverage,
-    ClientFacts,
-    CohortWeights,
-    client_weights,
-    effective_clients,
-    normalised,
-)
+from lightning_fedbayes.server.weighting import PER_CLIENT, ClientFacts, client_weights
 
 
 class Disagreement:
@@ -146,7 +139,7 @@ class Aggregation:
     def __init__(
         self,
         rule: FusionRule,
-        weighting: str | CohortWeights,
+        weighting: str | weighing.CohortWeights,
         previous: GaussianPosterior,
         buffers: Mapping[str, Tensor] | None = None,
         state: RuleState | None = None,
@@ -177,7 +170,7 @@ class Aggregation:
         self._limits: Limits | None = None
         self._refused: dict[int, str] = {}
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
-        self._buffers = BufferAverage(buffers, collective.size > 1, PREFIX if adds else None)
+        self._buffers = weighing.BufferAverage(buffers, collective.size > 1, PREFIX if adds else None)
         self._disagreement = Disagreement(self._by_pieces and guard is not None and collective.size == 1)
 
     def __len__(self) -> int:
@@ -331,7 +324,7 @@ class Aggregation:
             buffers=self._buffers.averages(buffers, of_all if self._streams else 1.0),
             weights=shares,
             metrics={
-                "effective_clients": effective_clients(list(shares.values())),
+                "effective_clients": weighing.effective_clients(list(shares.values())),
                 "disagreement": apart_within / float(apart["weight"]) / max(1, self.previous.num_parameters),
                 **mean_variance(fused.posterior),
                 **fused.figures,
@@ -409,7 +402,7 @@ class Aggregation:
             facts.sort(key=lambda fact: fact.client)
             return dict(zip([fact.client for fact in facts], client_weights(self.weighting, facts), strict=True))
         if values and not self._streams and self.rule.uses_weights:
-            values = normalised(values, self.weighting, len(clients))
+            values = weighing.normalised(values, self.weighting, len(clients))
         return dict(zip(clients, values, strict=True))
 
     def _add_to_sums(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:

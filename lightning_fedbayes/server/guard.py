@@ -54,8 +54,6 @@ class Safeguards:
 
 
 USUAL = Safeguards()
-
-
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round, for σ a million. Honest clients have reached 2.6e8 (initial σ
 1e-4, Adam at rate 0.1, 20 local epochs)."""

@@ -15,7 +15,6 @@ from lightning_fedbayes.server.schedule import Timeline, Turn
 
 STRIDE = 2**31
 """Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
-
 Fraction = float | Literal["turns"]
 """Share of the clients in a round, or one client after the other."""
 

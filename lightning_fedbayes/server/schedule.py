@@ -11,17 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    check_at_least,
-    check_flag,
-    check_kind,
-    check_number,
-    check_path,
-    is_number,
-    is_whole,
-    shown,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FederationError, is_number, is_whole, shown
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.methods.late import FedBuff, Late
 
@@ -95,20 +86,20 @@ class Delays:
     trace: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_number("typical", self.typical, "[0, inf)")
-        check_number("spread", self.spread, "[0, 5]", why="it is a standard deviation of logarithms")
-        check_number("network", self.network, "[0, inf)")
+        errors.check_number("typical", self.typical, "[0, inf)")
+        errors.check_number("spread", self.spread, "[0, 5]", why="it is a standard deviation of logarithms")
+        errors.check_number("network", self.network, "[0, inf)")
         for name, values in (("slow", self.slow), ("trace", self.trace)):
-            check_kind(name, values, Mapping, "give a dict client → value, such as {0: 10.0}")
+            errors.check_kind(name, values, Mapping, "give a dict client → value, such as {0: 10.0}")
             for client in values:
-                check_at_least(f"{name}: client", client, 0)
+                errors.check_at_least(f"{name}: client", client, 0)
         for client, factor in self.slow.items():
-            check_number(f"slow[{client}]", factor, "(0, inf)", why="it multiplies the client's time")
+            errors.check_number(f"slow[{client}]", factor, "(0, inf)", why="it multiplies the client's time")
         for client, times in self.trace.items():
             if not isinstance(times, Sequence) or not times or not all(is_number(each) and each >= 0 for each in times):
                 raise FederationError(f"trace[{client}]={shown(times)}: give times of at least 0, at least one")
-        check_kind("away", self.away, Sequence, "give a list of (client, from, until), such as [(3, 2.0, 5.0)]")
-        check_flag("by_size", self.by_size)
+        errors.check_kind("away", self.away, Sequence, "give a list of (client, from, until), such as [(3, 2.0, 5.0)]")
+        errors.check_flag("by_size", self.by_size)
         for each in self.away:
             whole = isinstance(each, Sequence) and len(each) == 3
             ends = whole and is_whole(each[0]) and is_number(each[1]) and (is_number(each[2]) or each[2] == math.inf)
@@ -121,7 +112,7 @@ class Delays:
 
         ``options`` are other arguments. Raise FederationError if the file or a column is missing.
         """
-        file, trace = check_path("path", path), dict[int, list[float]]()
+        file, trace = errors.check_path("path", path), dict[int, list[float]]()
         try:
             with file.open(newline="") as lines:
                 for row in csv.DictReader(lines):
@@ -187,17 +178,17 @@ class Asynchronous:
 
     def __post_init__(self) -> None:
         if self.replay is not None:
-            check_path("replay", self.replay)
+            errors.check_path("replay", self.replay)
             if replace(self, replay=None, late=FedBuff()) != Asynchronous():
                 raise FederationError("replay= says who starts and whose messages arrive: give late= alone beside it")
         if self.buffer is not None:
-            check_at_least("buffer", self.buffer, 1)
-        check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
-        check_kind("late", self.late, Late, "give fb.methods.FedBuff() or fb.methods.FedAsync()")
+            errors.check_at_least("buffer", self.buffer, 1)
+        errors.check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
+        errors.check_kind("late", self.late, Late, "give fb.methods.FedBuff() or fb.methods.FedAsync()")
         if self.max_staleness is not None:
-            check_at_least("max_staleness", self.max_staleness, 0)
+            errors.check_at_least("max_staleness", self.max_staleness, 0)
         if self.concurrency is not None:
-            check_at_least("concurrency", self.concurrency, 1)
+            errors.check_at_least("concurrency", self.concurrency, 1)
             if self.buffer is not None and self.buffer > self.concurrency:
                 why = "no more messages can arrive than clients train at once; take a smaller buffer"
                 raise FederationError(f"buffer={self.buffer} with concurrency={self.concurrency}: {why}")

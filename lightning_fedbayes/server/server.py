@@ -10,17 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fedbayes.core import messages
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.messages import (
-    EPSILONS,
-    SCALE,
-    ClientFailure,
-    ClientOutcome,
-    ClientUpdate,
-    bytes_of,
-    check_mapping,
-)
+from lightning_fedbayes.core.messages import SCALE, ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
@@ -36,7 +29,6 @@ from lightning_fedbayes.server.weighting import CohortWeights, check_probabilist
 
 HELD_OUT_LOSS = "held_out_loss/"
 """Prefix of the figures of a round that hold a candidate's loss on held-out data."""
-
 Scorer = Callable[[Aggregate, "Sequence[Any]"], float]
 """Loss of a candidate on held-out data, of (its result, the notes of all processes)."""
 
@@ -146,7 +138,7 @@ class Server:
         late: Late | None = None,
     ) -> None:
         check_posterior(posterior, "posterior")
-        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
+        messages.check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
         check_probabilistic(weighting, posterior)
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
@@ -384,7 +376,7 @@ class Server:
             "excluded_clients": float(excluded),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
-            "megabytes_down": (self.posterior.num_bytes + bytes_of(told)) * len(outcomes) / 1e6,
+            "megabytes_down": (self.posterior.num_bytes + messages.bytes_of(told)) * len(outcomes) / 1e6,
             "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
         if self.collective.size > 1:
@@ -394,7 +386,7 @@ class Server:
             if any(name in each.metrics for each in trained):
                 total = sum(each.metrics.get(name, 0.0) * each.num_examples for each in trained)
                 figures[name] = total / sum(each.num_examples for each in trained)
-        for name in EPSILONS:  # over Flower, where each client keeps its account
+        for name in messages.EPSILONS:  # over Flower, where each client keeps its account
             spent = [each.metrics[name] for each in outcomes if name in each.metrics]
             figures |= {name: max(spent)} if spent else {}
         return figures

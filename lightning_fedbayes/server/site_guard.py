@@ -44,7 +44,6 @@ from lightning_fedbayes.methods.sites import MEMORY, gaussian_names
 from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits, changed
 
 Tensors = Mapping[str, Tensor]
-
 BEYOND = 3
 """Power of bound over size by which a move or a gradient counts that is beyond."""
 SETTLED = 2

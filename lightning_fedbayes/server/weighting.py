@@ -167,10 +167,8 @@ class KnownOverlap:
 
 PER_CLIENT: dict[str, ClientWeight] = {each.__name__: each for each in (equal, train_size, distance, distance_l2)}
 """Weightings that look at one client at a time, so that posteriors stream."""
-
 PER_COHORT: dict[str, CohortWeights] = {"max_discrepancy": max_discrepancy, "max_discrepancy_l2": max_discrepancy_l2}
 """Weightings that compare the clients of a round, so that all their posteriors are held."""
-
 OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
 """Weightings by KL divergence, which point masses do not have."""
 

@@ -218,9 +218,8 @@ class StateFile:
     def write(self, after: dict[int, Any]) -> None:
         """Write the state after the round, and the one before it in case the update is refused."""
         if self.path is not None:
-            known = {
-                name: getattr(self, name) for name in ("federation", "round", "messages", "secret", "steps", "before")
-            }
+            names = ("federation", "round", "messages", "secret", "steps", "before")
+            known = {name: getattr(self, name) for name in names}
             write_whole(self.path, {**known, "after": after})
 
 

@@ -27,7 +27,6 @@ from lightning_fedbayes.transport.messages import posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
-
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
@@ -45,14 +44,8 @@ unknown. "moved" is :attr:`.Steps.moved`.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
-STAGES: dict[Asked, str] = {
-    "train": "training",
-    "evaluate": "evaluation",
-    "calibrate": "calibration",
-    "once": "training",
-}
+STAGES = {"train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training"}
 """Question → stage, as failures name it."""
-
 DataModule = L.LightningDataModule | Callable[[Any], L.LightningDataModule]
 Data = Callable[[], L.LightningDataModule]
 
@@ -146,22 +139,14 @@ class RemoteClient:
         errors.check_kind("module", module, L.LightningModule, "give a LightningModule")
         errors.check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
         errors.check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
-        settings = FederationSettings(
-            partition,
-            local_epochs=local_epochs,
-            fusion=get_method(fusion),
-            keep=keep,
-            buffers=buffers,
-            local_parameters=local_parameters,
-            privacy=privacy,
-            posterior=posterior,
-        )
-        keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
-        keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
+        own: dict[str, Any] = {"keep": keep, "buffers": buffers, "local_parameters": local_parameters}
+        own |= {"privacy": privacy, "posterior": posterior}
+        settings = FederationSettings(partition, local_epochs, fusion=get_method(fusion), **own)
         callbacks = (trainer or {}).get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
         self.of_examples = next((each for each in callbacks if isinstance(each, ExamplePrivacy)), None)
-        keeps = keeps or self.of_examples is not None
+        accounts = any(each is not None for each in (privacy, conformal_epsilon, self.of_examples))
+        keeps = settings.is_personal(module) or bool(settings.kept.what) or bool(settings.method.keeps) or accounts
         self.door = Door(privacy, conformal_epsilon, exact, share_errors, self.of_examples is not None)
         if keeps and state_folder is None:
             why = "local parameters, local buffers, kept states and accounts of privacy stay at the client"
@@ -171,11 +156,9 @@ class RemoteClient:
         self.state_folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
             once.check_one_shot(one_shot)
-        self.module = module
-        self.datamodule = datamodule
+        self.module, self.datamodule = module, datamodule
         self.training = ClientTraining(settings)
-        self.options = {**QUIET, **(trainer or {})}
-        self.one_shot = one_shot
+        self.options, self.one_shot = {**QUIET, **(trainer or {})}, one_shot
         self._trainer: L.Trainer | None = None
 
     def folder_of(self, path: Any) -> Path:
@@ -184,17 +167,9 @@ class RemoteClient:
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
         """Return the answer to a question, or raise. ``where`` is for a function that makes the data module."""
-        answers = {
-            "train": self._train,
-            "evaluate": self._evaluate,
-            "calibrate": self._calibrate,
-            "once": self._send_once,
-        }
-
-        def data() -> L.LightningDataModule:
-            return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
-
-        return answers[asked](question, data)
+        make = self.datamodule
+        ways = {"train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once}
+        return ways[asked](question, lambda: make if isinstance(make, L.LightningDataModule) else make(where))
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
         """Return what ``answer`` returns, or a failure if it raises. The text goes to the client's log."""
@@ -272,9 +247,8 @@ class RemoteClient:
 
     def _send_once(self, question: Question, data: Data) -> Message:
         """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
-        task = question.task({})
         method = once.check_agreed(self.one_shot, str(question.config.get("one-shot")))
-        kind = once.kind_of(method)
+        task, kind = question.task({}), once.kind_of(method)
         self.door.check(kind)
         datamodule = data()
         if method == once.COUNTING:

@@ -46,7 +46,11 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
     parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": dict(buffers)}
     if posterior.linearised:
         parts["linearised"] = {"": torch.ones(1)}
-    return {f"{kind}/{name}": _sendable(value) for kind, part in parts.items() for name, value in part.items()}
+    tensors = {f"{kind}/{n}": value.detach().cpu() for kind, part in parts.items() for n, value in part.items()}
+    return {
+        key: value.float() if value.is_floating_point() and value.dtype not in SENT else value
+        for key, value in tensors.items()
+    }
 
 
 def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
@@ -98,11 +102,6 @@ def initial_model(
     return tensors | {mark: torch.ones(1) for mark in marks}
 
 
-def _sendable(value: Tensor) -> Tensor:
-    detached = value.detach().cpu()
-    return detached.to(torch.float32) if detached.is_floating_point() and detached.dtype not in SENT else detached
-
-
 def header_of(message: Message) -> dict[str, Any]:
     """Return the header of a client's message."""
     return {"kind": message.kind, "client": message.client, "server-round": message.round, **message.texts}
@@ -136,8 +135,7 @@ def read_message(
         raise FusionError(f"{who} failed{failure_in(header)}")
     if says != kind:
         raise FusionError(f"{who}: its reply is of kind '{says}', and it was asked for '{kind}'")
-    number: Any = header.get("client")
-    answered: Any = header.get("server-round")
+    number, answered = header.get("client"), header.get("server-round")
     if not errors.is_whole(number) or number < 0 or (client is not None and number != client):
         raise FusionError(f"{who}: it says that it is client {errors.shown(number)}")
     if not errors.is_whole(answered) or answered != server_round:

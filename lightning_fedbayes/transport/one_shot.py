@@ -24,13 +24,10 @@ from lightning_fedbayes.transport.training import own_clients
 
 TOLD = "told"
 """Name of the tensors that tell clients about a head."""
-
 SCALING = "scale"
 """Name of the exchange by which clients send the sums of a scale, before they train."""
-
 COUNTING = "steps"
 """Name of the exchange by which clients announce their steps in a round, before they train."""
-
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
 Once = KroneckerPosterior | HierarchicalFit | HeadFit
@@ -95,10 +92,8 @@ def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoad
     if not isinstance(module, HeadModule) or module.head != head:
         raise ClientMismatch(f"this client's module is no HeadModule with {head}: give the client one")
     with torch.inference_mode():
-        parts = [
-            (module.features(inputs).cpu(), targets.cpu())
-            for inputs, targets in (unpacked(batch, module, needs_targets=True) for batch in loader)
-        ]
+        pairs = (unpacked(batch, module, needs_targets=True) for batch in loader)
+        parts = [(module.features(inputs).cpu(), targets.cpu()) for inputs, targets in pairs]
     features, targets = (torch.cat(each).clone() for each in zip(*parts, strict=True))
     return features, targets
 

@@ -1,5 +1,6 @@
 """Learning rates that move in every step, over a network: what a server counts, and the course of a client."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import MOVING, Course, TrainingContext
+from lightning_fedbayes.clients.states import is_equal
 from lightning_fedbayes.core.errors import FederationError, check_at_least, listed
 from lightning_fedbayes.core.messages import ClientOutcome, Message
 from lightning_fedbayes.server.plan import Fraction, choose_cohort
@@ -43,9 +45,14 @@ def believed(claims: Mapping[int, Sequence[int]], max_influence: float | None) -
     return found
 
 
+def claim(examples: int, figures: Mapping[str, float], *names: str) -> list[int]:
+    """Return a client's number of examples, at least 1, and the figures with these names as whole numbers."""
+    return [max(1, examples), *(int(max(0.0, min(figures.get(name, 0.0), 1e18))) for name in names)]
+
+
 @dataclass
 class Steps:
-    """Steps of the schedule, as the server counts them: of each round those of the client that has made most.
+    """Steps of the schedule, as the server counts them: in each round by the client that has made most.
 
     Args:
         max_influence: see :func:`believed`.
@@ -62,10 +69,7 @@ class Steps:
     def end_round(self, round: int, outcomes: Sequence[ClientOutcome]) -> None:
         """Count the steps of ``round``, from 0: of the first of the valid clients that have made most."""
         valid = [each for each in outcomes if each.error is None and STEPS in each.metrics]
-        stated = {}
-        for each in valid:
-            numbers = [int(max(0.0, min(each.metrics.get(name, 0.0), 1e18))) for name in (STEPS, MOVES)]
-            stated[each.client] = [max(1, each.num_examples), *numbers]
+        stated = {each.client: claim(each.num_examples, each.metrics, STEPS, MOVES) for each in valid}
         self.claims |= stated
         known = believed(self.claims, self.max_influence)
         for client, (_, steps, moves) in stated.items():
@@ -79,8 +83,8 @@ class Steps:
     def announce(self, messages: Mapping[int, Message]) -> None:
         """Note the steps of a round that clients announce."""
         for client, message in messages.items():
-            steps = int(max(0.0, min(message.figures.get("steps", 0.0), 1e18)))
-            self.announced[client] = self.claims[client] = [max(1, message.num_examples), steps, steps]
+            stated = claim(message.num_examples, message.figures, "steps", "steps")
+            self.announced[client] = self.claims[client] = stated
 
     def total(self, rounds: int, fraction: Fraction, seed: int) -> int:
         """Return the steps of the longest client of each round, in all rounds. 0 if clients have announced none."""
@@ -159,7 +163,6 @@ class ClientCourse(Course):
         self._forget = lambda: [each.remove() for each in handles]
 
     def _options(self) -> dict[Place, Any]:
-        """Return the options that schedules move."""
         groups = [(i, j, g) for i, each in enumerate(self.optimizers) for j, g in enumerate(each.param_groups)]
         return {(i, j, name): group[name] for i, j, group in groups for name in MOVING if name in group}
 
@@ -181,25 +184,18 @@ class ClientCourse(Course):
         others = {key: count for key, count in self._counts.items() if key not in self._between}
         own = {id(each) for each in self.own}
         if len(moves) > 1 or own & counts.keys() or others != counts:
-            raise FederationError(
-                f"the module steps its schedules now and then, between rounds or apart, which {REMEDY}"
-            )
+            what = "the module steps its schedules now and then, between rounds or apart"
+            raise FederationError(f"{what}, which {REMEDY}")
         steps = self.longest[0]
         self._go(self.longest)
-        ended = {place: numbers_in(value) for place, value in self._options().items()}
+        ended = copy.deepcopy(self._options())
         self._go(self._start)
         self.move_to(number := max(moves, default=0))
-        wrong = {place[2] for place in left if numbers_in(self._options()[place]) != ended[place]}
+        wrong = {place[2] for place in left if not is_equal(self._options()[place], ended[place])}
         if wrong:
-            raise FederationError(
-                f"a hook sets {listed(sorted(wrong))} after a step, and where it is after the last one {REMEDY}"
-            )
+            what = f"a hook sets {listed(sorted(wrong))} after a step"
+            raise FederationError(f"{what}, and where it is after the last one {REMEDY}")
         return {STEPS: float(steps), MOVES: float(number)}
-
-
-def numbers_in(value: Any) -> list[float]:
-    """Return the numbers of an option."""
-    return [float(each) for each in (value if isinstance(value, tuple | list) else (value,))]
 
 
 def begun(loop: Any, round: int, moved: Sequence[int]) -> TrainingContext:
@@ -215,9 +211,11 @@ def begun(loop: Any, round: int, moved: Sequence[int]) -> TrainingContext:
     course = ClientCourse(course, [each.scheduler for each in between])
     if len(moved) != 2 * round:
         moved = (0, 0) * round
-        for name in (type(each).__name__ for each in course.schedulers):
+        if course.schedulers:
             why = "and this server does not count the steps of its rounds, as one without rounds"
-            raise FederationError(f"{name} moves in every step, {why}: use interval='epoch'")
+            raise FederationError(
+                f"{type(course.schedulers[0]).__name__} moves in every step, {why}: use interval='epoch'"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer steps before these belong to earlier messages
         for done, counts in enumerate(zip(moved[::2], moved[1::2])):

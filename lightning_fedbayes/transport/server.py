@@ -19,15 +19,8 @@ from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import RoundResult, Server
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
+from lightning_fedbayes.transport import calibration as calibrating
 from lightning_fedbayes.transport import messages
-from lightning_fedbayes.transport.calibration import (
-    Ask,
-    Calibration,
-    FederatedTemperature,
-    find_temperature,
-    take_thresholds,
-    usable,
-)
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.schedules import Steps
 
@@ -86,14 +79,9 @@ class Rounds:
         if across and (self.method.sends_means or self.method.name == "sums"):
             why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
             raise errors.FederationError(f"{why}; give a method whose clients do, or across=False")
-        self.weighting = settings.weighting
-        self.fraction: Fraction = fraction
-        self.wait_for = wait_for
-        self.safeguards = safeguards
-        self.evaluate = evaluate
-        self.across = across
+        self.weighting, self.fraction, self.safeguards = settings.weighting, fraction, safeguards
+        self.wait_for, self.evaluate, self.across, self.seed = wait_for, evaluate, across, seed
         self.checkpoint = None if checkpoint is None else errors.check_path("checkpoint", checkpoint)
-        self.seed = seed
         self.server: Server | None = None
         self.client_scores = messages.client_scores({})
         self.cross_scores = messages.cross_scores({})
@@ -149,7 +137,7 @@ class Rounds:
     def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
         """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
         if self._asks_for_steps and not self.steps.announced:
-            self.steps.announce(usable(ask(), lambda message: message))
+            self.steps.announce(calibrating.usable(ask(), lambda message: message))
         self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
 
     def under_way(self) -> dict[str, Any]:
@@ -160,7 +148,6 @@ class Rounds:
         """Note the outcomes of a fusion, before the checkpoint is written."""
 
     def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
-        """Raise FederationError if the checkpoint is of another federation."""
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
             check_structure(stored.posterior, begun, "the checkpoint")
@@ -265,23 +252,22 @@ class Rounds:
 
     def take_across(self, answers: Mapping[int, Answers]) -> None:
         """Make the table of all clients' answers about each client's model: client of the model → answers."""
-        self.cross_scores = messages.cross_scores(
-            {model: scored(f"The model of client {model} on the data of each", row) for model, row in answers.items()}
-        )
+        rows = {c: scored(f"The model of client {c} on the data of each", row) for c, row in answers.items()}
+        self.cross_scores = messages.cross_scores(rows)
         if self.cross_scores is None:
             rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
         else:
             rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
 
-    def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
+    def calibrate_by(self, calibration: Sequence[calibrating.Calibration], ask: calibrating.Ask) -> None:
         """Fit temperature and thresholds from the clients' answers, and write the checkpoint. ``ask`` reaches them."""
         temperature = 1.0
         for each in calibration:
-            if isinstance(each, FederatedTemperature):
-                find_temperature(each, ask)
+            if isinstance(each, calibrating.FederatedTemperature):
+                calibrating.find_temperature(each, ask)
                 temperature = each.check_fitted()
             else:
-                take_thresholds(each, temperature, ask)
+                calibrating.take_thresholds(each, temperature, ask)
             figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
             rank_zero_info(f"Calibration {each.label}: {figures}")
         self.save({each.state_key: each.state_dict() for each in calibration})
@@ -289,9 +275,8 @@ class Rounds:
 
 def tell_failures(where: str, answers: Mapping[int, Any]) -> None:
     """Print why clients are left out, of those with an error as their answer."""
-    for line in errors.told_failures(
-        {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
-    ):
+    failures = {str(client): each for client, each in answers.items() if isinstance(each, Exception)}
+    for line in errors.told_failures(failures):
         rank_zero_info(f"{where}: {line}")
 
 

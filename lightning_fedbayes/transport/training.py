@@ -88,9 +88,8 @@ class ClientTraining(TrainsClients):
         self.settings = settings
         self.method = settings.method
         if self.method.auto is not None:
-            raise errors.FederationError(
-                "fusion='auto' chooses at the server, and needs its validation data; name one rule"
-            )
+            why = "chooses at the server, and needs its validation data"
+            raise errors.FederationError(f"fusion='auto' {why}; name one rule")
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
         self._loop: Any = None
@@ -115,9 +114,8 @@ class ClientTraining(TrainsClients):
         finally:
             trainer.check_val_every_n_epoch = every
         if self._result is None:
-            raise errors.FederationError(
-                "the Trainer stopped before the client's last batch; its options must not cut rounds"
-            )
+            what = "the Trainer stopped before the client's last batch"
+            raise errors.FederationError(f"{what}; its options must not cut rounds")
         if isinstance(self._result, ClientFailure):
             raise self._result.error
         course = self._engine.context.course
@@ -167,9 +165,8 @@ class ClientTraining(TrainsClients):
         seeding.seed_everything(seeding.derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:
-            raise errors.FederationError(
-                "this client's data module has no validation data; give it some, or evaluate=False"
-            )
+            what = "this client's data module has no validation data"
+            raise errors.FederationError(f"{what}; give it some, or evaluate=False")
         return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}
 
     def load_global(self, module: L.LightningModule, task: Task) -> ResidentModel:
@@ -213,8 +210,7 @@ class ClientTraining(TrainsClients):
             self._loop.replace_data(self._plan)
 
     def _dealt(self, loader: Any, task: Task, limit: int | float) -> tuple[Batching, Clients]:
-        epochs = self.settings.local_epochs
-        batching = batching_of(loader, local_epochs=epochs, fraction=1.0, seed=task.seed, limit=limit)
+        batching = batching_of(loader, self.settings.local_epochs, fraction=1.0, seed=task.seed, limit=limit)
         return batching, own_clients(loader.dataset, self.settings.partition, task.client, task.seed)
 
     def _plan(self, loader: Any) -> FederatedLoader:
@@ -234,15 +230,8 @@ class ClientTraining(TrainsClients):
         check_schedulers(trainer)
         context = begun(self._loop, task.round, task.moved)
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
-        self._engine = SequentialEngine(
-            context,
-            model,
-            self._loader,
-            method=self.method,
-            keep_optimizer=context.keeps_state(settings),
-            keep_posteriors=settings.keeps_posteriors,
-            seed=task.seed,
-        )
+        options = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
+        self._engine = SequentialEngine(context, model, self._loader, method=self.method, seed=task.seed, **options)
         self._engine.states.load_state_dict(task.kept)
         self._engine.only = task.client if self.method.problems == 1 else None
         if self._engine.shows_states:

@@ -1,6 +1,6 @@
 """Checks of a Trainer and a module before training starts: options that a federation cannot run with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -150,18 +150,13 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")
-    changed = [
-        f"{name}={settings.get(name)} (was {stored.get(name)})"
-        for name in names
-        if stored.get(name) != settings.get(name)
-    ]
-    if changed:
+
+    def changes(names: Iterable[str]) -> str:
+        differ = [name for name in names if stored.get(name) != settings.get(name)]
+        return ", ".join(f"{name}={settings.get(name)} (was {stored.get(name)})" for name in differ)
+
+    if changed := changes(names):
         why = "Resume with the same settings, or start a new federation from its weights, with load_from_checkpoint"
-        raise FederationError(f"the checkpoint is of another federation: {', '.join(changed)}. {why}")
-    told = [
-        f"{name}={value} (was {stored[name]})"
-        for name, value in settings.items()
-        if stored[name] != value and name not in (*names, "client_sizes")
-    ]
-    if told:
-        rank_zero_info(f"Resuming with other settings than those of the checkpoint: {', '.join(told)}")
+        raise FederationError(f"the checkpoint is of another federation: {changed}. {why}")
+    if told := changes(name for name in settings if name not in (*names, "client_sizes")):
+        rank_zero_info(f"Resuming with other settings than those of the checkpoint: {told}")

@@ -27,7 +27,6 @@ from lightning_fedbayes.core.errors import CannotVectorize
 
 TESTED = ("2.6",)
 """Versions of Lightning that the tests compare the fast loop with. With others Lightning's loop runs."""
-
 OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
 """Packages with callbacks that leave weights, options and batches unchanged in their hooks of a batch."""
 
@@ -51,7 +50,6 @@ strategy testing training validating world_size
 """
 SHARED = frozenset(NAMES.split())
 """Attributes of the Trainer that all clients of a round share."""
-
 Advance = Callable[[Any], None]
 """Trains on the next batch of a data fetcher: the epoch loop's ``advance``."""
 

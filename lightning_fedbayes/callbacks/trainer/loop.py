@@ -31,11 +31,9 @@ from lightning_fedbayes.core.exchange import Collective
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""
-
 SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "optimizers")
 """Attributes of a Trainer that engines take once."""
 settings_of = attrgetter(*SETTINGS)
-
 Checkpoint = dict[str, Any]
 
 
@@ -54,8 +52,7 @@ class FitLoop:
     """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.trainer = trainer
-        self.module = module
+        self.trainer, self.module = trainer, module
         self._fit: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None

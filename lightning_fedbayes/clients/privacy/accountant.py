@@ -25,12 +25,10 @@ ORDERS = (
     *(64, 80, 96, 128, 192, 256, 384, 512),
 )
 """Rényi orders over which ε is minimised. Opacus's default ends at 63, too early for an ε below 0.2."""
-
 LEAST_EPSILON = 1e-3
 """Smallest ε for which a noise is searched."""
 LEAST_NOISE = 1e-100
 """Noise multiplier below which ε is larger than a float holds. One over it is the largest that is counted with."""
-
 Spent = list[tuple[float, float, int]]
 """Messages by kind: noise multiplier, sampling fraction, number of messages."""
 
@@ -113,15 +111,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the")
         try:
-            noise = search(
-                target_epsilon=epsilon,
-                target_delta=delta,
-                sample_rate=fraction,
-                steps=rounds,
-                accountant="rdp",
-                epsilon_tolerance=epsilon / 100,
-                alphas=ORDERS,
-            )
+            budget = {"target_epsilon": epsilon, "target_delta": delta, "epsilon_tolerance": epsilon / 100}
+            noise = search(**budget, sample_rate=fraction, steps=rounds, accountant="rdp", alphas=ORDERS)
         except ValueError as error:
             why = "no noise is enough; allow a larger epsilon, a larger delta or fewer rounds"
             raise FederationError(f"epsilon={epsilon} in {rounds} rounds with delta={delta}: {why}") from error

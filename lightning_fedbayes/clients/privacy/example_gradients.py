@@ -35,7 +35,6 @@ BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
     layer for layer in vars(layers).values() if isinstance(layer, type) and issubclass(layer, BayesianAffine)
 )
 """The layers with gradients per example here: linear, convolutions, transposed convolutions."""
-
 STATES = "_generator_states"
 """Attribute of a layer: the states of torch's generator before its forward passes, last one last."""
 

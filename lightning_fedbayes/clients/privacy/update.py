@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -149,15 +149,9 @@ class UpdatePrivacy:
         errors.check_at_least("round", round, 0)
         check_structure(update.posterior, previous, f"client {update.client}")
         check_no_buffers(update.buffers)
-        posterior = privatised(
-            update.posterior,
-            previous,
-            clip=self.clip,
-            noise_multiplier=self.noise_multiplier,
-            key=secret if self.seed is None else self.seed,
-            about=("update", round, update.client),
-            widen=self.widen_posterior,
-        )
+        key, about = secret if self.seed is None else self.seed, ("update", round, update.client)
+        noise: dict[str, Any] = {"noise_multiplier": self.noise_multiplier, "widen": self.widen_posterior}
+        posterior = privatised(update.posterior, previous, clip=self.clip, key=key, about=about, **noise)
         return replace(update, posterior=posterior, metrics={})
 
     @property

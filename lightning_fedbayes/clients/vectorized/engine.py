@@ -19,20 +19,11 @@ from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.states import Client, ClientState
+from lightning_fedbayes.clients.vectorized import schedule
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
-from lightning_fedbayes.clients.vectorized.schedule import (
-    Disagreement,
-    Group,
-    Scheduler,
-    Slots,
-    StackedBatch,
-    StackedBatches,
-    add_rows,
-    rows_of_tree,
-    slots_of,
-)
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Group, Slots, add_rows, rows_of_tree, slots_of
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
@@ -42,10 +33,8 @@ from lightning_fedbayes.server.plan import RoundPlan, cohort_size
 
 PASSES = 10
 """Approximate operations per parameter for reading, fusing and loading a client's posterior."""
-
 Outputs = tuple[Tensor | None, Mapping[str, Any]]
 """Result of a step: the clients' losses, None if it was skipped or failed, and the other values that it returned."""
-
 STEPS_PER_BATCH = 16
 """Small steps in one batch of the loop. Its overhead per batch is a third of a small step."""
 
@@ -94,8 +83,8 @@ class VectorizedEngine(Engine):
         batching = loader.batching
         largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
         steps = STEPS_PER_BATCH if self.probed.flops * largest <= SMALL_STEP else 1
-        self._scheduler = Scheduler(self.sizes, batching, self.clients_at_once, steps)
-        loader.arrangement = StackedBatches(loader, self._scheduler)
+        self._scheduler = schedule.Scheduler(self.sizes, batching, self.clients_at_once, steps)
+        loader.arrangement = schedule.StackedBatches(loader, self._scheduler)
 
     def num_batches(self, plan: RoundPlan) -> int:
         """See :meth:`Engine.num_batches`: each has up to :data:`STEPS_PER_BATCH` steps."""
@@ -153,20 +142,11 @@ class VectorizedEngine(Engine):
         try:
             with self.threads():
                 begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
-                self._stack = ClientStack(
-                    self.model,
-                    self.context.optimizers[0],
-                    self._step,
-                    clients,
-                    states,
-                    [each[0] if each else {} for each in begun],
-                    self.probed.stacked_keys,
-                    self._counts,
-                    self.probed.layouts,
-                    self.local,
-                    problems,
-                    self.terms(clients, problems, stacked=True),
-                )
+                of_clients = clients, states, [each[0] if each else {} for each in begun]
+                layout = self.probed.stacked_keys, self._counts, self.probed.layouts
+                priors = self.local, problems, self.terms(clients, problems, stacked=True)
+                optimizer = self.context.optimizers[0]
+                self._stack = ClientStack(self.model, optimizer, self._step, *of_clients, *layout, *priors)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         if self._modes is not None:
@@ -174,14 +154,12 @@ class VectorizedEngine(Engine):
         self._start = time.perf_counter()
         return clients
 
-    def _prepare(self, batches: list[StackedBatch]) -> Any:
+    def _prepare(self, batches: list[schedule.StackedBatch]) -> Any:
         """Move stacked batches to the device. Returns the list of batches that callbacks see."""
         convert, device = self.context.precision.convert_input, self.context.device
         if device.type != "cpu" or type(self.context.precision) is not Precision:
-            batches = [
-                StackedBatch([(s, move_data_to_device(convert(data), device)) for s, data in b.parts], b.failures)
-                for b in batches
-            ]
+            moved = [[(s, move_data_to_device(convert(data), device)) for s, data in b.parts] for b in batches]
+            batches = [schedule.StackedBatch(parts, b.failures) for parts, b in zip(moved, batches)]
         self._batches_at_hand = batches
         return [data for batch in batches for _, data in batch.parts]
 

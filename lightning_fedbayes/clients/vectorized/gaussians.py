@@ -93,10 +93,8 @@ class JointDraws:
         """Return KL(q‖p) of all small parameters, shape (clients,), or None unless it was computed with the draws."""
         if not self._joint or self._prior is None or not torch.is_grad_enabled() or self._changed():
             return None
-        live = [
-            (id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name))) for s in self._small
-        ]
-        same = self._joint_prior() == self._prior and all(pair in self._index for pair in live)
+        live = [(s.owner._parameters.get(s.mean_name), s.layer._parameters.get(s.rho_name)) for s in self._small]
+        same = self._joint_prior() == self._prior and all((id(mean), id(rho)) in self._index for mean, rho in live)
         if not same or isinstance(self._prior, tuple):
             return self._joint[-1] if same else None
         return self._prior.tallied(self._joint[-1], self._entries)

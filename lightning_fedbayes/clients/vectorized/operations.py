@@ -54,9 +54,7 @@ class StackedOperations(ClientOperations):
 
     def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         super().__init__(branches)
-        self.level = level
-        self.gaussians = gaussians
-        self.joint = joint
+        self.level, self.gaussians, self.joint = level, gaussians, joint
         self.fused_times = 0
         self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
@@ -92,9 +90,8 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
             return None
         directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
         tensors = [input, *states, *params]
-        stack = next(
-            (stack for each in params if (stack := private_torch.stack_of(each, mode.level)) is not None), None
-        )
+        found = (private_torch.stack_of(each, mode.level) for each in params)
+        stack = next((each for each in found if each is not None), None)
         if (
             stack is None
             or len(params) != num_layers * directions * (4 if has_biases else 2)

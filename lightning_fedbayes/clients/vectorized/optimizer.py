@@ -87,7 +87,7 @@ class StackedOptimizer:
         return [slots_of([slot for slot in slots if self._kinds[slot] == kind]) for kind in kinds]
 
     def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
-        """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``. ``alone``: no others step now."""
+        """Take the :attr:`parameters` of ``slots``, of one kind, after ``steps``. ``alone``: no others step now."""
         if slots == self._selected:
             if not alone:
                 self._remember(self._rest())
@@ -97,9 +97,8 @@ class StackedOptimizer:
         rest = self._shared[self._kinds[slots[0]]][steps]
         self.optimizer.state.clear()
         # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
-        self.parameters = [
-            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
-        ]
+        pairs = zip(self.rows, self._own)
+        self.parameters = [Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in pairs]
         set_parameters(self.optimizer, self.parameters)
         for i, parameter in enumerate(self.parameters):
             if i in rest:
@@ -118,7 +117,7 @@ class StackedOptimizer:
         self._steps += 1
 
     def check_state(self) -> None:
-        """Raise CannotVectorize if ``training_step`` has loaded a state, or has written beside the stack's."""
+        """Raise CannotVectorize if ``training_step`` has loaded a state, or has written past the stack's."""
         if self.optimizer.state is not self._state or self._state.keys() - set(self.parameters):
             raise CannotVectorize("training_step writes into the optimizer's state. Take engine='sequential'")
 
@@ -266,7 +265,6 @@ def clip_values(gradients: Sequence[Tensor], max_value: float) -> None:
 
 LARGEST = 8
 """Number of entries of every dimension of a parameter with which an optimizer is tried."""
-
 STEPS = 8
 """Number of steps with which an optimizer is tried: it may do something else every few steps."""
 
@@ -303,12 +301,8 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
         raise CannotVectorize(f"{type(optimizer).__name__} counts in its options, which clients would share")
     if not type(optimizer).__module__.startswith("torch.optim."):
         _check_closure(optimizer, [row[0] for row in rows])
-    return frozenset(
-        key
-        for parameter, state in together.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-    )
+    entries = [(key, value, parameter) for parameter, state in together.state.items() for key, value in state.items()]
+    return frozenset(key for key, value, p in entries if isinstance(value, Tensor) and value.shape == p.shape)
 
 
 def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozenset[str]:
@@ -334,12 +328,8 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
                 rows[row] = p.detach()
         together = _copy_of(optimizer, start)
         firsts, seconds = ([single.state[p] for p in parameters_of(single)] for single in alone)
-        counts = frozenset(
-            key
-            for state in firsts
-            for key, value in state.items()
-            if isinstance(value, Tensor) and not value.dim() and key not in stacked_keys
-        )
+        scalars = {k for state in firsts for k, value in state.items() if isinstance(value, Tensor) and not value.dim()}
+        counts = frozenset(scalars - stacked_keys)
         for parameter, first, second in zip(parameters_of(together), firsts, seconds):
             together.state[parameter] = {
                 key: both.reshape(_by_row(parameter)).double() if key in counts else both

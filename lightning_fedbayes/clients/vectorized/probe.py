@@ -33,15 +33,9 @@ from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import (
-    TorchDispatchMode,
-    has_backward_hook,
-    has_gradient_hook,
-    has_step_hook,
-    tree_leaves,
-    tree_map,
-)
+from lightning_fedbayes.core.private_torch import tree_leaves, tree_map
 from lightning_fedbayes.core.seeding import random_state
 
 
@@ -145,7 +139,6 @@ def _probe(
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
-    """Return the first batch of one of the ``clients``, twice in a stack."""
     batches = [loader.load(0, client.number) for client in clients]
     batch = next((batch for batch in batches if not isinstance(batch, FailedBatch)), batches[0])
     if isinstance(batch, FailedBatch):
@@ -166,7 +159,6 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
 
 
 def _check_modes(modes: Modes) -> None:
-    """Raise CannotVectorize if later steps leave other ``modes`` than the first one."""
     if not modes.is_now():
         raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
 
@@ -204,12 +196,12 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         if id(parameter) not in own:
             yield "the optimizer holds a tensor that is not a parameter of the module"
     for name, parameter in model.parameters.items():
-        if has_gradient_hook(parameter):
+        if private_torch.has_gradient_hook(parameter):
             yield f"the parameter {name} has a hook, which would not see the clients' gradients"
     for path, each in model.module.named_modules():
-        if has_backward_hook(each):
+        if private_torch.has_backward_hook(each):
             yield f"the module {path} has a backward hook, which vmap leaves out"
-    if has_step_hook(optimizer):
+    if private_torch.has_step_hook(optimizer):
         yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
     kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
     if any(leaf is parameter for leaf in kept for parameter in parameters_of(optimizer)):
@@ -218,7 +210,7 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(private_torch.TorchDispatchMode):
     """Counts the bytes of all tensors that operations create: an upper bound of what a step holds at once."""
 
     def __init__(self) -> None:
@@ -264,9 +256,8 @@ def explain(error: Exception) -> str:
 def explained(error: Exception) -> Exception:
     """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what the probe did not meet."""
     if isinstance(error, RuntimeError) and "vmap" in str(error):
-        return CannotVectorize(
-            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
-        )
+        text = f"training_step can no longer run for several clients at once: {explain(error)}"
+        return CannotVectorize(f"{text}. Use engine='sequential'")
     return error
 
 
@@ -323,9 +314,8 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
             raise CannotVectorize("training_step changes the optimizer's options, which clients would share")
         numpy_state = zip(np.random.get_state(), host[1], strict=True)
         if random.getstate() != host[0] or not all(np.array_equal(now, before) for now, before in numpy_state):
-            raise CannotVectorize(
-                "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
-            )
+            what = "training_step draws from Python's or NumPy's generator, and clients would share the draw"
+            raise CannotVectorize(f"{what}; use torch's")
 
     for parameter in module.parameters():
         parameter.grad = None
@@ -387,9 +377,8 @@ def check_against_single(
         shifted, others = stacked(shift=0.1)
         both = zip((losses, *gradients.values()), (shifted, *others.values()), strict=True)
         if not _are_close([(a[0], b[0]) for a, b in both if a is not None and b is not None]):
-            raise CannotVectorize(
-                "training_step reads parameters from elsewhere than the module, such as the optimizer"
-            )
+            where = "elsewhere than the module, such as the optimizer"
+            raise CannotVectorize(f"training_step reads parameters from {where}")
         if not torch.equal(drawn, seeded):  # draws that cannot be held still
             stacked(seed=SEED + 1)
             if torch.equal(random_state(context.device), drawn):

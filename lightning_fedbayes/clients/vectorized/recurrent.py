@@ -7,10 +7,8 @@ from torch import Tensor
 
 State = tuple[Tensor, ...]
 """Hidden state of every client, (h,) or (h, c), each of shape (clients, batch, hidden)."""
-
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
 """One step in time: (W x + b, state, Uᵀ, b′) → state. The first of shape (clients, batch, gates · hidden)."""
-
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """W, U, b and b′ of one direction of one layer, each with a first dimension of clients."""
 

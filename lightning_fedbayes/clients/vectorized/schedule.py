@@ -187,8 +187,7 @@ class StackedBatches:
     """The batches of a loader in the order of a round's schedule."""
 
     def __init__(self, loader: FederatedLoader, scheduler: Scheduler) -> None:
-        self.loader = loader
-        self.schedule = scheduler
+        self.loader, self.schedule = loader, scheduler
         self._loader = None if len(loader.shapes) == 1 else loader.dataloader(scheduler.batch_order)
 
     def length(self, plan: RoundPlan) -> int:

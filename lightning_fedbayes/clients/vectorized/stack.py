@@ -26,9 +26,7 @@ from lightning_fedbayes.core.private_torch import register_pytree_node, tree_lea
 from lightning_fedbayes.methods.method import LocalProblem
 
 OfSlot = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
-
 Clip = Callable[[Sequence[Tensor]], None]
-
 Layout = tuple[int, ...]
 """The dimensions of a tensor in order of decreasing stride.
 
@@ -66,8 +64,7 @@ class ClientStack:
         problems: Sequence[LocalProblem] = (),
         terms: Sequence[Pull] = (),
     ) -> None:
-        self.model = model
-        self.step = step
+        self.model, self.step = model, step
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         kept = model.kept_values().keys()  # an earlier run with other settings may have kept more
@@ -82,9 +79,8 @@ class ClientStack:
         ]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         shared = step.shared_buffers.difference(*locals_)
-        self.shared = {
-            name: (value, version_if_any(value), value.clone()) for name, value in live.items() if name in shared
-        }
+        held = {name: value for name, value in live.items() if name in shared}
+        self.shared = {name: (value, version_if_any(value), value.clone()) for name, value in held.items()}
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items() if name not in shared}
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
@@ -135,7 +131,6 @@ class ClientStack:
         return losses, rest
 
     def _keeps_shared(self, replaced: Collection[str] = ()) -> bool:
-        """Return whether a step has left alone the buffers that clients share."""
         kept = all(version_if_any(value) == version for value, version, _ in self.shared.values())
         return kept and not self.shared.keys() & replaced
 
@@ -221,10 +216,8 @@ class ClientStack:
         self.optimizer.write_back()
         rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
         count = len(self.optimizer.rows[0])
-        everything = {
-            name: rows.get(name, parameter.detach().expand(count, *parameter.shape))
-            for name, parameter in self.model.parameters.items()
-        }
+        own = self.model.parameters.items()
+        everything = {name: rows.get(name, p.detach().expand(count, *p.shape)) for name, p in own}
         if learned is not None and measured is not None:
             state = self.optimizer.stacked_state
             each = [
@@ -296,10 +289,8 @@ class StackedClient(Client):
     """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs."""
 
     def __init__(self, values: Sequence[Tensor], like: Client) -> None:
-        number, num_examples, position = values
-        vars(self).update(
-            number=number, num_examples=num_examples, position=position, round=like.round, cohort=like.cohort
-        )
+        own = zip(("number", "num_examples", "position"), values)
+        vars(self).update(own, round=like.round, cohort=like.cohort)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -307,11 +298,7 @@ class StackedClient(Client):
         raise RuntimeError("on_client_start reads the client's name, and clients that train at once have several")
 
 
-register_pytree_node(
-    StackedClient,
-    lambda client: ([client.number, client.num_examples, client.position], client),
-    StackedClient,
-)
+register_pytree_node(StackedClient, lambda c: ([c.number, c.num_examples, c.position], c), StackedClient)
 
 
 def start_clients(

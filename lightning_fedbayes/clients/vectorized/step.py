@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -158,23 +159,18 @@ class StackedStep:
 
             count = len(next(iter(tensors.values())))
             with private_torch.vmap_level(count) as level:
-
-                def view(value: Any) -> Any:
-                    return private_torch.tree_map_only(
-                        Tensor, lambda stack: private_torch.to_client_view(stack, level), value
-                    )
-
-                views = {name: private_torch.to_client_view(stack, level) for name, stack in tensors.items()}
+                seen = partial(private_torch.to_client_view, level=level)
+                view = partial(private_torch.tree_map_only, Tensor, seen)
+                views = {name: seen(stack) for name, stack in tensors.items()}
                 stacked = {name: view(value) for name, value in attributes.stacked.items()}
                 if not self.shares_batch:
                     # of a TensorDataset: faster than through the tree
                     is_flat = type(batch) is list and all(isinstance(each, Tensor) for each in batch)
-                    batch = [private_torch.to_client_view(each, level) for each in batch] if is_flat else view(batch)
+                    batch = [seen(each) for each in batch] if is_flat else view(batch)
                 joint = gaussians.JointDraws(self.gaussians, parameters, views, local)
                 operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
-                outputs, assemble = of_client(
-                    views, stacked, batch, operations, lambda stack: gaussians.SeenPrior(stack, view)
-                )
+                as_seen = partial(gaussians.SeenPrior, view=view)
+                outputs, assemble = of_client(views, stacked, batch, operations, as_seen)
                 self.fused_times, self.branched = operations.fused_times, operations.branched
                 stacks = [private_torch.to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
@@ -196,9 +192,8 @@ class StackedStep:
             for name in views.keys() - {*buffers}:
                 if self.swap[name] is not views[name]:
                     raise FederationError(REPLACED.format(name))
-            replaced = {
-                name: after for name in buffers if (after := self.swap[name]) is not views[name] and after is not None
-            }
+            now = {name: self.swap[name] for name in buffers}
+            replaced = {name: after for name, after in now.items() if after is not views[name] and after is not None}
         logged = self.log.tensors()
         loss, rest = (None, {}) if output is None else loss_and_rest(output)
         if loss is not None and loss.numel() != 1:

@@ -10,7 +10,6 @@ from lightning_fedbayes.core.private_torch import flat_weights
 
 Location = tuple[dict[str, Any], str]
 """A dict of a module, and the key there."""
-
 Swap = tuple[Location, Any]
 """A location, and its value for a while."""
 

@@ -9,7 +9,6 @@ from lightning_fedbayes.core.errors import PartitionError, check_at_least, check
 from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_enough
 
 Per = Literal["label", "client"]
-
 MAX_REDRAWS = 1000
 MAX_ALPHA = 1e12
 """Above this the proportions are equal in double precision, and far above it their sum overflows."""

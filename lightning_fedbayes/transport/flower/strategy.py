@@ -365,7 +365,6 @@ class FusionStrategy(Rounds, Strategy):
         clients: Collection[int] | None = None,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[int, Any]:
-        """Ask clients, None for all, for what they send once."""
         nodes = {node: c for c, node in self._roster.nodes.items() if clients is None or c in clients}
         action = f"{MessageType.QUERY}.once"
         questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
@@ -391,7 +390,6 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 
     def _at_leisure(self, grid: Grid) -> dict[int, int]:
-        """Return the nodes that can be asked for scores, node → client."""
         known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
         return {node: client for client, node in known.items()}
 

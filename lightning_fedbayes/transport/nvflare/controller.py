@@ -171,7 +171,6 @@ class FusionController(ModelController):
         return {number: name for name, number in sorted(numbers.items(), key=lambda item: item[1]) if name in names}
 
     def _wait(self, clients: int) -> dict[int, str]:
-        """Wait for ``clients`` clients, return their sites. Raise FederationError at the timeout."""
         start = time.monotonic()
         while len(sites := self._sites()) < clients and not self.is_aborted():
             if time.monotonic() - start > self._seconds:
@@ -191,15 +190,12 @@ class FusionController(ModelController):
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
         """Ask clients, and wait. Return client → its message or why it has none, and those that lost their state."""
         replies: dict[str, FLModel] = {}
-
-        def take(reply: FLModel) -> None:
-            replies[reply.meta["client_name"]] = reply
-
         sent = {key: tensor for key, tensor in self._model().items() if self._rounds.method.tells(key)}
         for client, site in sites.items():
             config = {**(request or {}), **self._rounds.config_for(client, server_round)}
             told = self._rounds.counted_for(client) if asked == "train" else None
             task = model_of(asked, Question(client, config, sent, told), self._num_rounds)
+            take = partial(replies.__setitem__, site)
             self.send_model(TASKS[asked], task, [site], timeout=math.ceil(self._seconds), callback=take)
         while self.get_num_standing_tasks() and not self.is_aborted():
             time.sleep(POLL_SECONDS)
