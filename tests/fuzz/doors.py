@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from functools import partial
+from inspect import ismodule
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,13 +13,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import fusion, layers, methods, metrics, modules
+from lightning_fedbayes import data, fusion, layers, methods, metrics, modules
 from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.clients import privacy
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core.messages import ClientFailure
-from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, clients_of, labels_of
+from lightning_fedbayes.data import ClientDatasets, clients_of
 from lightning_fedbayes.fusion import AutoFusion, available_fusions
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
@@ -107,10 +108,15 @@ def measure(metric, *arguments, **options):
     made.compute()
 
 
-def updated(metric, **batch):
-    """Feed a metric one batch and read it."""
-    metric.update(**batch)
-    metric.compute()
+def updated(metric):
+    """A function that feeds a metric one batch and reads it."""
+
+    def call(**batch):
+        metric.reset()
+        metric.update(**batch)
+        metric.compute()
+
+    return call
 
 
 def quietly(function, **arguments):
@@ -244,26 +250,21 @@ class Plain(fb.BayesianModule):
 
 def rules():
     """Every rule with arguments, fused, so that an argument that fails late is found too."""
-    arguments = {
-        "AlphaBarycenter": {"alpha": 0.5},
+    names = """
+    AlphaBarycenter DistributedWeightConsolidation FedAdagrad FedAdam FedAvgM FedYogi GeometricMedian
+    InverseCovarianceMLE InverseCovarianceVB InverseVarianceMLE InverseVarianceVB Krum MultiKrum
+    NearestNeighbourMixing NormClipping Reliability TrimmedMean
+    """
+    given = {
         "DistributedWeightConsolidation": {"min_precision": 1e-3},
-        "GeometricMedian": {"smoothing": 1e-6, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseCovarianceMLE": {"latent": 1, "memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseCovarianceVB": {"latent": 1, "memory": 1.0, "floor": 1e-3},
-        "InverseVarianceMLE": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "InverseVarianceVB": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
-        "FedAvgM": {"lr": 1.0, "momentum": 0.9, "then": "weighted_average"},
-        "FedAdagrad": {"lr": 0.1, "beta1": 0.0, "epsilon": 1e-3, "then": "weighted_average"},
-        "FedAdam": {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "then": "weighted_average"},
-        "FedYogi": {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "then": "weighted_average"},
+        "InverseCovarianceMLE": {"latent": 1},
+        "InverseCovarianceVB": {"latent": 1},
         "Krum": {"byzantine": 0},
         "MultiKrum": {"byzantine": 0, "keep": 1},
-        "NearestNeighbourMixing": {"then": "linear_pool", "byzantine": 0},
-        "NormClipping": {"then": "linear_pool", "radius": 1.0},
-        "Reliability": {"by": "ivar_vb", "then": "linear_pool"},
-        "TrimmedMean": {"trim": 0.1},
+        "NearestNeighbourMixing": {"byzantine": 0},
+        "NormClipping": {"radius": 1.0},
     }
-    return {name: door(partial(fused, getattr(fusion, name)), **given) for name, given in arguments.items()}
+    return {name: door(partial(fused, getattr(fusion, name)), **given.get(name, {})) for name in names.split()}
 
 
 def fused(kind, **arguments):
@@ -297,17 +298,89 @@ ACROSS = CrossScores(("a", "b", "c"), {"nll": torch.rand(3, 3)})
 SCORES = ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
 
 
-def door(function, **given):
-    """A callable and arguments that work: its defaults, but for those that are given."""
+GOOD = {
+    **dict.fromkeys(("in_channels", "in_features", "kernel_size", "out_channels", "out_features"), 2),
+    **dict.fromkeys(("rounds", "samples"), 2),
+    **dict.fromkeys(("noise_multiplier", "prior_std", "seconds", "weight"), 1.0),
+    **dict.fromkeys(("at", "features", "inputs"), X),
+    **dict.fromkeys(("std", "time", "variance"), torch.ones(2)),
+    **dict.fromkeys(("risk", "uncertainty", "uncertainty_in", "uncertainty_out"), torch.tensor([0.1, 0.2])),
+    **dict.fromkeys(("event", "target"), TARGET),
+    **dict.fromkeys(("posterior", "previous"), posterior()),
+    **{"accuracies": [0.5, 1.0], "weights": [1, 2], "probs": PROBS, "correct": TARGET == 0, "mean": torch.zeros(2)},
+    **{"client": 0, "clients": 3, "num_examples": 5, "seed": 0, "epsilon": 8.0, "delta": 1e-5},
+    **{"rule": "linear_pool", "posteriors": THREE, "update": update(), "kept": {}},
+    **{"buffers": {"running": torch.ones(2)}, "metrics": {"train_loss": 1.0}, "figure": "nll"},
+    **{"dataset": table(), "datasets": {"a": CLASSES}, "labels": LABELS, "batches": [(X, THIRDS)], "targets": THIRDS},
+    **{"module": bayesian(), "network": network(), "predictive": LINEAR},
+}
+"""Name of an argument without a default → what works at most doors."""
+
+
+def door(function, *names, **given):
+    """A callable and arguments that work: its defaults, and the good ones of its own and of these names."""
     told = function.args[0] if isinstance(function, partial) and callable(next(iter(function.args), None)) else function
     defaults = {name: each.default for name, each in inspect.signature(told).parameters.items()}
     known = {name: value for name, value in defaults.items() if repr(value) not in (repr(inspect._empty), "<factory>")}
-    return function, {**known, **given}
+    needed = [*names, *(name for name, value in defaults.items() if value is inspect._empty and name in GOOD)]
+    return function, {**known, **{name: GOOD[name] for name in needed}, **given}
+
+
+def doors(room, names, around=None, **given):
+    """Callables of a room, or methods of an object; ``around`` calls them."""
+    found, prefix = {n: getattr(room, n) for n in names.split()}, "" if ismodule(room) else f"{type(room).__name__}."
+    return {prefix + n: door(partial(around, each) if around else each, **given) for n, each in found.items()}
 
 
 DOORS = {
-    "FederatedBayes": door(fb.FederatedBayes),
-    "Safeguards": door(fb.Safeguards),
+    **doors(
+        fb,
+        """
+        Categorical ClientDatasets CoxRegressor DigitsDataModule ExamplePrivacy FederatedBayes Gaussian
+        HybridBayesianClassifier HybridBayesianRegressor kl_divergence Laplace Method noise_multiplier_for
+        read_posterior Safeguards SWAG UncertaintyReport UpdatePrivacy with_mc_dropout
+        """,
+    ),
+    **doors(methods, "Ditto FedAsync FedBuff FedNova FedProx Scaffold"),
+    **doors(fusion, "AutoFusion available_fusions get_rule rule_name"),
+    **doors(fb, "ClassPartition IIDPartition", split),
+    **doors(calibration, "predictions_of"),
+    **doors(data, "DiabetesDataModule labels_of"),
+    **doors(privacy, "epsilon_of"),
+    **doors(layers, "gaussian_parameters MCDropout NormalPrior PosteriorView"),
+    **doors(layers, "evaluation_mode mean_only", entered),
+    **doors(
+        layers,
+        """
+        Conv1dFlipout Conv2dFlipout Conv3dFlipout ConvTranspose1dFlipout ConvTranspose2dFlipout ConvTranspose3dFlipout
+        LinearFlipout LinearLocalReparameterization LinearReparameterization
+        """,
+        layer,
+    ),
+    **doors(modules, "draws_from_posterior is_stochastic lenet resnet20"),
+    **doors(
+        metrics,
+        """
+        AccuracyRetained AdaptiveCalibrationError CalibrationDiagram ClientAccuracy IntervalCoverage
+        OutOfDistributionFPR PredictiveEntropy
+        """,
+        measure,
+    ),
+    **doors(
+        functional,
+        """
+        accuracy_retained_area accuracy_retained_curve adaptive_calibration_error brier_score calibration_diagram
+        concordance_index gaussian_crps gaussian_nll interval_coverage negative_log_likelihood ood_auroc ood_fpr
+        weighted_accuracy worst_fraction_accuracy
+        """,
+    ),
+    **doors(
+        functional,
+        """
+        aleatoric_covariance epistemic_covariance kwon_aleatoric kwon_epistemic mutual_information predictive_entropy
+        """,
+        probs=SAMPLES,
+    ),
     "Asynchronous": door(
         fb.Asynchronous, concurrency=4, buffer=2, delays=fb.Delays(), late=methods.FedBuff(), max_staleness=5
     ),
@@ -317,17 +390,8 @@ DOORS = {
         lambda trainer: fb.check(trainer, Plain(network())),
         trainer=Trainer(logger=False, callbacks=[fb.FederatedBayes()]),
     ),
-    "FedBuff": door(methods.FedBuff),
-    "FedAsync": door(methods.FedAsync),
     "Kept": door(fb.Kept, what=("optimizer",), folder="clients"),
-    "UpdatePrivacy": door(fb.UpdatePrivacy, widen_posterior=True),
-    "ExamplePrivacy": door(fb.ExamplePrivacy),
-    "AutoFusion": door(AutoFusion, candidates=["linear_pool", "conflation"]),
     "Averaging": door(methods.Averaging, rule="linear_pool", prior="global"),
-    "Ditto": door(methods.Ditto, rule="linear_pool"),
-    "FedNova": door(methods.FedNova, rule="linear_pool"),
-    "FedProx": door(methods.FedProx, rule="linear_pool"),
-    "Scaffold": door(methods.Scaffold, rule="linear_pool"),
     "Sites": door(
         sited,
         prior_mean=0.0,
@@ -337,29 +401,16 @@ DOORS = {
     ),
     "register_method": door(named, name="a_method_of_a_test"),
     "register_fusion": door(registered, name="a_rule_of_a_test", aliases=("its_other_name",)),
-    "available_fusions": door(available_fusions, aliases=True),
-    "get_rule": door(fusion.get_rule, rule="linear_pool"),
     "remove_client": door(removed, federation=None, client=0),
-    "rule_name": door(fusion.rule_name, rule="rklb"),
     "unregister_fusion": door(unregistered, name="a_rule_of_a_test"),
-    "epsilon_of": door(privacy.epsilon_of, noise_multiplier=1.0, delta=1e-5, rounds=2),
-    "noise_multiplier_for": door(fb.noise_multiplier_for, epsilon=8.0, delta=1e-5, rounds=2),
-    "UpdatePrivacy.figures": door(fb.UpdatePrivacy().figures, rounds=2),
-    "UpdatePrivacy.send": door(
-        fb.UpdatePrivacy().send, update=fb.ClientUpdate(0, 5, posterior()), previous=posterior(), secret="s", round=0
-    ),
-    "ClassPartition": door(partial(split, fb.ClassPartition), clients=3),
-    "DirichletPartition": door(partial(split, fb.DirichletPartition), clients=3, alpha=0.5, min_examples=1),
-    "DirichletPartition per client": door(partial(split, fb.DirichletPartition), clients=3, alpha=0.5, per="client"),
-    "IIDPartition": door(partial(split, fb.IIDPartition), clients=3),
+    "UpdatePrivacy.figures": door(fb.UpdatePrivacy().figures),
+    "UpdatePrivacy.send": door(fb.UpdatePrivacy().send, update=fb.ClientUpdate(0, 5, posterior()), secret="s", round=0),
+    "DirichletPartition": door(partial(split, fb.DirichletPartition), alpha=0.5, min_examples=1),
+    "DirichletPartition per client": door(partial(split, fb.DirichletPartition), alpha=0.5, per="client"),
     "SizesPartition": door(partial(split, fb.SizesPartition), sizes=(3, 4)),
-    "ClassPartition.split": door(fb.ClassPartition(3, 2).split, labels=LABELS, seed=0, num_examples=60),
-    "IIDPartition.split": door(fb.IIDPartition(3).split, labels=None, seed=0, num_examples=60),
-    "ClientDatasets": door(ClientDatasets, datasets={"north": table(3), "south": table(5)}),
-    "clients_of": door(clients_of, dataset=table(), partition=fb.IIDPartition(3), seed=0),
-    "labels_of": door(labels_of, dataset=table()),
-    "DigitsDataModule": door(fb.DigitsDataModule, batch_size=8),
-    "DiabetesDataModule": door(DiabetesDataModule, batch_size=8),
+    "ClassPartition.split": door(fb.ClassPartition(3, 2).split, num_examples=60),
+    "IIDPartition.split": door(fb.IIDPartition(3).split, labels=None, num_examples=60),
+    "clients_of": door(clients_of, partition=fb.IIDPartition(3)),
     "GaussianPosterior": door(fb.GaussianPosterior, mean=posterior().mean, variance=posterior().variance),
     "GaussianPosterior.point_mass": door(fb.GaussianPosterior.point_mass, mean=posterior().mean),
     "GaussianPosterior.from_state_dict": door(fb.GaussianPosterior.from_state_dict, state=posterior().state_dict()),
@@ -367,9 +418,9 @@ DOORS = {
     "GaussianPosterior.ordered": door(posterior().ordered, names=("b", "w")),
     "GaussianPosterior.unflatten": door(posterior().unflatten, mean=torch.zeros(3), variance=torch.ones(3)),
     "GaussianPosterior.sample": door(posterior().sample),
-    "fuse": door(fb.fuse, rule="linear_pool", posteriors=THREE, weights=[1.0, 2.0, 1.0]),
-    "fuse dwc": door(fb.fuse, rule="dwc", posteriors=THREE, previous=posterior(variance=1e3)),
-    "FusionAccumulator.add": door(accumulate, posterior=posterior(), weight=1.0),
+    "fuse": door(fb.fuse, weights=[1.0, 2.0, 1.0]),
+    "fuse dwc": door(fb.fuse, rule="dwc", previous=posterior(variance=1e3)),
+    "FusionAccumulator.add": door(accumulate),
     **rules(),
     "Server": door(
         begun,
@@ -380,14 +431,14 @@ DOORS = {
         safeguards=fb.Safeguards(),
     ),
     "Server.begin": door(begun().begin, plan=fb.RoundPlan(0, (0, 1))),
-    "Server.admit": door(lambda update, started: begun().admit(update, started), update=update(), started=0),
+    "Server.admit": door(lambda update, started: begun().admit(update, started), started=0),
     "Server.load_state_dict": door(lambda state: begun().load_state_dict(state), state=begun().state_dict()),
     "Server.load_state_dict rule": door(
-        given_state, optimizer={"momentum": torch.zeros(3), "square": torch.ones(3)}, then={}, rounds=1
+        given_state, optimizer={"momentum": torch.zeros(3), "square": torch.ones(3)}, then={}
     ),
     "Shared": door(partial(looped, **CLIENT), **SHARED),
     "Participant": door(partial(looped, **SHARED), **CLIENT),
-    "Trained": door(methods.Trained, posterior=posterior(), gradients={}, precisions={}),
+    "Trained": door(methods.Trained, gradients={}, precisions={}),
     "Quadratic": door(
         lambda strength, slope, names, values, start: methods.Quadratic(strength, slope, names)(values, start),
         strength=1.0,
@@ -401,40 +452,14 @@ DOORS = {
         lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
             methods.Report(posterior, kept, sent).update(client, num_examples, buffers)
         ),
-        posterior=posterior(),
-        kept={},
         sent={},
-        client=0,
-        num_examples=5,
-        buffers={"running": torch.ones(2)},
     ),
-    "Method": door(fb.Method, rule="linear_pool"),
-    "UncertaintyReport": door(fb.UncertaintyReport, samples=2),
-    "ClientUpdate": door(
-        admit,
-        client=0,
-        num_examples=5,
-        posterior=posterior(),
-        buffers={"running": torch.ones(2)},
-        metrics={"train_loss": 1.0},
-        seconds=0.5,
-    ),
+    "ClientUpdate": door(admit),
     "ClientFailure": door(
-        lambda **arguments: begun().admit(ClientFailure(**arguments)),
-        client=0,
-        error=RuntimeError("x"),
-        num_examples=3,
-        seconds=0.1,
+        lambda **given: begun().admit(ClientFailure(**given)), "client", "num_examples", "seconds", error=OSError("x")
     ),
     "RoundPlan": door(lambda **given: begun().begin(fb.RoundPlan(**given)), round=0, cohort=(0, 1), starts=(0, 2, 3)),
-    "Aggregation": door(
-        aggregate,
-        rule=fusion.get_rule("linear_pool"),
-        weighting="equal",
-        previous=posterior(),
-        buffers={"running": torch.zeros(2)},
-        update=update(),
-    ),
+    "Aggregation": door(aggregate, rule=fusion.get_rule("linear_pool"), weighting="equal"),
     "temperature_message": door(calibration.temperature_message, logits=SAMPLES, targets=TARGET, temperature=1.5),
     "TemperatureMessage": door(
         lambda **sums: calibration.TemperatureSearch().after([calibration.TemperatureMessage(**sums)]),
@@ -451,120 +476,72 @@ DOORS = {
     "FederatedTemperature.fit": door(
         partial(quietly, fb.FederatedTemperature().fit), clients={"a": (PROBS.log(), 1 - TARGET)}
     ),
-    "FederatedTemperature.fit_from": door(
-        partial(quietly, fb.FederatedTemperature().fit_from),
-        predictive=LINEAR,
-        datasets={"a": CLASSES},
-        trained_on=table(3),
-        batch_size=2,
-    ),
-    "FederatedTemperature.evaluate": door(
-        fb.FederatedTemperature(2.0).evaluate, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2
-    ),
+    "FederatedTemperature.fit_from": door(partial(quietly, fb.FederatedTemperature().fit_from), trained_on=table(3)),
+    "FederatedTemperature.evaluate": door(fb.FederatedTemperature(2.0).evaluate),
     "FederatedTemperature.__call__": door(fb.FederatedTemperature(2.0), logits=PROBS),
-    "class_scores": door(calibration.class_scores, probs=PROBS, targets=TARGET, kind="aps"),
-    "all_class_scores": door(calibration.all_class_scores, probs=PROBS, kind="aps"),
-    "interval_scores": door(calibration.interval_scores, mean=torch.zeros(2), std=torch.ones(2), targets=torch.ones(2)),
+    "class_scores": door(calibration.class_scores, targets=TARGET, kind="aps"),
+    "all_class_scores": door(calibration.all_class_scores, kind="aps"),
+    "interval_scores": door(calibration.interval_scores, targets=torch.ones(2)),
     "ScoreSketch": door(
         lambda **arguments: calibration.ScoreSketch(**arguments).threshold(0.9),
         counts=torch.tensor([5, 9]),
         grid="unit",
     ),
-    "ScoreSketch.of": door(calibration.ScoreSketch.of, scores=torch.rand(3), bins=8),
+    "ScoreSketch.of": door(calibration.ScoreSketch.of, scores=torch.rand(3)),
     "ScoreSketch.threshold": door(calibration.ScoreSketch.of(torch.rand(20)).threshold, level=0.9),
-    "ScoreSketch.noisy": door(calibration.ScoreSketch.of(torch.rand(20)).noisy, epsilon=1.0, key=0),
+    "ScoreSketch.noisy": door(calibration.ScoreSketch.of(torch.rand(20)).noisy, key=0),
     "ScoreSketch.__add__": door(SKETCH.__add__, other=SKETCH),
-    "evaluate_clients": door(fb.evaluate_clients, module=PREDICTIVE, clients=OWN, batch_size=4),
+    "evaluate_clients": door(fb.evaluate_clients, module=PREDICTIVE, clients=OWN),
     "evaluate_across": door(
         fb.evaluate_across, modules={"north": PREDICTIVE, "south": PREDICTIVE}, clients=OWN, figure="nll", batch_size=4
     ),
     "CrossScores": door(CrossScores, names=("a", "b"), values={"nll": torch.ones(2, 2)}),
-    "CrossScores.others": door(ACROSS.others, figure="nll"),
-    "CrossScores.effects": door(ACROSS.effects, figure="nll"),
-    "CrossScores.outlying": door(ACROSS.outlying, figure="nll"),
-    "CrossScores.table": door(ACROSS.table, figure="nll"),
-    "hold_out": door(fb.hold_out, clients=OWN, fraction=0.3),
+    **doors(ACROSS, "effects others outlying table", figure="nll"),
+    **doors(SCORES, "mean spread worst"),
+    "hold_out": door(fb.hold_out, clients=OWN),
     "choose_personal_weight": door(
         fb.choose_personal_weight,
         posterior_of=lambda weight: PREDICTIVE.posterior,
         module=PREDICTIVE.network,
         held_out=table(5),
         weights=(0.0, 1.0),
-        batch_size=4,
     ),
     "ClientScores": door(ClientScores, names=("a", "b"), num_examples=(3, 4), values={"nll": torch.ones(2)}),
-    "ClientScores.mean": door(SCORES.mean, figure="nll", weighting="clients"),
-    "ClientScores.worst": door(SCORES.worst, figure="nll", fraction=0.5),
-    "ClientScores.spread": door(SCORES.spread, figure="nll"),
-    "FederatedConformal": door(fb.FederatedConformal, per_client=True, shrinkage=1.0, bins=16, epsilon=1.0),
+    "FederatedConformal": door(fb.FederatedConformal, per_client=True, shrinkage=1.0, epsilon=1.0),
     "FederatedConformal.fit": door(
         partial(quietly, fb.FederatedConformal().fit), clients={"a": torch.rand(9), "b": SKETCH}
     ),
     "FederatedConformal.fit_from": door(
-        partial(quietly, fb.FederatedConformal(0.5).fit_from),
-        predictive=LINEAR,
-        datasets={"a": CLASSES},
-        temperature=2.0,
-        trained_on=table(3),
-        batch_size=2,
+        partial(quietly, fb.FederatedConformal(0.5).fit_from), temperature=2.0, trained_on=table(3)
     ),
-    "FederatedConformal.evaluate": door(
-        fb.FederatedConformal().fit({"a": SKETCH}).evaluate, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2
-    ),
+    "FederatedConformal.evaluate": door(fb.FederatedConformal().fit({"a": SKETCH}).evaluate),
     "FederatedConformal.sets": door(
-        fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets, probs=PROBS, client="a"
+        fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets, client="a"
     ),
     "FederatedConformal.intervals": door(
-        fb.FederatedConformal(kind="interval", per_client=True).fit({"a": torch.rand(20)}).intervals,
-        mean=torch.zeros(2),
-        std=torch.ones(2),
-        client="a",
+        fb.FederatedConformal(kind="interval", per_client=True).fit({"a": torch.rand(20)}).intervals, client="a"
     ),
-    "predictions_of": door(calibration.predictions_of, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2),
     "with_kl": door(fb.with_kl, module=fb.HybridBayesianClassifier(network()).eval()),
-    "mean_network": door(fb.mean_network, module=bayesian(), posterior=fb.read_posterior(bayesian())),
-    "bayesianize": door(fb.bayesianize, network=network(), last=1, estimator="flipout"),
-    "bayesianize names": door(fb.bayesianize, network=network(), names=["0"], init="pretrained"),
-    "bayesianize types": door(fb.bayesianize, network=network(), types=[nn.Linear], prior_std=1.0),
-    "with_mc_dropout": door(fb.with_mc_dropout, network=network()),
-    "kl_divergence": door(fb.kl_divergence, module=bayesian()),
-    "read_posterior": door(fb.read_posterior, module=bayesian()),
-    "load_posterior": door(fb.load_posterior, module=bayesian(), posterior=fb.read_posterior(bayesian())),
-    "set_prior": door(layers.set_prior, module=bayesian(), posterior=fb.read_posterior(bayesian())),
-    "gaussian_parameters": door(layers.gaussian_parameters, module=bayesian()),
-    "mean_only": door(partial(entered, layers.mean_only), module=bayesian()),
-    "evaluation_mode": door(partial(entered, layers.evaluation_mode), module=bayesian()),
-    "use_estimator": door(partial(entered, layers.use_estimator), module=bayesian(), name="flipout"),
-    "PosteriorView": door(layers.PosteriorView, module=bayesian()),
-    "MCDropout": door(layers.MCDropout),
-    "NormalPrior": door(layers.NormalPrior),
+    "mean_network": door(fb.mean_network, posterior=fb.read_posterior(bayesian())),
+    "bayesianize": door(fb.bayesianize, last=1, estimator="flipout"),
+    "bayesianize names": door(fb.bayesianize, names=["0"], init="pretrained"),
+    "bayesianize types": door(fb.bayesianize, types=[nn.Linear], prior_std=1.0),
+    "load_posterior": door(fb.load_posterior, posterior=fb.read_posterior(bayesian())),
+    "set_prior": door(layers.set_prior, posterior=fb.read_posterior(bayesian())),
+    "use_estimator": door(partial(entered, layers.use_estimator), name="flipout"),
     "TiedMeanPrior": door(layers.TiedMeanPrior, std=1.0),
     "ScaleMixturePrior": door(mixture, weight=0.5, std1=1.0, std2=0.1),
     "Reparameterized": door(partial(layer, layers.Reparameterized), module=nn.LSTM(2, 2)),
-    **{
-        f"Linear{kind}": door(partial(layer, getattr(layers, f"Linear{kind}")), in_features=2, out_features=2)
-        for kind in ("Reparameterization", "LocalReparameterization", "Flipout")
-    },
-    **{
-        f"Conv{shape}Flipout": door(
-            partial(layer, getattr(layers, f"Conv{shape}Flipout")), in_channels=2, out_channels=2, kernel_size=2
-        )
-        for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")
-    },
     "IVON": door(partial(fb.IVON, [torch.zeros(2, requires_grad=True)]), num_examples=10),
     "IVON params": door(fb.IVON, params=[torch.zeros(2, requires_grad=True)]),
     "IVON.step": door(ivon_step, closure=None),
     "IVON.posterior": door(lambda module: fb.IVON(LINEAR.parameters()).posterior(module), module=LINEAR),
-    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR, batches=[(X, THIRDS)]),
-    "Laplace.site": door(
-        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=THIRDS
-    ),
+    "Laplace.posterior": door(fb.Laplace().posterior, module=LINEAR),
+    "Laplace.site": door(lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)])),
     "Laplace.fuse": door(fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, THIRDS)])]),
-    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, THIRDS)]),
+    "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR),
     "KroneckerLaplace.site batch": door(
-        lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
-        inputs=X,
-        targets=THIRDS,
+        lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)])
     ),
     "KroneckerLaplace.fuse": door(fb.KroneckerLaplace().fuse, sites=[SITE]),
     **{
@@ -576,142 +553,66 @@ DOORS = {
         for task in ("categorical", "bernoulli")
         for predictive in ("draws", "linearised")
     },
-    "PosteriorPredictive.sample": door(PREDICTIVE.sample, inputs=X, samples=2),
+    "PosteriorPredictive.sample": door(PREDICTIVE.sample, samples=2),
     **{
         f"CoxRegressor.{name}": door(partial(cox, name), targets=torch.stack([torch.ones(8), torch.arange(8.0)], 1))
         for name in ("training_step", "validation_step", "test_step")
     },
-    "Categorical": door(fb.Categorical, ignore_index=-100),
-    "Gaussian": door(fb.Gaussian, noise=0.5),
-    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3), targets=THIRDS),
+    "Categorical.rows": door(fb.Categorical().rows, draws=X.new_zeros(2, 8, 3)),
     "Bernoulli.rows": door(fb.Bernoulli().rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Gaussian.rows": door(fb.Gaussian(1.0).rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Cox.rows": door(fb.Cox().rows, draws=X.new_zeros(2, 8, 1), targets=torch.ones(8, 2)),
-    "Laplace": door(fb.Laplace, likelihood="categorical"),
     "KroneckerLaplace": door(fb.KroneckerLaplace, curvature=fb.Laplace(), damping=0.1),
-    "SWAG": door(fb.SWAG),
     "PosteriorPredictive": door(
         fb.PosteriorPredictive,
-        module=network(),
         posterior=fb.read_posterior(network()),
         samples=2,
         likelihood="categorical",
         predictive="draws",
     ),
-    "BayesianModule": door(Plain, network=network()),
-    "HybridBayesianClassifier": door(fb.HybridBayesianClassifier, network=network()),
-    "HybridBayesianRegressor": door(fb.HybridBayesianRegressor, network=network()),
-    "CoxRegressor": door(fb.CoxRegressor, network=network()),
+    "BayesianModule": door(Plain),
     "BayesianModule.unpack": door(Plain(network()).unpack, batch=[X, Y]),
-    "cox_loss": door(functional.cox_loss, log_risk=torch.zeros(2), time=torch.ones(2), event=TARGET),
+    "cox_loss": door(functional.cox_loss, log_risk=torch.zeros(2)),
     "DeepEnsembleRegressor": door(fb.modules.DeepEnsembleRegressor, networks=[nn.Linear(2, 2), nn.Linear(2, 2)]),
     "FederatedScaler": door(fb.FederatedScaler, targets=(0.0, 1.0), inputs=(torch.zeros(2), torch.ones(2))),
-    "BayesianLinearRegression": door(linear_regression, inputs=X, targets=Y, prior_std=1.0, noise=0.1, at=X, samples=2),
+    "BayesianLinearRegression": door(linear_regression, noise=0.1),
     "BayesianLinearRegression.conflate": door(
         fb.BayesianLinearRegression.conflate, models=[fb.BayesianLinearRegression.fit(X, Y)]
     ),
-    "HierarchicalLinearRegression": door(hierarchical, random=(0,), bias=True, inputs=X, targets=Y, at=X, client="a"),
+    "HierarchicalLinearRegression": door(hierarchical, random=(0,), bias=True, client="a"),
     "HierarchicalLinearRegression.fit": door(
         fb.HierarchicalLinearRegression().fit,
         clients={name: fb.modules.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")},
     ),
     "BayesianHead": door(
-        head, outputs=2, likelihood="softmax", prior_std=1.0, inference="laplace", exchanges=3, inputs=X, targets=HALVES
+        head, outputs=2, likelihood="softmax", prior_std=1.0, inference="laplace", exchanges=3, targets=HALVES
     ),
     "BayesianHead.fit": door(fb.BayesianHead(2).fit, sums=[fb.BayesianHead(2).sums(X, HALVES)]),
     "BayesianHead.step": door(fb.BayesianHead(2).step, fit=FIT, slopes=[fb.BayesianHead(2).slopes(FIT, X, HALVES)]),
     "BayesianHead.fit_clients": door(fb.BayesianHead(2).fit_clients, clients=[(X, HALVES)]),
-    "BayesianHead.personal": door(DONE_HEAD.personal, fit=DONE_FIT, features=X, targets=HALVES, weight=0.5),
-    "HeadFit.moments": door(FIT.moments, features=X),
+    "BayesianHead.personal": door(DONE_HEAD.personal, fit=DONE_FIT, targets=HALVES),
+    "HeadFit.moments": door(FIT.moments),
     "HeadSlopes": door(
         HeadSlopes,
         loss=torch.ones(()).double(),
         slope=torch.ones(2, 3).double(),
         spread=torch.eye(2).double(),
         curvature=torch.ones(1, 3, 3).double(),
-        num_examples=2,
     ),
     "HeadModule": door(fb.HeadModule, backbone=nn.Identity(), head=fb.BayesianHead(2), features=2, samples=3),
     "LinearStatistics": door(
-        LinearStatistics,
-        gram=torch.eye(2).double(),
-        moment=torch.ones(2).double(),
-        square=torch.tensor(3.0).double(),
-        num_examples=2,
+        LinearStatistics, gram=torch.eye(2).double(), moment=torch.ones(2).double(), square=torch.tensor(3.0).double()
     ),
-    "LinearStatistics.of": door(fb.modules.LinearStatistics.of, inputs=X, targets=Y),
+    "LinearStatistics.of": door(fb.modules.LinearStatistics.of),
     "mlp": door(modules.mlp, features=2, outputs=2, hidden=(3,)),
-    "lenet": door(modules.lenet, classes=2, size=16),
-    "resnet20": door(modules.resnet20, channels=1, classes=2),
-    "draws_from_posterior": door(modules.draws_from_posterior, posterior=posterior(), samples=2),
     "draws_from_clients": door(modules.draws_from_clients, clients=THREE),
-    "is_stochastic": door(modules.is_stochastic, network=bayesian()),
     "sample_outputs": door(lambda **given: modules.sample_outputs(inputs=X, **given), network=bayesian(), samples=2),
-    "AccuracyRetained": door(partial(measure, metrics.AccuracyRetained), resolution=10),
-    "AdaptiveCalibrationError": door(partial(measure, metrics.AdaptiveCalibrationError), bins=3, resolution=10),
-    "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),
-    "ClientAccuracy": door(partial(measure, metrics.ClientAccuracy), clients=3),
-    "IntervalCoverage": door(partial(measure, metrics.IntervalCoverage), level=0.9),
-    "PredictiveEntropy": door(partial(measure, metrics.PredictiveEntropy)),
-    "ClientAccuracy.update": door(
-        lambda **batch: updated(metrics.ClientAccuracy(2), **batch), probs=PROBS, target=TARGET, client=TARGET
-    ),
-    "AccuracyRetained.update": door(
-        lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
-        correct=TARGET == 0,
-        uncertainty=torch.tensor([0.1, 0.2]),
-    ),
-    "OutOfDistributionFPR": door(partial(measure, metrics.OutOfDistributionFPR), recall=0.9),
-    "OutOfDistributionFPR.update": door(
-        lambda **batch: updated(metrics.OutOfDistributionFPR(), **batch),
-        uncertainty=torch.tensor([0.1, 0.2]),
-        out=TARGET == 1,
-    ),
-    "ConcordanceIndex": door(
-        lambda **batch: updated(metrics.ConcordanceIndex(), **batch),
-        risk=torch.tensor([0.1, 0.2]),
-        time=torch.ones(2),
-        event=TARGET,
-    ),
-    "concordance_index": door(
-        functional.concordance_index, risk=torch.tensor([0.1, 0.2]), time=torch.ones(2), event=TARGET
-    ),
-    "ood_auroc": door(functional.ood_auroc, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2)),
-    "ood_fpr": door(functional.ood_fpr, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2), recall=0.9),
-    **{
-        name: door(getattr(functional, name), probs=PROBS, target=TARGET)
-        for name in ("brier_score", "negative_log_likelihood")
-    },
-    **{
-        name: door(getattr(functional, name), probs=PROBS, target=TARGET, bins=3)
-        for name in ("calibration_diagram", "adaptive_calibration_error")
-    },
-    **{
-        name: door(getattr(functional, name), probs=SAMPLES)
-        for name in (
-            "aleatoric_covariance",
-            "kwon_aleatoric",
-            "epistemic_covariance",
-            "kwon_epistemic",
-            "mutual_information",
-        )
-    },
-    "predictive_entropy": door(functional.predictive_entropy, probs=SAMPLES),
-    **{
-        name: door(getattr(functional, name), mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2))
-        for name in ("gaussian_crps", "gaussian_nll")
-    },
-    "interval_coverage": door(
-        functional.interval_coverage, mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2), level=0.9
-    ),
-    "ensemble_crps": door(functional.ensemble_crps, samples=SAMPLES[:, :, 0], target=torch.zeros(2)),
+    "ClientAccuracy.update": door(updated(metrics.ClientAccuracy(2)), "probs", "target", client=TARGET),
+    "AccuracyRetained.update": door(updated(metrics.AccuracyRetained(10)), "correct", "uncertainty"),
+    "OutOfDistributionFPR.update": door(updated(metrics.OutOfDistributionFPR()), "uncertainty", out=TARGET == 1),
+    "ConcordanceIndex": door(updated(metrics.ConcordanceIndex()), "risk", "time", "event"),
+    "ensemble_crps": door(functional.ensemble_crps, samples=SAMPLES[:, :, 0]),
     "determinant_sharpness": door(functional.determinant_sharpness, covariance=torch.eye(2)),
-    **{
-        name: door(getattr(functional, name), correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2]))
-        for name in ("accuracy_retained_area", "accuracy_retained_curve")
-    },
-    "weighted_accuracy": door(functional.weighted_accuracy, accuracies=[0.5, 1.0], weights=[1, 2]),
-    "worst_fraction_accuracy": door(functional.worst_fraction_accuracy, accuracies=[0.5, 1.0], fraction=0.5),
 }
 """Name → function and arguments that work; each argument is replaced by a bad one in turn."""
 
