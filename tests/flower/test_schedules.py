@@ -43,10 +43,10 @@ class Estimated(Noted):
         super().__init__("cosine")
 
     def configure_optimizers(self):
-        optimizer, steps = torch.optim.SGD(self.parameters(), lr=0.1), self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         optimizer.register_step_pre_hook(self.note)
         self.warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
-        cosine = lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
         step = lr_scheduler.SequentialLR(optimizer, [self.warm, cosine], [4])
         rounds = lr_scheduler.ExponentialLR(optimizer, 1 - 1 / (3 * self.trainer.max_epochs))
         return [optimizer], [{"scheduler": step, "interval": "step"}, rounds]
@@ -207,7 +207,7 @@ class ByRound(Plain):
     def on_train_epoch_start(self):
         self.scale = 1.0 + self.current_epoch
         for group in self.optimizers().param_groups:
-            group["lr"] = 0.1 / self.scale
+            group["lr"] = 0.1 * self.scale
 
     def training_step(self, batch, batch_idx):
         return self.scale * super().training_step(batch, batch_idx)

@@ -192,14 +192,20 @@ def test_a_scheduler_that_the_module_keeps_moves_no_more_often(interval, steps):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_rate_in_a_tensor_goes_back_with_the_client():
+@pytest.mark.parametrize("by", ["a schedule", "the module"])
+def test_a_rate_in_a_tensor_goes_back_with_the_client(by):
     class InTensor(Told):
         def configure_optimizers(self):
             made = super().configure_optimizers()
             if self.kind == "AdamW":
                 group = made["optimizer"].param_groups[0]
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-            return made
+            return made if by == "a schedule" else made["optimizer"]
+
+        def training_step(self, batch, batch_idx):
+            if by == "the module":
+                self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9  # of a tensor: in its place
+            return super().training_step(batch, batch_idx)
 
         def note(self, optimizer, *_):
             self.rates.setdefault(self.client, []).append(float(optimizer.param_groups[0]["lr"]))
