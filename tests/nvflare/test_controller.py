@@ -198,14 +198,11 @@ def test_a_client_answers_a_controller_of_another_kind_by_a_failure():
         client.answer(None)
 
 
-ARGUMENTS = {
-    "rounds": ({"num_rounds": 0}, "num_rounds=0"),
-    "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"),
-    "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
-    "fusion": ({"fusion": "rlkb"}, "did you mean"),
-}
 test_arguments_that_cannot_be_used = refusals(
     (FederationError, FusionError),
-    *ARGUMENTS.values(),
+    ({"num_rounds": 0}, "num_rounds=0"),
+    ({"checkpoint": "federation.pt"}, "give an absolute path"),
+    ({"calibration": [1]}, "give a list of FederatedTemperature"),
+    ({"fusion": "rlkb"}, "did you mean"),
     call=lambda options: FusionController(hybrid(), **{"num_rounds": 1, **options}),
 )

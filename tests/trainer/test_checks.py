@@ -46,9 +46,7 @@ def test_the_tuner_is_refused_before_any_step():
 
 
 class Manual(Plain):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 class Greedy(Plain):
