@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -15,7 +15,8 @@ from lightning_fedbayes.transport.flower import FusionStrategy, client_app, init
 from tests.federations import Plain, assert_close, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
-from tests.transport.federation import BlobData, hybrid
+from tests.flower.test_strategy import resend
+from tests.transport.federation import BlobData, assert_restored, assert_same_calibration, hybrid
 from tests.transport.federation import calibrated as calibrated_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
@@ -66,27 +67,13 @@ def spoilt(change, after=0):
     return LocalGrid(apps(), {1: lambda reply: change(reply) if next(count) >= after else reply}, kinds=ASKED)
 
 
-def with_records(**records):
-    def change(reply):
-        changed = Message(RecordDict({**dict(reply.content), **records}), reply_to=reply)
-        changed.metadata.__dict__.update(reply.metadata.__dict__)
-        return changed
-
-    return change
-
-
 def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     over, alone = both(), both()
     strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
     module = calibrated_alone(make, OwnData(), alone)
-    assert over[0].temperature == alone[0].temperature != 1
-    assert over[1].threshold == alone[1].threshold
-    assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
+    assert_same_calibration(over, alone)
     assert over[1].temperature == over[0].temperature
-    fresh, state = both(), load_checkpoint(module, tmp_path / "f.pt")
-    for made, found in zip(fresh, over, strict=True):
-        made.load_state_dict(state.calibration[made.state_key])
-        assert made.state_dict() == found.state_dict()
+    assert_restored(both(), over, load_checkpoint(module, tmp_path / "f.pt"))
     assert strategy.server is not None
 
 
@@ -146,9 +133,9 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
 
 BAD = {
     "death": lambda reply: None,
-    "no sums": with_records(metrics=MetricRecord({"num-examples": 3})),
-    "not finite": with_records(metrics=MetricRecord({"gradient": math.nan, "curvature": 1.0, "num-examples": 3})),
-    "no examples": with_records(metrics=MetricRecord({"gradient": 1.0, "curvature": 1.0, "num-examples": 0})),
+    "no sums": lambda reply: resend(reply, metrics={"gradient": None, "curvature": None}),
+    "not finite": lambda reply: resend(reply, metrics={"gradient": math.nan}),
+    "no examples": lambda reply: resend(reply, metrics={"num-examples": 0}),
 }
 
 

@@ -38,21 +38,15 @@ class Cleared(Scheduled):
             self.optimizers().state.clear()
 
 
-class Learned(Plain):
-    """A posterior from the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(network(0))
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), 0.1)
+Learned = partial(Plain, optimizer=fb.IVON)
+"""A posterior from the optimizer."""
 
 
 class Headed(fb.HeadModule):
     """Sums of one exchange."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
+    def __init__(self, likelihood="one_hot", **options) -> None:
+        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, likelihood, **options), 6)
 
 
 class Measured(fb.HybridBayesianRegressor):

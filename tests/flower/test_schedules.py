@@ -5,15 +5,14 @@ import re
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import random_split
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.flower import FusionStrategy
 from lightning_fedbayes.transport.schedules import believed
-from tests.federations import Crash, Plain, assert_equal, blobs, crash, federate, loader
+from tests.federations import Crash, Plain, assert_equal, crash, federate, loader
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid, SlowGrid
-from tests.trainer.test_schedules import SCHEDULES, Own, Told
+from tests.trainer.test_schedules import SCHEDULES, Own, Told, dealt
 from tests.transport.federation import BlobData
 
 RATES = {}
@@ -24,8 +23,7 @@ class Data(BlobData):
     """Clients of 3, 5 and 9 batches."""
 
     def __init__(self):
-        parts = random_split(blobs(68), (12, 20, 36), torch.Generator().manual_seed(0))
-        super().__init__(fb.ClientDatasets({str(client): part for client, part in enumerate(parts)}))
+        super().__init__(dealt((12, 20, 36)))
 
     def train_dataloader(self):
         return loader(self.dataset, batch_size=4)

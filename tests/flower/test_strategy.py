@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
-from tests.federations import Crash, Plain, network
+from tests.federations import Crash, Plain, crash, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.refusals import refusals
@@ -19,14 +19,14 @@ from tests.transport.federation import hybrid, in_process
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
 
 
-def resend(reply, arrays=None, metrics=None, config=None, drop=()):
-    """The reply with other contents: key → array, None to leave it out."""
-    content = {name: dict(reply.content[name]) for name in ("arrays", "metrics", "config")}
-    for name, change in (("arrays", arrays), ("metrics", metrics), ("config", config)):
-        content[name] |= change or {}
-        content[name] = {key: value for key, value in content[name].items() if value is not None}
-    kinds = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
-    records = {name: kinds[name](content[name]) for name in kinds if name not in drop}
+KINDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
+
+
+def resend(reply, drop=(), **changes):
+    """The reply with other contents: record → key → value, None to leave it out."""
+    content = {name: dict(reply.content.get(name, {})) | changes.get(name, {}) for name in KINDS}
+    left = {name: {key: each for key, each in content[name].items() if each is not None} for name in KINDS}
+    records = {name: KINDS[name](values) for name, values in left.items() if values and name not in drop}
     changed = Message(RecordDict(records), reply_to=reply)
     changed.metadata.__dict__.update(reply.metadata.__dict__)
     return changed
@@ -140,15 +140,12 @@ def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
 
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "ivar_vb"])
 def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fusion):
-    def dies(reply):
-        raise Crash
-
     whole = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2)
     run(LocalGrid(client_apps()), whole, rounds=4)
     path = tmp_path / "folder" / "server.pt"
     dead = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
     with pytest.raises(Crash):
-        run(LocalGrid(client_apps(), dict.fromkeys(range(4), in_rounds(dies, 3))), dead, rounds=4)
+        run(LocalGrid(client_apps(), dict.fromkeys(range(4), in_rounds(lambda reply: crash(), 3))), dead, rounds=4)
     grid = LocalGrid(client_apps(shared=False))
     resumed = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
     result = run(grid, resumed, rounds=4)

@@ -18,8 +18,9 @@ from tests.federations import Plain
 from tests.fuzz import many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, door, posterior, update
 from tests.nvflare.local import carried, clients, prepared, run
+from tests.nvflare.simulated import OnceBroken
 from tests.refusals import refusals
-from tests.transport.federation import BlobData, hybrid
+from tests.transport.federation import hybrid
 
 SECRET = "patient 4711"
 
@@ -28,16 +29,11 @@ KEPT = {"buffers": "average", "local_parameters": (), "posterior": None, "checkp
 _, OPTIONS = door(FusionController, module=hybrid(), num_rounds=1, timeout=1.0, calibration=(), wait_for=2, **KEPT)
 
 
-class Broken(BlobData):
-    def train_dataloader(self):
-        raise ValueError(SECRET)
-
-
 def test_a_client_that_raises_is_left_out_and_counts_again(caplog):
     caplog.set_level("INFO")
     made = clients()
-    working, made[2].datamodule = made[2].datamodule, Broken()
-    data = iter([Broken(), working, working])
+    working, made[2].datamodule = made[2].datamodule, OnceBroken()
+    data = iter([OnceBroken(), working, working])
     made[2].datamodule = lambda site: next(data) if site == "site-3" else None
     sent = []
     history = run(made, sent=sent).server.history
