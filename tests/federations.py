@@ -136,14 +136,6 @@ def models_after_rounds(into: list[dict[str, Tensor]]) -> L.Callback:
     return LambdaCallback(on_train_epoch_end=lambda trainer, module: into.append(parameters(module)))
 
 
-def from_yaml(text: str) -> fb.FederatedBayes:
-    """The callback that a YAML file describes under ``federation``."""
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(fb.FederatedBayes, "federation")
-    return parser.instantiate(parser.parse_string(text)).federation
-
-
 def parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
