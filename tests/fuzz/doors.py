@@ -96,15 +96,9 @@ def aggregate(rule, weighting, previous, buffers, update):
 
 def measure(metric, *arguments, **options):
     """Make a metric, feed it one batch and read it."""
-    made = metric(*arguments, **options)
-    batch = {
-        metrics.ClientAccuracy: (PROBS, TARGET, TARGET),
-        metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
-        metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
-        metrics.PredictiveEntropy: (SAMPLES,),
-        metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
-    }.get(metric, (PROBS, TARGET))
-    made.update(*batch)
+    made, batch = metric(*arguments, **options), {**GOOD, "client": TARGET, "out": TARGET == 1}
+    batch |= {"probs": SAMPLES} if metric is metrics.PredictiveEntropy else {}
+    made.update(**{name: batch[name] for name in inspect.signature(metric.update).parameters if name != "self"})
     made.compute()
 
 
@@ -422,14 +416,7 @@ DOORS = {
     "fuse dwc": door(fb.fuse, rule="dwc", previous=posterior(variance=1e3)),
     "FusionAccumulator.add": door(accumulate),
     **rules(),
-    "Server": door(
-        begun,
-        posterior=posterior(),
-        buffers={"running": torch.zeros(2)},
-        fusion="linear_pool",
-        weighting="equal",
-        safeguards=fb.Safeguards(),
-    ),
+    "Server": door(begun, "posterior", "buffers", fusion="linear_pool", weighting="equal", safeguards=fb.Safeguards()),
     "Server.begin": door(begun().begin, plan=fb.RoundPlan(0, (0, 1))),
     "Server.admit": door(lambda update, started: begun().admit(update, started), started=0),
     "Server.load_state_dict": door(lambda state: begun().load_state_dict(state), state=begun().state_dict()),
@@ -463,9 +450,9 @@ DOORS = {
     "temperature_message": door(calibration.temperature_message, logits=SAMPLES, targets=TARGET, temperature=1.5),
     "TemperatureMessage": door(
         lambda **sums: calibration.TemperatureSearch().after([calibration.TemperatureMessage(**sums)]),
+        "num_examples",
         gradient=1.0,
         curvature=1.0,
-        num_examples=2,
     ),
     "TemperatureSearch.after": door(
         calibration.TemperatureSearch().after, messages=[calibration.TemperatureMessage(1.0, 1.0, 1)]
@@ -563,13 +550,7 @@ DOORS = {
     "Gaussian.rows": door(fb.Gaussian(1.0).rows, draws=X.new_zeros(2, 8, 3), targets=torch.zeros(8, 3)),
     "Cox.rows": door(fb.Cox().rows, draws=X.new_zeros(2, 8, 1), targets=torch.ones(8, 2)),
     "KroneckerLaplace": door(fb.KroneckerLaplace, curvature=fb.Laplace(), damping=0.1),
-    "PosteriorPredictive": door(
-        fb.PosteriorPredictive,
-        posterior=fb.read_posterior(network()),
-        samples=2,
-        likelihood="categorical",
-        predictive="draws",
-    ),
+    "PosteriorPredictive": door(fb.PosteriorPredictive, posterior=fb.read_posterior(network())),
     "BayesianModule": door(Plain),
     "BayesianModule.unpack": door(Plain(network()).unpack, batch=[X, Y]),
     "cox_loss": door(functional.cox_loss, log_risk=torch.zeros(2)),

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -110,26 +111,12 @@ class Hooked(fb.HybridBayesianClassifier):
         return inputs, targets
 
 
-class Learned(fb.HybridBayesianClassifier):
-    """A network without Bayesian layers, whose posterior comes from its optimizer."""
-
-    hessian_init = 1.0
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), 0.01, hessian_init=self.hessian_init)
-
-
-class Sure(Learned):
-    """Its draws are too near to the mean to matter: those of a stack depend on the clients in it."""
-
-    hessian_init = 1e20
-
-
-class Descends(fb.HybridBayesianClassifier):
-    """Trains by plain SGD."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+Learned = partial(fb.HybridBayesianClassifier, optimizer=partial(fb.IVON, lr=0.01))
+"""A network without Bayesian layers, whose posterior comes from its optimizer."""
+Sure = partial(fb.HybridBayesianClassifier, optimizer=partial(fb.IVON, lr=0.01, hessian_init=1e20))
+"""Its draws are too near to the mean to matter: those of a stack depend on the clients in it."""
+Descends = partial(fb.HybridBayesianClassifier, optimizer=partial(torch.optim.SGD, lr=0.1))
+"""Trains by plain SGD."""
 
 
 def of_the_page():

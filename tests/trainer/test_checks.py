@@ -4,10 +4,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from tests.clients.test_loader import Stream
 from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
 from tests.refusals import refusals
 
@@ -65,11 +66,6 @@ class Complex(Plain):
     def __init__(self):
         super().__init__()
         self.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(blobs())
 
 
 NONE = {"partition": None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LambdaCallback
@@ -143,14 +142,13 @@ def test_a_clear_goes_on_over_a_checkpoint_and_through_a_folder(tmp_path, folder
 def test_callbacks_that_read_find_the_state_of_a_client_and_change_nothing(tmp_path):
     found = []
 
-    class Norms(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            read(trainer.optimizers[0])
-            found.append(len(trainer.optimizers[0].state_dict()["state"]))
+    def look(trainer, module):
+        read(trainer.optimizers[0])
+        found.append(len(trainer.optimizers[0].state_dict()["state"]))
 
     for make, fusion in ((lambda: changing("on_fit_start", "read"), "weighted_average"), (bayesian, "sites")):
         runs = []
-        for callbacks in ([], [Norms(), DeviceStatsMonitor(cpu_stats=False)]):
+        for callbacks in ([], [LambdaCallback(on_train_epoch_start=look), DeviceStatsMonitor(cpu_stats=False)]):
             module = make()
             federation = fb.FederatedBayes(fusion=fusion, keep=["optimizer"])
             logger = CSVLogger(tmp_path)

@@ -84,11 +84,16 @@ class Own(Told):
             self.own["schedule"].step()
 
 
+def dealt(sizes):
+    """Clients 0, 1, … of these sizes."""
+    parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
+    return fb.ClientDatasets({str(client): part for client, part in enumerate(parts)})
+
+
 def fit(module, federation, sizes=(24,), rounds=3, ckpt_path=None, **options):
     callbacks = [] if federation is None else [federation]
     made = trainer(rounds, callbacks, **options)
-    parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
-    data = parts[0] if federation is None else fb.ClientDatasets({str(k): part for k, part in enumerate(parts)})
+    data = dealt(sizes).datasets[0] if federation is None else dealt(sizes)
     made.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
     return made
 
