@@ -38,7 +38,7 @@ def privatised(
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
 
-    The result is the global posterior moved by ũ. An update that is not finite is sent as noise alone. The logarithm
+    The result is the global posterior moved by ũ. An update that is not finite is sent as noise only. The logarithm
     keeps the variance positive whatever the noise, and σ enters by its ratio to σ_o, so C bounds the whole message:
     without u the same noise is sent, and the L2 sensitivity of the message is C. (If the data of one client are
     *replaced* by others, it is 2C.) For an optimizer that moves means and the layers' ρ alike, both parts of u are of
