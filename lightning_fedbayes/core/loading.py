@@ -1,6 +1,6 @@
 """Data sets and batches of clients, as a loader's worker processes have them.
 
-A worker that is spawned imports what its data set needs. From here that is torch alone. With Lightning, which other
+A worker that is spawned imports what its data set needs. From here that is only torch. With Lightning, which other
 rooms import, a worker takes three times as long to start.
 """
 

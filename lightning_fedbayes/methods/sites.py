@@ -90,7 +90,7 @@ class Sites(method.Method):
 
     Deterministic parameters are the case :math:`\Lambda_0 = \Lambda_k = 0`: SCAFFOLD with measured control variates and
     any optimizer. No divergence holds them: where its loss is flat, a client follows a control variate to the end of
-    its training, and those of a few clients do not add up to 0. So beside Gaussian ones they count :math:`2^{1 - a}`.
+    its training, and those of a few clients do not add up to 0. So next to Gaussian ones they count :math:`2^{1 - a}`.
     Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of batches' mean
     gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
     :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.

@@ -1,6 +1,7 @@
 """Federations without rounds over Flower: their logs repeat them, in one process or over Flower, to the last bit."""
 
 import json
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -115,26 +116,18 @@ def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fu
 
 def kill_at(patch, where, stop, strategy):
     """Let the server die at fusion ``stop``."""
+    place = "flower.asynchronous.Course.end" if where == "before the log" else "checkpoint.ServerState.save"
+    path = f"lightning_fedbayes.transport.{place}"
+    inner = resolve_name(path)
 
-    def dying(inner, after):
-        def dies(*arguments):
-            if strategy.server.rounds < stop:
-                return inner(*arguments)
-            if after:
-                inner(*arguments)
-            raise Crash
+    def dies(*arguments):
+        if strategy.server.rounds < stop:
+            return inner(*arguments)
+        if where == "after it":
+            inner(*arguments)
+        raise Crash
 
-        return dies
-
-    owner, name = {
-        "before the log": ("transport.flower.asynchronous.Course", "end"),
-        "before the checkpoint": ("transport.checkpoint.ServerState", "save"),
-        "after it": ("transport.checkpoint.ServerState", "save"),
-    }[where]
-    module, kind = owner.rsplit(".", 1)
-    owner = getattr(__import__(f"lightning_fedbayes.{module}", fromlist=[kind]), kind)
-    inner = getattr(owner, name)
-    patch.setattr(owner, name, lambda self, *args: dying(lambda *a: inner(self, *a), where == "after it")(*args))
+    patch.setattr(path, dies)
 
 
 class Once(dict):

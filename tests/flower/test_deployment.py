@@ -1,7 +1,7 @@
 """The example over Flower's own processes."""
 
-import importlib.util
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -15,27 +15,17 @@ pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 
 
-@pytest.fixture
-def app():
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("digits_app", EXAMPLE / "digits_app.py")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_deployment_ends_at_the_posterior_of_a_single_process(app, tmp_path):
+def test_a_deployment_ends_at_the_posterior_of_a_single_process(tmp_path):
     """TLS, authenticated nodes, a process per message."""
+    make = run_path(str(EXAMPLE / "digits_app.py"))["network"]
     federation = fb.FederatedBayes(
         fb.DirichletPartition(clients=2, alpha=0.5), fusion="rklb", local_epochs=2, engine="sequential"
     )
-    trainer(2, [federation], limit_val_batches=0).fit(app.network(), datamodule=fb.DigitsDataModule())
+    trainer(2, [federation], limit_val_batches=0).fit(make(), datamodule=fb.DigitsDataModule())
     with deployed(tmp_path) as deployment:
         deployment.start_nodes(2)
         deployment.run(EXAMPLE, f'rounds=2 checkpoint="{tmp_path}/federation.pt" evaluate=false')
-    network = app.network()
+    network = make()
     state = load_checkpoint(network, tmp_path / "federation.pt")
     assert [figures["valid_clients"] for figures in state.history] == [2, 2]
     assert_close(state.posterior, federation.posterior, rtol=1e-6, atol=1e-7)

@@ -108,21 +108,16 @@ def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(c
     method = fb.HierarchicalLinearRegression(random=[0])
     other = fb.HierarchicalLinearRegression(random=[1])
     private = {"privacy": fb.UpdatePrivacy(), "state_folder": tmp_path}
+    of_examples = {"trainer": {"callbacks": [fb.ExamplePrivacy(1.0, 1.0)]}, "state_folder": tmp_path}
     for options, error in (
         ({}, "ClientMismatch"),
         ({"one_shot": other}, "ClientMismatch"),
         ({"one_shot": method, **private}, "NotSent"),
+        ({"one_shot": method, **of_examples}, "NotSent"),
     ):
         with pytest.raises(FederationError, match=f"client 0 failed in training: {error}"):
             one_shot([client_app(Plain(), Schools(), **options)] * SCHOOLS, method, Plain)
     assert "sums over its examples, for a linear model, exactly" in caplog.text
-    of_examples = {"callbacks": [fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)]}
-    with pytest.raises(FederationError, match="client 0 failed in training: NotSent"):
-        one_shot(
-            [client_app(Plain(), Schools(), one_shot=method, trainer=of_examples, state_folder=tmp_path)] * SCHOOLS,
-            method,
-            Plain,
-        )
     allowed = client_app(Plain(), Schools(), one_shot=method, exact=["statistics"], **private)
     assert len(one_shot([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
     with pytest.raises(FederationError, match=r"give an fb\.KroneckerLaplace, an"):

@@ -12,6 +12,7 @@ from lightning_fedbayes.transport.flower import FusionStrategy, personal_posteri
 from tests.federations import Plain, assert_close, blobs, federate, loader, network
 from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
+from tests.flower.test_schedules import Estimated
 from tests.trainer.scenarios import of_the_page
 from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
 
@@ -37,21 +38,15 @@ class Cleared(Scheduled):
             self.optimizers().state.clear()
 
 
-class Learned(Plain):
-    """A posterior from the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(network(0))
-
-    def configure_optimizers(self):
-        return fb.IVON(self.parameters(), 0.1)
+Learned = partial(Plain, optimizer=fb.IVON)
+"""A posterior from the optimizer."""
 
 
 class Headed(fb.HeadModule):
     """Sums of one exchange."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
+    def __init__(self, likelihood="one_hot", **options) -> None:
+        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, likelihood, **options), 6)
 
 
 class Measured(fb.HybridBayesianRegressor):
@@ -64,7 +59,7 @@ class Measured(fb.HybridBayesianRegressor):
         return batch[0], torch.nn.functional.one_hot(batch[1], 3).float()
 
 
-SITES, HALF, PAGE = {"fusion": "sites"}, {"fraction": 0.5}, {"fusion": OWN(0.1)}
+SITES, HALF, PAGE, KEPT = {"fusion": "sites"}, {"fraction": 0.5}, {"fusion": OWN(0.1)}, {"keep": ["optimizer"]}
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
     "dwc": (hybrid, {"fusion": Averaging("dwc", "global")}, {"fusion": Averaging("dwc", "global")}),
@@ -74,8 +69,8 @@ CASES = {
     "sites": (hybrid, {**SITES, "weighting": "equal"}, SITES),
     "sites of cohorts": (hybrid, {**SITES, "weighting": "equal", **HALF}, {**SITES, "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {**SITES, **HALF}, SITES),
-    "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
-    "kept optimizers that a hook clears": (Cleared, {}, {"keep": ["optimizer"]}),
+    "kept optimizers": (Scheduled, {}, KEPT),
+    "kept optimizers that a hook clears": (Cleared, {}, KEPT),
     "cohorts that keep": (Scheduled, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),
@@ -94,6 +89,10 @@ CASES = {
     "measured noise": (Measured, HALF, {"local_epochs": 3}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
+    **{
+        f"rates of every step, {rule}": (Estimated, {"fusion": rule, "fraction": part}, {"fusion": rule, **KEPT})
+        for rule, part in (("weighted_average", "turns"), ("sites", "turns"), ("fednova", 0.5), ("ditto", 0.5))
+    },
 }
 
 

@@ -5,15 +5,14 @@ import re
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import random_split
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.transport.flower import FusionStrategy
 from lightning_fedbayes.transport.schedules import believed
-from tests.federations import Crash, Plain, assert_equal, blobs, crash, federate, loader
+from tests.federations import Crash, Plain, assert_equal, crash, federate, loader
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid, SlowGrid
-from tests.trainer.test_schedules import SCHEDULES, Own, Told
+from tests.trainer.test_schedules import SCHEDULES, Own, Told, dealt
 from tests.transport.federation import BlobData
 
 RATES = {}
@@ -24,8 +23,7 @@ class Data(BlobData):
     """Clients of 3, 5 and 9 batches."""
 
     def __init__(self):
-        parts = random_split(blobs(68), (12, 20, 36), torch.Generator().manual_seed(0))
-        super().__init__(fb.ClientDatasets({str(client): part for client, part in enumerate(parts)}))
+        super().__init__(dealt((12, 20, 36)))
 
     def train_dataloader(self):
         return loader(self.dataset, batch_size=4)
@@ -43,10 +41,10 @@ class Estimated(Noted):
         super().__init__("cosine")
 
     def configure_optimizers(self):
-        optimizer, steps = torch.optim.SGD(self.parameters(), lr=0.1), self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         optimizer.register_step_pre_hook(self.note)
         self.warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
-        cosine = lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
         step = lr_scheduler.SequentialLR(optimizer, [self.warm, cosine], [4])
         rounds = lr_scheduler.ExponentialLR(optimizer, 1 - 1 / (3 * self.trainer.max_epochs))
         return [optimizer], [{"scheduler": step, "interval": "step"}, rounds]
@@ -207,7 +205,7 @@ class ByRound(Plain):
     def on_train_epoch_start(self):
         self.scale = 1.0 + self.current_epoch
         for group in self.optimizers().param_groups:
-            group["lr"] = 0.1 / self.scale
+            group["lr"] = 0.1 * self.scale
 
     def training_step(self, batch, batch_idx):
         return self.scale * super().training_step(batch, batch_idx)

@@ -17,15 +17,11 @@ from lightning_fedbayes.transport.flower.wire import message_in, records_of
 from tests.federations import Plain, blobs, loader
 from tests.flower.clients import client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
-from tests.flower.test_parity import Headed
+from tests.flower.test_parity import Headed, Learned
 from tests.transport.federation import PARTITION, BlobData, hybrid
 
 
-def ivon() -> Plain:
-    return Plain(optimizer=fb.IVON)
-
-
-@pytest.mark.parametrize("make", [hybrid, ivon, Plain])
+@pytest.mark.parametrize("make", [hybrid, Learned, Plain])
 def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_sites(tmp_path, make):
     """Single precision: a mean and a gradient for each parameter, and a precision for each Gaussian one."""
     grid = LocalGrid(client_apps(make=make, fusion="sites", state_folder=str(tmp_path)))
@@ -91,9 +87,7 @@ def test_a_head_sends_its_sums_and_under_privacy_none_exactly(private, tmp_path,
             torch.testing.assert_close(sent, own)
 
 
-class Softmax(fb.HeadModule):
-    def __init__(self, inference: str = "variational") -> None:
-        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, inference=inference), 6)
+Softmax = partial(Headed, "softmax")
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -101,7 +95,7 @@ class Softmax(fb.HeadModule):
 def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
     if large:
         monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
-    make = partial(Softmax, inference)
+    make = partial(Softmax, inference=inference)
     grid = LocalGrid(client_apps(make=make, one_shot=make().head))
     FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(make()), make().head)
     asked = [set(message.content["told"]) if "told" in message.content else set() for _, message, _ in grid.seen]

@@ -39,11 +39,7 @@ def prepared(
     **options: Any,
 ) -> FusionController:
     """Return the controller of a federation; ``change`` is client → what becomes of what it sends, None loses it."""
-    sites = (
-        dict(answering)
-        if isinstance(answering, dict)
-        else {f"site-{number + 1}": client for number, client in enumerate(answering)}
-    )
+    sites = {f"site-{number + 1}": client for number, client in enumerate(answering)}
     controller = FusionController(make(), fusion, num_rounds=rounds, **{"wait_for": len(sites), **options})
     on_the_way: list[Callable[[], None]] = []
 

@@ -18,8 +18,9 @@ from tests.federations import Plain
 from tests.fuzz import many, only_own_errors
 from tests.fuzz.doors import POOL, admitted, fuzzed, posterior
 from tests.nvflare.local import carried, clients, prepared, run
+from tests.nvflare.simulated import OnceBroken
 from tests.refusals import refusals
-from tests.transport.federation import BlobData, hybrid
+from tests.transport.federation import hybrid
 
 SECRET = "patient 4711"
 
@@ -30,16 +31,11 @@ test_arguments_are_refused_with_errors_of_the_package = fuzzed(
 )
 
 
-class Broken(BlobData):
-    def train_dataloader(self):
-        raise ValueError(SECRET)
-
-
 def test_a_client_that_raises_is_left_out_and_counts_again(caplog):
     caplog.set_level("INFO")
     made = clients()
-    working, made[2].datamodule = made[2].datamodule, Broken()
-    data = iter([Broken(), working, working])
+    working, made[2].datamodule = made[2].datamodule, OnceBroken()
+    data = iter([OnceBroken(), working, working])
     made[2].datamodule = lambda site: next(data) if site == "site-3" else None
     sent = []
     history = run(made, sent=sent).server.history
@@ -176,14 +172,11 @@ def test_a_client_answers_a_controller_of_another_kind_by_a_failure():
         client.answer(None)
 
 
-ARGUMENTS = {
-    "rounds": ({"num_rounds": 0}, "num_rounds=0"),
-    "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"),
-    "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
-    "fusion": ({"fusion": "rlkb"}, "did you mean"),
-}
 test_arguments_that_cannot_be_used = refusals(
     (FederationError, FusionError),
-    *ARGUMENTS.values(),
+    ({"num_rounds": 0}, "num_rounds=0"),
+    ({"checkpoint": "federation.pt"}, "give an absolute path"),
+    ({"calibration": [1]}, "give a list of FederatedTemperature"),
+    ({"fusion": "rlkb"}, "did you mean"),
     call=lambda options: FusionController(hybrid(), **{"num_rounds": 1, **options}),
 )

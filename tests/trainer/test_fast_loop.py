@@ -116,18 +116,3 @@ def test_they_are_the_steps_that_a_client_takes_in_all_rounds(accumulate, epochs
     assert module.at_first == module.between == max(module.taken.values())
     assert made.global_step == sum(module.taken.values())
     assert type(made) is L.Trainer
-
-
-def test_a_trainer_is_what_it_was_after_an_error():
-    class Fails(Plain):
-        def on_train_start(self):
-            raise RuntimeError("no")
-
-    class Mine(L.Trainer):
-        pass
-
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    made = Mine(max_epochs=1, callbacks=[fb.FederatedBayes(fb.IIDPartition(3))], accelerator="cpu", **quiet)
-    with pytest.raises(RuntimeError, match="no"):
-        made.fit(Fails(), loader())
-    assert type(made) is Mine

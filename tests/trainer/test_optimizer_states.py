@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LambdaCallback
@@ -51,6 +50,7 @@ CLEARS = {
 }
 CHANGES = {"fade": fade, "load": load, "write": write}
 ALL = {**CLEARS, **CHANGES, "read": read}
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "training_step")
 EPOCH_HOOKS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end")
 ENGINES = ("sequential", "vectorized")
 
@@ -83,23 +83,14 @@ def momenta(federation):
 
 
 @pytest.mark.parametrize("how", ALL)
-@pytest.mark.parametrize("where", ["on_train_batch_start", "on_train_batch_end", "training_step"])
-def test_while_a_client_trains_it_is_followed_from_the_next_step_on(where, how):
-    """Batch 3 of the second round, and with Lightning alone of the second epoch."""
-    made = [changing(where, how, rounds=(1,), at=3) for _ in range(2)]
-    trainer(3).fit(made[0], loader(shuffle=False))
-    federate(made[1], keeping("auto", "optimizer"), 3, loader(fb.ClientDatasets({"a": blobs()}), shuffle=False))
-    assert_equal(parameters(made[0]), parameters(made[1]))
-
-
-@pytest.mark.parametrize("how", ALL)
-@pytest.mark.parametrize("where", EPOCH_HOOKS)
-def test_between_rounds_one_client_is_as_lightning(where, how):
-    made, val = [changing(where, how, rounds=(0, 2)) for _ in range(2)], loader(shuffle=False)
-    options = {"num_sanity_val_steps": 0}
-    trainer(4, **options).fit(made[0], loader(shuffle=False), val)
+@pytest.mark.parametrize("where", [*BATCH_HOOKS, *EPOCH_HOOKS])
+def test_one_client_follows_it_as_lightning_does(where, how):
+    """From the next step on: at batch 3 of the second round, or between rounds."""
+    when = {"rounds": (1,), "at": 3} if where in BATCH_HOOKS else {"rounds": (0, 2)}
+    made, val = [changing(where, how, **when) for _ in range(2)], loader(shuffle=False)
+    trainer(4, num_sanity_val_steps=0).fit(made[0], loader(shuffle=False), val)
     one = loader(fb.ClientDatasets({"a": blobs()}), shuffle=False)
-    federate(made[1], keeping("auto", "optimizer"), 4, one, val, **options)
+    federate(made[1], keeping("auto", "optimizer"), 4, one, val, num_sanity_val_steps=0)
     assert_equal(parameters(made[0]), parameters(made[1]))
 
 
@@ -151,14 +142,13 @@ def test_a_clear_goes_on_over_a_checkpoint_and_through_a_folder(tmp_path, folder
 def test_callbacks_that_read_find_the_state_of_a_client_and_change_nothing(tmp_path):
     found = []
 
-    class Norms(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            read(trainer.optimizers[0])
-            found.append(len(trainer.optimizers[0].state_dict()["state"]))
+    def look(trainer, module):
+        read(trainer.optimizers[0])
+        found.append(len(trainer.optimizers[0].state_dict()["state"]))
 
     for make, fusion in ((lambda: changing("on_fit_start", "read"), "weighted_average"), (bayesian, "sites")):
         runs = []
-        for callbacks in ([], [Norms(), DeviceStatsMonitor(cpu_stats=False)]):
+        for callbacks in ([], [LambdaCallback(on_train_epoch_start=look), DeviceStatsMonitor(cpu_stats=False)]):
             module = make()
             federation = fb.FederatedBayes(fusion=fusion, keep=["optimizer"])
             logger = CSVLogger(tmp_path)

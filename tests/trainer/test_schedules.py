@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,55 +84,44 @@ class Own(Told):
             self.own["schedule"].step()
 
 
+def dealt(sizes):
+    """Clients 0, 1, … of these sizes."""
+    parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
+    return fb.ClientDatasets({str(client): part for client, part in enumerate(parts)})
+
+
 def fit(module, federation, sizes=(24,), rounds=3, ckpt_path=None, **options):
     callbacks = [] if federation is None else [federation]
     made = trainer(rounds, callbacks, **options)
-    parts = torch.utils.data.random_split(blobs(sum(sizes)), sizes, torch.Generator().manual_seed(0))
-    data = parts[0] if federation is None else fb.ClientDatasets({str(k): part for k, part in enumerate(parts)})
+    data = dealt(sizes).datasets[0] if federation is None else dealt(sizes)
     made.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
     return made
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_client_trains_as_without_a_federation(schedule, optimizer, accumulate):
-    made = [Scheduled(schedule, optimizer, frequency=accumulate) for _ in range(2)]
+ALONE = [(partial(Scheduled, s, o, frequency=n), n) for s in SCHEDULES for o in OPTIMIZERS for n in (1, 2)]
+ALONE += [(partial(Own, where), 1) for where in ("in the step", "after the batch", "by the Trainer's steps")]
+
+
+@pytest.mark.parametrize(("make", "accumulate"), ALONE)
+def test_one_client_trains_as_without_a_federation(make, accumulate):
+    """Also where the module moves its rate itself."""
+    made = [make(), make()]
     fit(made[0], None, accumulate_grad_batches=accumulate)
-    federation = fb.FederatedBayes(engine="sequential", keep=["optimizer"])
-    fit(made[1], federation, accumulate_grad_batches=accumulate)
+    fit(made[1], fb.FederatedBayes(keep=["optimizer"]), accumulate_grad_batches=accumulate)
     assert made[0].rates == made[1].rates
     assert len(set(made[0].rates["0"])) > 3
     assert_equal(parameters(made[0]), parameters(made[1]))
 
 
-@pytest.mark.parametrize("where", ["in the step", "after the batch", "by the Trainer's steps"])
-def test_a_module_that_moves_its_rate_itself_does_so_as_without_a_federation(where):
-    made = [Own(where), Own(where)]
-    fit(made[0], None)
-    fit(made[1], fb.FederatedBayes(keep=["optimizer"]))
-    assert made[0].rates == made[1].rates
-    assert_equal(parameters(made[0]), parameters(made[1]))
-
-
-@pytest.mark.parametrize(
-    "module", [lambda: Told("warm-up"), lambda: Own("in the step"), lambda: Own("after the batch")]
-)
-def test_each_client_begins_at_the_position_of_the_round_which_the_longest_moves_on(module):
+@pytest.mark.parametrize("where", ["of the Trainer", "in the step", "after the batch", "by the Trainer's steps"])
+def test_each_client_begins_at_the_position_of_the_round_which_the_longest_moves_on(where):
     """Clients of 3, 5 and 9 batches: the table of docs/what_works.md."""
-    made, wanted = module(), SCHEDULES["warm-up"](OPTIMIZERS["SGD"]([torch.zeros(1, requires_grad=True)]))
+    made = Told("warm-up") if where == "of the Trainer" else Own(where)
     fit(made, fb.FederatedBayes(), (12, 20, 36), rounds=2)
-    rates = [0.1 * wanted.lr_lambdas[0](step) for step in range(STEPS)]
+    (wanted,) = SCHEDULES["warm-up"](OPTIMIZERS["SGD"]([torch.zeros(1, requires_grad=True)])).lr_lambdas
+    rates = [0.1 * (min(1.0, step / 9) if "steps" in where else wanted(step)) for step in range(STEPS)]
     for client, batches in {"0": 3, "1": 5, "2": 9}.items():
         assert made.rates[client] == pytest.approx([*rates[:batches], *rates[9 : 9 + batches]])
-
-
-def test_the_trainers_steps_are_those_of_the_longest_client_of_each_earlier_round():
-    made = Own("by the Trainer's steps")
-    fit(made, fb.FederatedBayes(), (12, 20, 36), rounds=2)
-    for client, batches in {"0": 3, "1": 5, "2": 9}.items():
-        first = [0.1 * step / 9 for step in range(batches)]
-        assert made.rates[client] == pytest.approx([*first, *[0.1] * batches])
 
 
 @pytest.mark.parametrize("options", [{}, {"local_epochs": 2}, {"fraction": 0.67}, {"keep": ["optimizer"]}])
@@ -192,14 +182,20 @@ def test_a_scheduler_that_the_module_keeps_moves_no_more_often(interval, steps):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_rate_in_a_tensor_goes_back_with_the_client():
+@pytest.mark.parametrize("by", ["a schedule", "the module"])
+def test_a_rate_in_a_tensor_goes_back_with_the_client(by):
     class InTensor(Told):
         def configure_optimizers(self):
             made = super().configure_optimizers()
             if self.kind == "AdamW":
                 group = made["optimizer"].param_groups[0]
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-            return made
+            return made if by == "a schedule" else made["optimizer"]
+
+        def training_step(self, batch, batch_idx):
+            if by == "the module":
+                self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9  # of a tensor: in its place
+            return super().training_step(batch, batch_idx)
 
         def note(self, optimizer, *_):
             self.rates.setdefault(self.client, []).append(float(optimizer.param_groups[0]["lr"]))

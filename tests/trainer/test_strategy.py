@@ -64,8 +64,9 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(params=[2, 3])
 def several(request, trained):
-    """Number of processes, and their folder."""
-    return request.param, trained(request.param)
+    """A function that returns what came of a scenario in each of several processes."""
+    folder, ranks = trained(request.param), range(request.param)
+    return lambda name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,8 @@ def figures(history):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("several", "name"), CASES, indirect=["several"])
 def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name):
-    devices, folder = several
     expected = alone(name)
-    for rank in range(devices):
-        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+    for result in several(name):
         torch.testing.assert_close(result["posterior"], expected["posterior"], rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(result["buffers"], expected["buffers"], rtol=1e-6, atol=1e-9)
         for row, other in zip(figures(result["history"]), figures(expected["history"]), strict=True):
@@ -108,25 +107,21 @@ def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name
 @pytest.mark.parametrize("name", ["scaled", "scaled_stacked"])
 def test_the_scale_of_the_targets_is_that_of_one_process_to_the_bit(several, alone, name):
     """Each process adds up some of the clients, and all of them have all sums, and the table of clients."""
-    devices, folder = several
     expected, scale = alone(name), "scaler.target_units"
     targets = torch.cat([incomes(size, k).tensors[1] for k, size in enumerate(SIZES)]).double()
     wanted = torch.stack([targets.mean(), targets.std(correction=0)])
     torch.testing.assert_close(expected["buffers"][scale].flatten(), wanted, rtol=1e-12, atol=0)
     columns, rows = expected["statistics"]
     assert (columns[:2], len(rows)) == (["client", "examples"], len(SIZES) + 1)
-    for rank in range(devices):
-        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+    for result in several(name):
         assert torch.equal(result["buffers"][scale], expected["buffers"][scale])
         assert result["statistics"] == expected["statistics"]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ddp_splits_the_batches_of_each_client(several, alone):
-    devices, folder = several
-    expected = alone("split")
-    results = [torch.load(folder / f"split.{rank}.pt", weights_only=False) for rank in range(devices)]
-    assert [result["examples"] for result in results] == [expected["examples"] / devices] * devices
+    expected, results = alone("split"), several("split")
+    assert [result["examples"] for result in results] == [expected["examples"] / len(results)] * len(results)
     for result in results:
         torch.testing.assert_close(result["posterior"], expected["posterior"], rtol=1e-4, atol=1e-6)
         assert result["steps"] == expected["steps"]
@@ -135,9 +130,7 @@ def test_ddp_splits_the_batches_of_each_client(several, alone):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_one_process_stops_inside_a_round_ends_after_it(several, alone):
-    devices, folder = several
-    whole = alone("stopped")  # in which there is no second process
-    results = [torch.load(folder / f"stopped.{rank}.pt", weights_only=False) for rank in range(devices)]
+    whole, results = alone("stopped"), several("stopped")  # in one process there is no second one
     for result in results:
         assert figures(result["history"]) == [pytest.approx(row, rel=1e-5) for row in figures(whole["history"])[:2]]
         torch.testing.assert_close(result["posterior"], results[0]["posterior"], rtol=0, atol=0)
@@ -158,9 +151,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_round_takes_few_collective_calls(several, name):
-    devices, folder = several
-    for rank in range(devices):
-        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+    for result in several(name):
         assert result["calls"] == [CALLS[name]] * 3
 
 

@@ -121,48 +121,39 @@ for name, made, options in [
     add("Other optimizers", name, lambda made=made: Net(optimizer=made), **options)
 
 
-def scheduled(make: Callable[[Any], Any], **config: Any) -> Callable[[], Net]:
+def scheduled(make: Callable[[Any], Any], methods: Any = (), **config: Any) -> Callable[[], Net]:
     def configure_optimizers(self):
         optimizer = optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **config}}
 
-    return net(configure_optimizers=configure_optimizers)
+    return net(configure_optimizers=configure_optimizers, **dict(methods))
 
 
-for name, make in {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
-    "a warm-up and then a decay": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.5, 1), lr_scheduler.ExponentialLR(o, 0.5)], [1]
-    ),
-}.items():
-    add("Schedules", name, scheduled(make), rounds=3)
-add("Schedules", "once in two epochs", scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), frequency=2), rounds=2)
-for name, make in {
-    "StepLR in every step": lambda o: lr_scheduler.StepLR(o, 1, 0.9),
-    "OneCycleLR in every step": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=100),
-    "a warm-up in every step": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 9)),
-}.items():
-    add("Schedules", name, scheduled(make, interval="step"), rounds=3)
-add(
-    "Schedules",
-    "in every second step",
-    scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step", frequency=2),
-    vectorized=REFUSED,
-)
-add(
-    "Schedules",
-    "of the module's own hook lr_scheduler_step",
-    lambda: net(
-        configure_optimizers=lambda self: (
-            [o := optim.SGD(self.parameters(), lr=0.1)],
-            [lr_scheduler.StepLR(o, 1, 0.5)],
-        ),
-        lr_scheduler_step=lambda self, scheduler, metric: scheduler.step(),
-    )(),
-    rounds=3,
-)
+def halved(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def warmed(optimizer: Any) -> Any:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 1), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+OF_STEPS = {"interval": "step"}
+OWN_HOOK = {"methods": {"lr_scheduler_step": lambda self, scheduler, metric: scheduler.step()}}
+for name, make, config in [
+    ("StepLR", halved, {}),
+    ("cosine", lambda o: lr_scheduler.CosineAnnealingLR(o, 4), {}),
+    ("LambdaLR", lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)), {}),
+    ("a warm-up and then a decay", warmed, {}),
+    ("once in two epochs", halved, {"frequency": 2}),
+    ("StepLR in every step", lambda o: lr_scheduler.StepLR(o, 1, 0.9), OF_STEPS),
+    ("OneCycleLR in every step", lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=100), OF_STEPS),
+    ("a warm-up in every step", lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 9)), OF_STEPS),
+    ("in every second step", halved, {**OF_STEPS, "frequency": 2}),
+    ("of the module's own hook lr_scheduler_step", halved, OWN_HOOK),
+]:
+    how = REFUSED if name == "in every second step" else EQUAL
+    add("Schedules", name, scheduled(make, **config), rounds=3, vectorized=how)
 
 
 STEP = "The training step"
@@ -416,18 +407,12 @@ class Tied(nn.Module):
 
 
 class Tokens(nn.Module):
-    sparse = False
-
-    def __init__(self):
+    def __init__(self, sparse=False):
         super().__init__()
-        self.table, self.head = nn.Embedding(5, 4, sparse=self.sparse), nn.Linear(4, CLASSES)
+        self.table, self.head = nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, CLASSES)
 
     def forward(self, x):
         return self.head(self.table(x.abs().long() % 5).mean(1))
-
-
-class SparseTokens(Tokens):
-    sparse = True
 
 
 class Bert(nn.Module):
@@ -520,7 +505,7 @@ of(
 of("dropout", lambda: nn.Sequential(nn.Dropout(0.3), network()), noisy=True)
 of("tied weights", Tied)
 of("embedding", Tokens)
-of("embedding with sparse gradients", SparseTokens, **ALONE)
+of("embedding with sparse gradients", lambda: Tokens(sparse=True), **ALONE)
 of(
     "transformer layer without dropout",
     lambda: nn.Sequential(
@@ -708,6 +693,14 @@ reacts("on_train_batch_start sets the learning rate by batch_idx", **ALONE)(
 reacts("on_train_batch_end clamps the weights", **ALONE)(lambda self, trainer, module, *_: clamp(module))
 
 
+def fades(trainer: Any, module: nn.Module) -> None:
+    scale(module, 0.9)
+
+
+def clamps(trainer: Any, module: nn.Module, *_: Any) -> None:
+    clamp(module)
+
+
 class Ema(L.Callback):
     """Follows the weights, and never gives them back."""
 
@@ -719,23 +712,17 @@ class Ema(L.Callback):
             self.shadow[name] = 0.9 * self.shadow.get(name, p.detach()) + 0.1 * p.detach()
 
 
-add(CALLBACKS, "a moving average of the weights beside the module", callbacks=lambda: [Ema()], **ALONE)
-add(CALLBACKS, "EarlyStopping", callbacks=lambda: [EarlyStopping("val/loss")], validates=True)
-add(CALLBACKS, "Timer", callbacks=lambda: [Timer("00:01:00:00")])
-add(
-    CALLBACKS,
-    "LambdaCallback with a hook of the epoch",
-    callbacks=lambda: [LambdaCallback(on_train_epoch_start=lambda trainer, module: scale(module, 0.9))],
-)
-add(
-    CALLBACKS,
-    "LambdaCallback with a hook of the batch",
-    callbacks=lambda: [LambdaCallback(on_train_batch_end=lambda trainer, module, *_: clamp(module))],
-    **ALONE,
-)
-add(CALLBACKS, "StochasticWeightAveraging", callbacks=lambda: [StochasticWeightAveraging(0.1)], **NEVER)
-add(CALLBACKS, "ModelPruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.5)], **NEVER)
-add(CALLBACKS, "GradientAccumulationScheduler", callbacks=lambda: [GradientAccumulationScheduler({0: 2})], **NEVER)
+for name, make, options in [
+    ("a moving average of the weights beside the module", Ema, ALONE),
+    ("EarlyStopping", lambda: EarlyStopping("val/loss"), {"validates": True}),
+    ("Timer", lambda: Timer("00:01:00:00"), {}),
+    ("LambdaCallback with a hook of the epoch", lambda: LambdaCallback(on_train_epoch_start=fades), {}),
+    ("LambdaCallback with a hook of the batch", lambda: LambdaCallback(on_train_batch_end=clamps), ALONE),
+    ("StochasticWeightAveraging", lambda: StochasticWeightAveraging(0.1), NEVER),
+    ("ModelPruning", lambda: ModelPruning("l1_unstructured", amount=0.5), NEVER),
+    ("GradientAccumulationScheduler", lambda: GradientAccumulationScheduler({0: 2}), NEVER),
+]:
+    add(CALLBACKS, name, callbacks=lambda make=make: [make()], **options)
 
 TRAINER = "Options of the Trainer"
 for name, options, how in [
@@ -774,27 +761,18 @@ def of_dict(self, batch, batch_idx):
     return self.loss((batch["x"], batch["y"]))
 
 
-add(
-    DATA,
-    "batches of dicts",
-    net(training_step=of_dict),
-    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y}),
-)
-add(
-    DATA,
-    "text in batches",
-    net(training_step=of_dict),
-    dataset=lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, "name": "a"}),
-    **ALONE,
-)
-add(
-    DATA,
-    "a collate function",
-    net(training_step=of_dict),
-    loading={
-        "collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
-    },
-)
+def as_dict(**more: Any) -> Callable[[Any], Mapped]:
+    return lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, **more})
+
+
+def collated(rows: Any) -> dict[str, Any]:
+    return {name: torch.stack(values) for name, values in zip("xy", zip(*rows))}
+
+
+OF_DICT = net(training_step=of_dict)
+add(DATA, "batches of dicts", OF_DICT, dataset=as_dict())
+add(DATA, "text in batches", OF_DICT, dataset=as_dict(name="a"), **ALONE)
+add(DATA, "a collate function", OF_DICT, loading={"collate_fn": collated})
 add(DATA, "a data set that reads whole batches", dataset=lambda dataset: Centred(dataset, tuple))
 add(DATA, "drop_last", loading={"drop_last": True})
 add(DATA, "two workers", loading={"num_workers": 2})

@@ -4,11 +4,11 @@ import math
 import secrets
 from dataclasses import replace
 
-import lightning as L
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import ScaledUpdate
@@ -37,9 +37,11 @@ def posterior(seed, size=4, scale=1.0):
 
 
 def step(sent, previous):
+    """The step from one posterior to another, in (μ, log σ)."""
     means = [(sent.mean[name] - previous.mean[name]).double().flatten() for name in previous.names]
-    ratio = sent.variance["weight"].double() / previous.variance["weight"].double()
-    return torch.cat([*means, ratio.log().flatten() / 2])
+    wide = [name for name, variance in previous.variance.items() if variance.any()]
+    ratios = [sent.variance[name].double() / previous.variance[name].double() for name in wide]
+    return torch.cat([*means, *(ratio.log().flatten() / 2 for ratio in ratios)])
 
 
 @given(scale=st.floats(0.0, 1e4), clip=st.floats(1e-3, 1e3))
@@ -238,28 +240,9 @@ test_arguments_are_checked_at_once = refusals(
 HUGE = UpdatePrivacy(clip=1e6, noise_multiplier=0.0)
 
 
-class AtHalf(L.Callback):
-    """Keeps a checkpoint of two rounds."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 2:
-            trainer.save_checkpoint(self.path)
-
-
 def run(module, privacy, rounds=2, clients=3, ckpt_path=None, callbacks=(), **options):
     federation = fb.FederatedBayes(fb.IIDPartition(clients), privacy=privacy, **options)
     return federate(module, federation, rounds, ckpt_path=ckpt_path, callbacks=callbacks), federation
-
-
-def distance(first, second):
-    """Norm of the step from one posterior to another, in (μ, log σ)."""
-    parts = [(first.mean[n] - second.mean[n]).flatten() for n in first.names]
-    ratios = (first.variance[n] / second.variance[n] for n in first.names if first.variance[n].any())
-    parts += [ratio.log().flatten() / 2 for ratio in ratios]
-    return float(torch.cat(parts).norm())
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -281,18 +264,19 @@ def test_an_average_of_clipped_updates_is_no_longer_than_one_of_them():
     module = bayesian(learning_rate=0.5)
     before = read_posterior(module).clone()
     _, federation = run(module, UpdatePrivacy(0.01, 0.0), rounds=1, fusion="log_variance_average", engine="sequential")
-    assert 0.005 < distance(federation.posterior, before) <= 0.01 * (1 + 1e-3)
+    assert 0.005 < step(federation.posterior, before).norm() <= 0.01 * (1 + 1e-3)
 
 
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
     privacy = UpdatePrivacy(0.5, 0.2, widen_posterior=True)
-    whole, resumed, half = bayesian(), bayesian(seed=1), AtHalf(tmp_path / "half.ckpt")
+    whole, resumed, path = bayesian(), bayesian(seed=1), tmp_path / "half.ckpt"
+    half = LambdaCallback(on_train_epoch_start=lambda made, _: made.current_epoch == 2 and made.save_checkpoint(path))
     made, _ = run(whole, privacy, rounds=4, callbacks=[half])
-    again, _ = run(resumed, privacy, rounds=4, ckpt_path=tmp_path / "half.ckpt")
+    again, _ = run(resumed, privacy, rounds=4, ckpt_path=path)
     assert_equal(parameters(whole), parameters(resumed))
     assert again.callback_metrics["privacy/epsilon"] == made.callback_metrics["privacy/epsilon"]
     with pytest.raises(FederationError, match=r"privacy=None \(was UpdatePrivacy"):
-        run(bayesian(), None, rounds=4, ckpt_path=tmp_path / "half.ckpt")
+        run(bayesian(), None, rounds=4, ckpt_path=path)
 
 
 def test_adversaries_begin_with_what_they_would_have_sent():
