@@ -67,7 +67,7 @@ def test_taken_names_are_refused_and_nothing_is_registered(temporary, taken):
     assert fusion.rule_name("wc") == "weighted_conflation"
 
 
-@pytest.mark.parametrize("thing", [int, 3, fusion.LinearPool(), "conflation"], ids=str)
+@pytest.mark.parametrize("thing", [int, 3, fusion.LinearPool(), "conflation"], ids=["class", "number", "rule", "name"])
 def test_only_rule_classes_and_functions_are_registered(temporary, thing):
     with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
         register_fusion(temporary)(thing)
