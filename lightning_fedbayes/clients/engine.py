@@ -109,7 +109,9 @@ class Engine(ABC):
         """Return the number of the loop's batches for the clients of ``plan``. One, which is idle, without clients."""
 
     def show_states(self) -> None:
-        """Give the optimizers the states of a client until the next round, for hooks to read and change."""
+        """Give the optimizers the states of a client until the next round, for hooks to read and change, if any."""
+        if not self.shows_states:
+            return
         states, learned = self.states.sample or [{} for _ in self.context.optimizers], self.model.learned
         if learned is not None and states:
             states = [learned.shown(states[0]), *states[1:]]

@@ -61,11 +61,10 @@ class ClientScores:
 
     def __post_init__(self) -> None:
         errors.check_strings("names", self.names, "give the name of each client", error=FedBayesError)
-        for name, kind, need in (
-            ("num_examples", Sequence, "give a number for each client"),
-            ("values", Mapping, "give a dict, figure → values of the clients"),
-        ):
-            errors.check_kind(name, getattr(self, name), kind, need, error=FedBayesError)
+        need = "give a number for each client"
+        errors.check_kind("num_examples", self.num_examples, Sequence, need, error=FedBayesError)
+        need = "give a dict, figure → values of the clients"
+        errors.check_kind("values", self.values, Mapping, need, error=FedBayesError)
         for count in self.num_examples:
             errors.check_at_least("num_examples", count, 1, error=FedBayesError)
         for figure, values in self.values.items():

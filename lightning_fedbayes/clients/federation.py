@@ -82,8 +82,7 @@ class Federation:
         self._sent: dict[int, GaussianPosterior] = {}
         self.in_flight = InFlight()
         self._secret: str = collective.all_gather(secrets.token_hex(32))[0]  # of the noise of privacy
-        if engine.shows_states:
-            engine.show_states()
+        engine.show_states()
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``: the clients start from the global posterior.
@@ -371,8 +370,7 @@ class Federation:
         self.engine.states.load_state_dict(state["clients"])
         self._secret = state["secret"]
         self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
-        if self.engine.shows_states:
-            self.engine.show_states()
+        self.engine.show_states()
         if self.engine.context.course is not None:
             self.engine.context.course.done = state["steps"]
         method, server = self.server.method, self.server

@@ -247,10 +247,8 @@ class OptimizerPosterior(LearnedPosterior):
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""
-        return {
-            name: precision_of(client.state[number]).reciprocal().to(self.variances[name].dtype)
-            for name, number in self._numbers.items()
-        }
+        precisions = {name: precision_of(client.state[number]) for name, number in self._numbers.items()}
+        return {name: each.reciprocal().to(self.variances[name].dtype) for name, each in precisions.items()}
 
 
 class CurvaturePosterior(LearnedPosterior):

@@ -107,7 +107,9 @@ class SequentialEngine(Engine):
         state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
-        self._stop_watching()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._state is not None:
             self._state.restore()
         self._terms = self.terms([client], [problem])
@@ -252,7 +254,9 @@ class SequentialEngine(Engine):
 
     def end_round(self, *, success: bool) -> None:
         """Restore what clients have changed in the module and its optimizers, and name it once."""
-        self._stop_watching()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for optimizer in self._optimizers:
             optimizer.reset()
         if self.context.course is not None:
@@ -268,11 +272,6 @@ class SequentialEngine(Engine):
                 self._told |= names
         self._state = None
         super().end_round(success=success)
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
     def _seed_client(self) -> None:
         """Seed the global generators for the next client, before transforms of its first batch on the device."""

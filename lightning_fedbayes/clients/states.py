@@ -329,9 +329,7 @@ class ClientOptimizer:
     def __init__(
         self, optimizer: Optimizer, remake: Callable[[], Optimizer], keep: bool, moving: Collection[str] = ()
     ) -> None:
-        self.optimizer = optimizer
-        self._moving = moving
-        self._remake = remake
+        self.optimizer, self._remake, self._moving = optimizer, remake, moving
         self._is_plain = not has_own_state(optimizer)
         if keep and not self._is_plain:
             raise FederationError(

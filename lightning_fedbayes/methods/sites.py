@@ -425,16 +425,10 @@ class Sites(method.Method):
             centre, std = (each.repeat_interleave(numbers) for each in priors.view(-1, 2).T)
             prior = std**-2
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
-            shared.notes["sites"] = _Round(
-                names,
-                lengths,
-                rows,
-                mean,
-                1 / variance[rows] if names else mean[:0],
-                prior,
-                prior * (mean[rows] - centre),
-                self._scale(shared, shared.tensors) * told,
-            )
+            precision = 1 / variance[rows] if names else mean[:0]
+            natural = precision, prior, prior * (mean[rows] - centre)
+            slope = self._scale(shared, shared.tensors) * told
+            shared.notes["sites"] = _Round(names, lengths, rows, mean, *natural, slope)
         return shared.notes["sites"]
 
     def slope(self, shared: method.Shared) -> Tensor:

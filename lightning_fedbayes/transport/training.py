@@ -85,8 +85,7 @@ class ClientTraining(TrainsClients):
     """
 
     def __init__(self, settings: FederationSettings) -> None:
-        self.settings = settings
-        self.method = settings.method
+        self.settings, self.method = settings, settings.method
         if self.method.auto is not None:
             why = "chooses at the server, and needs its validation data"
             raise errors.FederationError(f"fusion='auto' {why}; name one rule")
@@ -234,8 +233,7 @@ class ClientTraining(TrainsClients):
         self._engine = SequentialEngine(context, model, self._loader, method=self.method, seed=task.seed, **options)
         self._engine.states.load_state_dict(task.kept)
         self._engine.only = task.client if self.method.problems == 1 else None
-        if self._engine.shows_states:
-            self._engine.show_states()
+        self._engine.show_states()
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun))
         self._loop.install(self._engine, self._begin_batch, self._end_batch)

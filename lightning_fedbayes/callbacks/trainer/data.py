@@ -17,8 +17,7 @@ class FederatedSource:
     """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``."""
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
-        self.source = source
-        self.federate = federate
+        self.source, self.federate = source, federate
 
     @property
     def instance(self) -> Any:

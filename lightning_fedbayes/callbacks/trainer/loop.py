@@ -390,9 +390,7 @@ class _Batches:
     """A data fetcher whose last batch is the last of a client's local epoch."""
 
     def __init__(self, fetcher: Any, done: bool) -> None:
-        self._fetcher = fetcher
-        self.done = done
-        self.is_exhausted = False
+        self._fetcher, self.done, self.is_exhausted = fetcher, done, False
 
     def __next__(self) -> Any:
         try:

@@ -62,8 +62,7 @@ class VectorizedEngine(Engine):
         **options: Any,
     ) -> None:
         self.log: StackedTrainingLog
-        self.probed = probed
-        self.clients_at_once = clients_at_once
+        self.probed, self.clients_at_once = probed, clients_at_once
         super().__init__(context, model, loader, StackedTrainingLog(context), **options)
         self._step = StackedStep(context, self.log)
         self._step.shared_buffers = probed.shared_buffers

@@ -62,8 +62,7 @@ class JointDraws:
         views: Mapping[str, Tensor],
         local: "StackedPriors | None" = None,
     ) -> None:
-        self._small = gaussians.small
-        self._local = local
+        self._small, self._local = gaussians.small, local
         self._index: dict[tuple[int, int], int] = {}
         self._stacks: list[Tensor] = []
         names = gaussians.names

@@ -35,8 +35,7 @@ class ClientOperations(TorchFunctionMode):
     replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
 
     def __init__(self, branches: bool = True) -> None:
-        self.branches = branches
-        self.branched = False
+        self.branches, self.branched = branches, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
