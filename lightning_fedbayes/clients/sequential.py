@@ -212,7 +212,7 @@ class SequentialEngine(Engine):
             metrics["train_loss"] = float(total) / sum(self._counts) * self.context.accumulate
             if self._added:
                 added = float(sum(each * count for each, count in zip(self._added, self._counts))) / sum(self._counts)
-                metrics |= {"train_loss": metrics["train_loss"] - added, "added_loss": added}
+                metrics |= {"train_loss": metrics["train_loss"] - added, "added_loss": added} if added else {}
         metrics.update(logged)
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch

@@ -204,7 +204,7 @@ class Server:
         if bound is not None and method.bounded:
             if is_new:
                 self.sites, self.untold = {}, set()
-            beside, names = joined({}, sent), joined({}, dict.fromkeys(method.per_example))
+            beside, names = joined({}, sent), joined({}, {name: sent[name] for name in method.per_example})
             part = 1.0 if self.versions is None else len(plan.cohort) * share
             if method.adds:
                 counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))

@@ -135,7 +135,8 @@ def read_message(
         raise FusionError(f"{who} failed{failure_in(header)}")
     if says != kind:
         raise FusionError(f"{who}: its reply is of kind '{says}', and it was asked for '{kind}'")
-    number, answered = header.get("client"), header.get("server-round")
+    number: Any = header.get("client")
+    answered: Any = header.get("server-round")
     if not errors.is_whole(number) or number < 0 or (client is not None and number != client):
         raise FusionError(f"{who}: it says that it is client {errors.shown(number)}")
     if not errors.is_whole(answered) or answered != server_round:

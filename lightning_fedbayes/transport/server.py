@@ -79,7 +79,8 @@ class Rounds:
         if across and (self.method.sends_means or self.method.name == "sums"):
             why = f"across=True with fusion='{self.method.name}': its clients send no posterior of their own"
             raise errors.FederationError(f"{why}; give a method whose clients do, or across=False")
-        self.weighting, self.fraction, self.safeguards = settings.weighting, fraction, safeguards
+        self.weighting, self.safeguards = settings.weighting, safeguards
+        self.fraction: Fraction = fraction
         self.wait_for, self.evaluate, self.across, self.seed = wait_for, evaluate, across, seed
         self.checkpoint = None if checkpoint is None else errors.check_path("checkpoint", checkpoint)
         self.server: Server | None = None

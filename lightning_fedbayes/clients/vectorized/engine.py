@@ -23,7 +23,6 @@ from lightning_fedbayes.clients.vectorized import schedule
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
-from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Group, Slots, add_rows, rows_of_tree, slots_of
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, listed
@@ -189,23 +188,26 @@ class VectorizedEngine(Engine):
         """Return the number of the batch in the client's local epoch."""
         return step % (self._lengths[slot] // self.plan.local_epochs)
 
-    def _parts(self, slots: Slots, data: Any, step: int) -> Iterator[tuple[Slots, Any]]:
+    def _parts(self, slots: schedule.Slots, data: Any, step: int) -> Iterator[tuple[schedule.Slots, Any]]:
         """Yield the clients that have not failed, with their batches, in groups that can step together."""
-        healthy = slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
+        healthy = schedule.slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
         if self._stack is None or not healthy:
             return
         kinds = self._stack.optimizer.alike(healthy)
         if self.probed.reads_index and self.plan.local_epochs > 1:
             number = {slot: self._index(slot, step) for slot in healthy}
             kinds = [
-                slots_of([slot for slot in kind if number[slot] == index])
+                schedule.slots_of([slot for slot in kind if number[slot] == index])
                 for kind in kinds
                 for index in sorted({number[slot] for slot in kind})
             ]
         for together in kinds:
-            yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
+            yield (
+                together,
+                data if together == slots else schedule.rows_of_tree(data, [slots.index(slot) for slot in together]),
+            )
 
-    def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
+    def _train(self, slots: schedule.Slots, data: Any, group: schedule.Group) -> Outputs:
         """Take one step of clients of one kind. If it fails, or they branch differently, step smaller groups."""
         assert self._stack is not None
         optimizer = self._stack.optimizer
@@ -226,9 +228,11 @@ class VectorizedEngine(Engine):
             if len(slots) == 1:
                 self._failures[slots[0]] = explained(error)
                 return None, {}
-            truths = error.truths if isinstance(error, Disagreement) else range(len(slots))
+            truths = error.truths if isinstance(error, schedule.Disagreement) else range(len(slots))
             rows = [[row for row, each in enumerate(truths) if each == truth] for truth in dict.fromkeys(truths)]
-            parts = [(slots_of([slots[row] for row in some]), rows_of_tree(data, some)) for some in rows]
+            parts = [
+                (schedule.slots_of([slots[row] for row in some]), schedule.rows_of_tree(data, some)) for some in rows
+            ]
             return [self._train(part, batch, group) for part, batch in parts][-1]
         try:
             optimizer.skip() if losses is None else optimizer.step()
@@ -247,8 +251,8 @@ class VectorizedEngine(Engine):
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
             added = self._stack.added
-            add_rows(self._losses, slots, (losses - added) * group.batch_size)
-            add_rows(self._added, slots, added * group.batch_size)
+            schedule.add_rows(self._losses, slots, (losses - added) * group.batch_size)
+            schedule.add_rows(self._added, slots, added * group.batch_size)
             for slot in slots:
                 self._examples[slot] += group.batch_size
         return losses, rest

@@ -13,12 +13,12 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine as vectorized
-from lightning_fedbayes.clients.vectorized import step as step_module
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.probe import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
 from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
+from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
@@ -171,7 +171,7 @@ def test_a_federation_ends_equal_without_the_primitives(case, monkeypatch):
     ended = []
     for removed in (False, True):
         if removed:
-            monkeypatch.setattr(step_module, "has_vmap_primitives", lambda: False)
+            monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
         module, partition = make(), fb.SizesPartition((30, 20, 10))
         federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
         made = federate(module, federation, 2, loader(data()))
