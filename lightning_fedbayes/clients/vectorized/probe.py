@@ -35,7 +35,6 @@ from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import tree_leaves, tree_map
 from lightning_fedbayes.core.seeding import random_state
 
 
@@ -112,7 +111,9 @@ def _probe(
                         # otherwise step apart. Where a branch depends on what trains, they mostly would.
                         step.shares_batch = True
                         try:
-                            stack.forward_backward(range(2), tree_map(lambda stacked: stacked[0], data), index)
+                            stack.forward_backward(
+                                range(2), private_torch.tree_map(lambda stacked: stacked[0], data), index
+                            )
                         finally:
                             step.shares_batch = False
                     if len(loader.clients.sizes) == 1:  # nobody puts them back
@@ -203,7 +204,9 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
             yield f"the module {path} has a backward hook, which vmap leaves out"
     if private_torch.has_step_hook(optimizer):
         yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
-    kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
+    kept = private_torch.tree_leaves(
+        [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")]
+    )
     if any(leaf is parameter for leaf in kept for parameter in parameters_of(optimizer)):
         yield f"{type(optimizer).__name__} keeps parameters elsewhere than in its groups"
     if getattr(context.precision, "scaler", None) is not None:
@@ -220,7 +223,11 @@ class _Allocations(private_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is given for given in args)]
+            new = [
+                t
+                for t in private_torch.tree_leaves(result)
+                if isinstance(t, Tensor) and not any(t is given for given in args)
+            ]
             self.bytes += sum(t.numel() * t.element_size() for t in new)
         return result
 
@@ -404,7 +411,7 @@ def _check_singles(
     for slot, client in enumerate(clients):
         own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.parameters.items()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        batch = tree_map(lambda stacked, slot=slot: stacked[slot], data)
+        batch = private_torch.tree_map(lambda stacked, slot=slot: stacked[slot], data)
         with step.swap.using({**own, **buffers}), step.log.noting():
             if before is not None:
                 module.on_client_start(client)  # pyright: ignore[reportCallIssue]
