@@ -10,10 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedbayes.core import messages
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.messages import SCALE, ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.core.messages import (
+    EPSILONS,
+    SCALE,
+    ClientFailure,
+    ClientOutcome,
+    ClientUpdate,
+    bytes_of,
+    check_mapping,
+)
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
@@ -138,7 +145,7 @@ class Server:
         late: Late | None = None,
     ) -> None:
         check_posterior(posterior, "posterior")
-        messages.check_mapping("buffers", {} if buffers is None else buffers, Tensor)
+        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
         check_probabilistic(weighting, posterior)
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
@@ -376,7 +383,7 @@ class Server:
             "excluded_clients": float(excluded),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
-            "megabytes_down": (self.posterior.num_bytes + messages.bytes_of(told)) * len(outcomes) / 1e6,
+            "megabytes_down": (self.posterior.num_bytes + bytes_of(told)) * len(outcomes) / 1e6,
             "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
         if self.collective.size > 1:
@@ -386,7 +393,7 @@ class Server:
             if any(name in each.metrics for each in trained):
                 total = sum(each.metrics.get(name, 0.0) * each.num_examples for each in trained)
                 figures[name] = total / sum(each.num_examples for each in trained)
-        for name in messages.EPSILONS:  # over Flower, where each client keeps its account
+        for name in EPSILONS:  # over Flower, where each client keeps its account
             spent = [each.metrics[name] for each in outcomes if name in each.metrics]
             figures |= {name: max(spent)} if spent else {}
         return figures
