@@ -353,3 +353,25 @@ def test_a_module_may_keep_what_it_makes_under_inference_mode(engine):
     for each in (module, plain):
         federate(each, fb.FederatedBayes(fb.IIDPartition(3), engine=engine), 3, val=loader(shuffle=False))
     torch.testing.assert_close(parameters(module), parameters(plain))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_the_means_of_a_posterior_and_its_vector_are_one_thing_wherever_a_user_gets_it(engine):
+    class Look(fb.HybridBayesianClassifier):
+        needs_client_posteriors = True
+
+        def on_round_end(self, posterior, clients):
+            for each in (posterior, *clients):
+                check(each)
+
+    def check(posterior):
+        name, before = posterior.names[0], posterior.flatten()[0].clone()
+        posterior.mean[name].add_(1.0)
+        moved = posterior.flatten()[0] - before
+        posterior.mean[name].sub_(1.0)
+        assert float(moved.sum()) == pytest.approx(posterior.mean[name].numel(), rel=1e-5)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(8), engine=engine)
+    federate(Look(network(), bayesian_last=2), federation, 1)
+    check(federation.posterior)
+    check(fb.fuse("rklb", [federation.posterior, federation.posterior]))
