@@ -364,6 +364,10 @@ class Federation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave. The module's checkpoint restores its parameters."""
+        missing = {"clients", "in_flight", "secret", "steps"} - state.keys()
+        if missing:
+            what = f"the checkpoint has no {listed(sorted(missing))}: another version of lightning_fedbayes wrote it"
+            raise FederationError(f"{what}; resume with that version, or begin anew")
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)

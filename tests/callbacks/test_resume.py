@@ -362,6 +362,14 @@ def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
         assert_equal(dict(found.variance), dict(wanted.variance))
 
 
+def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path):
+    federation = fit(tmp_path, "sites", "sequential")[1]
+    state = federation.federation.state_dict()
+    del state["secret"]
+    with pytest.raises(FederationError, match="has no secret: another version of lightning_fedbayes wrote it"):
+        federation.federation.load_state_dict(state)
+
+
 def kill_at(calls: int, name: str):
     """Let the process be killed at a call of a method of :class:`Store`."""
     method, left = getattr(Store, name), [calls]
