@@ -153,9 +153,9 @@ class Scaffold(method.Method):
     of it to c, times the cohort's share of all clients. Control variates, of means, are as large as the network, in
     every message.
 
-    When to use it: unlike clients take many steps of plain SGD. What one client adds to c has
-    the direction of its move, and at most a multiple of the median client's size in each round, which adds up over the
-    rounds of a client that lies about its length. If few clients take part in a round, c lags behind.
+    When to use it: unlike clients take many steps of plain SGD. What a client adds to c has the direction of its move.
+    The server bounds each :math:`c_k` by the median client's, and the client keeps what is counted of it: c is their
+    mean, and lies do not add up. If few clients take part in a round, c lags behind.
 
     Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
     """
@@ -163,6 +163,7 @@ class Scaffold(method.Method):
     registered: ClassVar[str] = "scaffold"
     keeps: ClassVar[str] = "its control variate, which the server's mean still counts"
     sends: ClassVar[bool] = True
+    sends_changes: ClassVar[bool] = True
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)

@@ -208,6 +208,9 @@ class Method:
     """Those of them that count something, at least 0: the server compares their size for each example."""
     told: ClassVar[tuple[str, ...]] = ()
     """Names that the server sends to clients over a network. Empty for all."""
+    sends_changes: ClassVar[bool] = False
+    """True if they send the changes of what they keep under the same names. The server then bounds what they keep, and
+    has them keep what it counts."""
     adds: ClassVar[bool] = False
     """True if the server adds up what else clients send, as for sites. Otherwise it averages it by their weights."""
     sends_means: ClassVar[bool] = False

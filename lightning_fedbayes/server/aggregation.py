@@ -317,7 +317,8 @@ class Aggregation:
         check_finite(fused.posterior, "the fused posterior")
         refused = {client: why for each in everyone for client, why in each.refused.items()}
         counted = [] if self.guard is None else [self.guard.counted]
-        counted = self.collective.all_gather(counted[0]) if counted and self._adds else counted
+        if self.guard is not None and self.guard.tells:
+            counted = self.collective.all_gather(counted[0])
         apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
         return Aggregate(
             fused.posterior,

@@ -11,7 +11,7 @@ may be longer than a multiple of the second longest whole update, in this round 
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
+from lightning_fedbayes.methods.method import joined, split
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Guard:
 
     num_lengths: ClassVar[int] = 2
     """Number of kinds of sizes that are lengths. They come first."""
+    tells: bool = False
+    """True if clients keep what is :attr:`counted` of them."""
 
     def __init__(
         self,
@@ -291,11 +294,21 @@ class Guard:
 class TensorsGuard(Guard):
     """A guard that also bounds what a method sends with the posterior, as moves from 0, each tensor by its own median.
 
-    ``sent`` is its form, by name, and ``per_example`` names what grows with a client's number of examples.
+    ``sent`` is its form, by name, and ``per_example`` names what grows with a client's number of examples. If clients
+    send changes of what they keep, ``counted_of`` gives what has been counted of a client, by the names that it keeps.
+    What is bounded is then the sum, and the client keeps what is counted.
     """
 
-    def __init__(self, *options: Any, sent: Mapping[str, Tensor], per_example: Collection[str]) -> None:
+    def __init__(
+        self,
+        *options: Any,
+        sent: Mapping[str, Tensor],
+        per_example: Collection[str],
+        counted_of: Callable[[int], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         super().__init__(*options)
+        self._counted_of = counted_of
+        self.tells = counted_of is not None
         self._names = [name for name, value in sent.items() if value.numel()]
         self._per_example = torch.tensor([name in per_example for name in self._names])
         zero = GaussianPosterior.point_mass({name: torch.zeros_like(sent[name]) for name in self._names})
@@ -304,7 +317,7 @@ class TensorsGuard(Guard):
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         """See :meth:`Guard.sizes_of`."""
-        parts = [GaussianPosterior.point_mass({name: each.buffers[name] for name in self._names}) for each in updates]
+        parts = [GaussianPosterior.point_mass(self._whole(each)) for each in updates]
         examples = torch.tensor([max(1, each.num_examples) for each in updates], dtype=torch.float64)
         beside = self._beside.shifts(parts)
         beside[:, :2] /= torch.where(self._per_example, examples[:, None, None], 1.0)
@@ -332,8 +345,24 @@ class TensorsGuard(Guard):
         """See :meth:`Guard.clipped`."""
         (own_limits, limits), (own, sizes) = self._split(limits), self._split(sizes)
         kept = torch.where(sizes > limits, limits / sizes, 1.0)[0].tolist()
-        within = {name: update.buffers[name] * part for name, part in zip(self._names, kept, strict=True)}
+        old, whole = self._old(update.client), self._whole(update)
+        within = {name: whole[name] * part for name, part in zip(self._names, kept, strict=True)}
+        if self.tells:
+            self.counted[update.client] = split(within)[1]
+        within |= {name: within[name] - old[name].to(whole[name]) for name in within.keys() & old.keys()}
         return super().clipped(changed(update, buffers={**update.buffers, **within}), own_limits, own)
+
+    def _old(self, client: int) -> Mapping[str, Tensor]:
+        """Return what has been counted of a client, by the names that travel."""
+        return {} if self._counted_of is None else joined({}, self._counted_of(client))
+
+    def _whole(self, update: ClientUpdate) -> dict[str, Tensor]:
+        """Return what is bounded of a client, and note it as what the client keeps if nothing is clipped."""
+        old, sent = self._old(update.client), {name: update.buffers[name] for name in self._names}
+        whole = {name: value + old[name].to(value) if name in old else value for name, value in sent.items()}
+        if self.tells:
+            self.counted[update.client] = split(whole)[1]
+        return whole
 
     def _split(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sizes of the posterior's tensors, and of the others."""

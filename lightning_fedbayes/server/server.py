@@ -125,7 +125,7 @@ class Server:
         rounds, failed_rounds: the number of the round after the last finished one, and of failed rounds in a row.
         history: one dict of figures per finished round, in order. Its "round" counts from 1.
         accepted: client → the round, from 1, in which it trained its last update that counted. Missing before.
-        sites: client → what has been counted of its site, under the names that the client's site has. Empty without
+        sites: client → what has been counted of its site or control variate, by the names that it keeps. Empty without
             sites, without a ``max_influence``, and where the caller keeps them.
         untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
             or they were late, or have lost their sites. A client leaves when its next update counts in full.
@@ -213,13 +213,16 @@ class Server:
                 self.sites, self.untold = {}, set()
             beside, names = joined({}, sent), joined({}, {name: sent[name] for name in method.per_example})
             part = 1.0 if self.versions is None else len(plan.cohort) * share
+            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
             if method.adds:
-                counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
                 slope = method.slope(self._shared)
                 guard = SiteGuard(self.posterior, slope, bound, counted_of, self._memory, share == 1, part)
             else:
                 options = previous, self._probabilistic, bound, self._memory, share == 1, part
-                guard = TensorsGuard(*options, sent=beside, per_example=names) if beside else Guard(*options)
+                before = counted_of if method.sends_changes else None
+                guard = Guard(*options)
+                if beside:
+                    guard = TensorsGuard(*options, sent=beside, per_example=names, counted_of=before)
         own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
         expected = joined(own, sent)
         options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None

@@ -76,6 +76,7 @@ class SiteGuard(Guard):
     """
 
     num_lengths: ClassVar[int] = 3
+    tells = True
 
     def __init__(
         self,

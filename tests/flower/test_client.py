@@ -206,19 +206,21 @@ def test_privacy_clips_updates_and_draws_noise_from_each_clients_secret(tmp_path
     assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients
 
 
-@pytest.mark.parametrize("other", [None, "client-3.pt"])
-def test_a_client_without_its_own_site_is_left_out_until_the_server_has_told_it(tmp_path, other):
+@pytest.mark.parametrize(
+    ("fusion", "make", "other"), [("sites", hybrid, None), ("sites", hybrid, "client-3.pt"), ("scaffold", Plain, None)]
+)
+def test_a_client_without_its_own_site_is_left_out_until_the_server_has_told_it(tmp_path, fusion, make, other):
     """Its data are in the posterior: it would count them twice. The server knows what it has counted."""
-    apps = {"fusion": "sites", "state_folder": tmp_path}
-    strategy = FusionStrategy("sites", wait_for=4, checkpoint=tmp_path / "server.pt")
-    run(LocalGrid(client_apps(**apps)), strategy, rounds=1)
+    apps = {"fusion": fusion, "state_folder": tmp_path, "make": make}
+    strategy = FusionStrategy(fusion, wait_for=4, checkpoint=tmp_path / "server.pt")
+    run(LocalGrid(client_apps(**apps)), strategy, rounds=1, make=make)
     (tmp_path / "client-2.pt").unlink()
     if other is not None:
         (tmp_path / other).rename(tmp_path / "client-2.pt")
     options = {"wait_for": 4, "checkpoint": tmp_path / "server.pt", "safeguards": fb.Safeguards(min_clients=2)}
     for rounds in (2, 3):  # the second server goes on from the first one's checkpoint
-        strategy = FusionStrategy("sites", **options)
-        run(LocalGrid(client_apps(**apps)), strategy, rounds=rounds)
+        strategy = FusionStrategy(fusion, **options)
+        run(LocalGrid(client_apps(**apps)), strategy, rounds=rounds, make=make)
     assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2, 4]
     for client in range(4):
         kept = torch.load(tmp_path / f"client-{client}.pt", weights_only=True)["after"][client]["kept"]

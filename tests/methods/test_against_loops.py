@@ -150,11 +150,12 @@ def test_a_plain_loop_has_the_same_server():
 
 
 def lies(name, change, rounds=8, clients=10):
-    """Outcomes of rounds in which client 0 changes what it sends beside its posterior, and how far the means are off.
+    """Errors in rounds in which client 0 changes what it sends beside its posterior; how far off means are; the server.
 
-    Client k has the loss |θ − k|² / 2, in nine steps of rate 0.1.
+    Client k has the loss |θ − o_k|² / 2, in nine steps of rate 0.1. The unit of lengths is that of client 0's optimum.
     """
-    start, rate, steps = fb.GaussianPosterior.point_mass({"w": torch.zeros(3)}), 0.1, 9
+    optima = torch.randn(clients, 300, generator=torch.Generator().manual_seed(3))
+    start, rate, steps = fb.GaussianPosterior.point_mass({"w": torch.zeros(300)}), 0.1, 9
     server = fb.Server(start, fusion=name)
     kept, errors = [{} for _ in range(clients)], set()
     for round in range(rounds):
@@ -164,15 +165,17 @@ def lies(name, change, rounds=8, clients=10):
             at = shared.posterior.mean["w"].clone()
             slope = server.method.problem(shared, who).quadratic.slope if name == "scaffold" else None
             for _ in range(steps):
-                at -= rate * (at - client + (slope["w"] if slope else 0.0))
+                at -= rate * (at - optima[client] - (slope["w"] if slope else 0.0))
             report = server.method.report(shared, who, Trained(fb.GaussianPosterior.point_mass({"w": at})))
-            sent = {n: change(value) if client == 0 else value for n, value in report.sent.items()}
+            sent = {n: change(value, shared.tensors[n]) if client == 0 else value for n, value in report.sent.items()}
             outcome = server.admit(replace(report, sent=sent).update(client, 10))
             if outcome.error is None:
                 kept[client] = report.kept
             errors |= {(client, str(outcome.error)[:60])} if outcome.error else set()
         server.finish()
-    return errors, float((server.posterior.mean["w"] - 4.5).abs().max())
+        for client in server.untold:
+            kept[client] = dict(server.sites[client])
+    return errors, float((server.posterior.mean["w"] - optima.mean(0)).norm() / optima[0].norm()), server
 
 
 CASES = [(name, factor) for name in ("scaffold", "fednova") for factor in (1e30, -1.0, -10.0, 0.0)]
@@ -180,13 +183,13 @@ CASES = [(name, factor) for name in ("scaffold", "fednova") for factor in (1e30,
 
 @pytest.mark.parametrize(("name", "factor"), [*CASES, ("fednova", 1e6)])
 def test_what_a_client_sends_beside_its_posterior_is_bounded_or_refused(name, factor):
-    """The mean of the clients' optima is 4.5, and 5 without the liar."""
-    honest, off = lies(name, lambda sent: sent)
+    """The mean of all optima is a tenth of a length off without the liar."""
+    honest, off, _ = lies(name, lambda sent, _: sent)
     assert not honest
-    assert off < 5e-3
-    errors, off = lies(name, lambda sent: factor * sent)
+    assert off < 1e-3
+    errors, off, _ = lies(name, lambda sent, _: factor * sent)
     assert {client for client, _ in errors} <= {0}
-    assert off < 0.51
+    assert off < 0.12
     told = {
         "fednova": f"client 0: it says that it has made {9 * factor:g} steps",
         "scaffold": "client 0: what it adds to",
@@ -194,3 +197,16 @@ def test_what_a_client_sends_beside_its_posterior_is_bounded_or_refused(name, fa
     if factor <= 0:
         assert all(why.startswith(told[name]) for _, why in errors)
         assert errors
+
+
+@pytest.mark.parametrize("length", [1.0, 0.1, 0.01, 1e-6])
+def test_a_control_variate_is_bounded_as_a_whole_and_c_is_the_mean_of_what_is_counted(length):
+    """A client that lies about the length of its way alone, in every round: its lies do not add up."""
+    errors, off, server = lies("scaffold", lambda change, control: (change + control) / length - control, rounds=60)
+    assert not errors
+    counted = torch.stack([server.sites[client]["w"] for client in range(10)])
+    torch.testing.assert_close(counted.mean(0), server.buffers["method/w"], atol=1e-4, rtol=1e-4)
+    sizes, most = counted.norm(dim=1), 2 * (1 + 2 / 300**0.5)
+    assert float(sizes.max() / sizes.quantile(0.5)) <= most * 1.01
+    assert off < (most + 1) * 1.1 / 10
+    assert server.history[-1]["outlying_clients"] == (length < 1)
