@@ -25,6 +25,10 @@ ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
+# where importing torch leaves the upper halves of vector registers dirty, log1p, expm1 and softplus take ten times as
+# long, until a function that cleans them has run in the thread, such as this one (seen with torch 2.14, AMD EPYC)
+torch.zeros(()).lgamma()
+
 
 class Normal(NamedTuple):
     """Independent Gaussians: ``mean`` and ``std`` of equal shape. ``std=None`` is a deterministic tensor."""
