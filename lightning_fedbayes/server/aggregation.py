@@ -252,7 +252,9 @@ class Aggregation:
         assert self._limits is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
-        beyond = sizes > self._limits.of({update.client: self._weights[update.client] for update in recent})
+        assert self.guard is not None
+        weights = {update.client: self._weights[update.client] for update in recent}
+        beyond = sizes > self.guard.limits_of(self._limits, weights)
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
@@ -353,14 +355,14 @@ class Aggregation:
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered, clients)
-            limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
+            limits = self.guard.limits_of(self._limits, dict(zip(clients, ordered, strict=True)))
             if waited:
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
                 for row, client in enumerate(clients):
                     if beyond[row] and client in held:
                         bounds[client] = limits[row]
                         weights[client] *= self.guard.part_of(limits[row], sizes[row])
-            self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
+            self.guard.remember(torch.minimum(sizes, limits), limits, clients)
         ready = []
         for update in self._held:
             weight, suspect, posterior = weights[update.client], update.client in bounds, update.posterior

@@ -8,6 +8,16 @@ The sizes of a client's update against the round's global posterior :math:`N(\mu
 
 A size is too large if it exceeds a multiple of the clients' weighted median. Where a round has few clients, no tensor
 may be longer than a multiple of the second longest whole update, in this round or in those before. The guard streams.
+
+Without rounds one client may be heard more often than others, and lengths add up, as factors of variances multiply. So
+few messages are compared with the last ones of all other clients, and whenever the median client has been heard once,
+all messages of a client together may have one limit more. With L the number of times that the median client was heard,
+client k has of its limit (of factors in logarithms) the part
+
+.. math:: u_k = \min(1, 2 + L - s_k) \ge 0, \qquad s_k \leftarrow \max(s_k, L) + u_k \times \text{length} / \text{limit}
+
+left: two limits at once, and what it has missed it cannot make up for. A client that was not heard for 1 / (1 − DECAY)
+rounds' worth of messages is forgotten, so that the others go on.
 """
 
 import math
@@ -67,6 +77,8 @@ RANKED = 3
 """Least number of clients for which the second largest size bounds the largest."""
 DECAY = 0.9
 """Factor by which sizes of earlier rounds fade in every round, where there are few clients."""
+LEAST = 1e-3
+"""Part of its limit that a client has left however often it is heard."""
 MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
@@ -104,6 +116,10 @@ class Guard:
 
     num_lengths: ClassVar[int] = 2
     """Number of kinds of sizes that are lengths. They come first."""
+    num_adding: ClassVar[int] = 2
+    """Number of kinds of sizes that add up from message to message. They come first."""
+    ratios: ClassVar[slice] = slice(2, 4)
+    """Kinds of sizes that multiply from message to message."""
 
     def __init__(
         self,
@@ -122,6 +138,12 @@ class Guard:
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
         past = memory.get("sizes")
         self.memory = dict(memory) if past is None or len(past) == self.num_lengths else {}  # of the same guard
+        clients, paces = (self.memory.get(name, torch.empty(0)).tolist() for name in ("clients", "paces"))
+        self._paces: dict[int, list[float]] = dict(zip(clients, paces))  # times heard, lengths used, rounds since then
+        times = sorted(each[0] for each in paces)
+        self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
+        left = ((client, 2 + self._laps - used) for client, (_, used, _) in self._paces.items())
+        self._left = {client: min(1.0, max(LEAST, part)) for client, part in left}
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
@@ -224,6 +246,9 @@ class Guard:
         second longest whole update of three or more, or the usual one, if longer. Sizes: (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
+        compared = self._with_others(sizes, clients)[0] if len(sizes) < FEWEST else sizes
+        if len(compared) > len(sizes):
+            sizes, weights = compared, [1.0] * len(compared)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
             usual = self._usual(sizes) if len(sizes) >= RANKED else limits.new_zeros(self.num_lengths)
@@ -242,10 +267,43 @@ class Guard:
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def limits_of(self, limits: Limits, clients: Mapping[int, float]) -> Tensor:
+        """Return the limits of clients, client → weight: see :meth:`Limits.of`. Frequent ones have a part left."""
+        found = limits.of(clients)
+        left = torch.tensor([self._left.get(client, 1.0) for client in clients], dtype=torch.float64)
+        found[:, : self.num_adding] *= left[:, None, None]
+        found[:, self.ratios] **= left[:, None, None]
+        return found
+
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """Remember the sizes of a round's clients, as they count, as usual for later rounds of few clients."""
-        usual = self._usual(sizes)
+        usual = self._usual(self._remember_clients(sizes, limits, clients))
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
+
+    def _remember_clients(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> Tensor:
+        """Remember, without rounds, how often and how far clients went. Return sizes with the last ones of others."""
+        compared, names = self._with_others(sizes, clients)
+        if self.part == 1:
+            return compared
+        amounts = [(sizes / limits)[:, : self.num_adding], (sizes.log() / limits.log())[:, self.ratios]]
+        used = torch.cat(amounts, 1).nan_to_num(0.0).clamp(0, 1).flatten(1).amax(1).tolist()
+        paces = {client: [times, far, age + self.part] for client, (times, far, age) in self._paces.items()}
+        for client, part in zip(clients, used, strict=True):
+            times, far, _ = paces.get(client, [0.0] * 3)
+            far = max(far, self._laps) + part * self._left.get(client, 1.0)
+            paces[client] = [max(times + 1, self._laps), far, 0.0]
+        rows = torch.tensor([paces[client] for client in names], dtype=torch.float64)
+        recent = rows[:, 2] * (1 - DECAY) < 1
+        self.memory.update(known=compared[recent], clients=torch.tensor(names)[recent], paces=rows[recent])
+        return compared
+
+    def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return sizes and clients with the last sizes of others, as far as they are known."""
+        known, names = self.memory.get("known", sizes[:0]), self.memory.get("clients", torch.empty(0)).tolist()
+        if known.shape[1:] != sizes.shape[1:]:  # the network has gained parameters
+            return sizes, [*clients]
+        others = [row for row, client in enumerate(names) if client not in clients]
+        return torch.cat([sizes, known[others]]), [*clients, *(names[row] for row in others)]
 
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients. The largest where there are too few."""
@@ -321,11 +379,11 @@ class TensorsGuard(Guard):
         found = [super().limits(own, weights, clients), self._beside.limits(beside, weights, clients)]
         return Limits(torch.cat([each.sizes for each in found], 1), found[0].weight)
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`."""
-        own, beside = self._split(sizes)
-        super().remember(own, weights, clients)
-        self._beside.remember(beside, weights, clients)
+        (own, beside), (limits, others) = self._split(sizes), self._split(limits)
+        super().remember(own, limits, clients)
+        self._beside.remember(beside, others, clients)
         self.memory["beside"] = self._beside.memory["sizes"]
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:

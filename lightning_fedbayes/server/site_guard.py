@@ -76,6 +76,8 @@ class SiteGuard(Guard):
     """
 
     num_lengths: ClassVar[int] = 3
+    num_adding: ClassVar[int] = 1
+    ratios: ClassVar[slice] = slice(0)
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class SiteGuard(Guard):
         self._examples |= dict(zip(clients, examples))
         self._against |= dict(zip(clients, sizes[:, AGAINST, 0].tolist()))
         usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
-        compared = self._with_others(sizes, clients)
+        compared = self._with_others(sizes, clients)[0] if len(sizes) < FEWEST else sizes
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
         usual = _median(compared) if len(compared) >= FEWEST else before
         share = (self._numels / self._numels.sum())[None]
@@ -181,9 +183,9 @@ class SiteGuard(Guard):
         terms = (-way * self._against[client], way * median, abs(way) * spread)
         return [*(old + new * (messages >= SETTLED) for old, new in zip(before, terms)), messages + 1]
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`."""
-        compared, before = self._with_others(sizes, clients), self.memory.get("sizes")
+        compared, before = self._remember_clients(sizes, limits, clients), self.memory.get("sizes")
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
         usual = _agreement(sizes[:, 0, -1], -cosines)
         agreed = self._agreed | {client: self._sums(client, usual) for client in clients}
@@ -192,16 +194,6 @@ class SiteGuard(Guard):
         if len(compared) >= FEWEST:
             usual = _median(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
-        if len(sizes) < FEWEST and self.part != 1:
-            others = [client for client in self.memory.get("clients", torch.empty(0)).tolist() if client not in clients]
-            self.memory.update(known=compared, clients=torch.tensor([*clients, *others]))
-
-    def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> Tensor:
-        """Return sizes of few clients with the last ones of others, as far as they are known."""
-        if len(sizes) >= FEWEST or "known" not in self.memory:
-            return sizes
-        others = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
-        return torch.cat([sizes, self.memory["known"][others]])
 
     def _kept(self, limits: Tensor, sizes: Tensor) -> Tensor:
         """Return bound over size where a size is beyond, else 1. 0 for a client that is against the others."""
@@ -209,13 +201,14 @@ class SiteGuard(Guard):
         return kept.minimum(kept[:, -1:])
 
     def part_of(self, limits: Tensor, sizes: Tensor) -> float:
-        """See :meth:`Guard.part_of`: the weight counts as the move does."""
-        return float(self._kept(limits, sizes)[0, -1]) ** BEYOND
+        """See :meth:`Guard.part_of`: the weight counts as the move does. Not without rounds: others may be missing."""
+        return float(self._kept(limits, sizes)[0, -1]) ** BEYOND if self.part == 1 else 1.0
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """See :meth:`Guard.clipped`. Note what is counted of the client, which has to keep the same."""
         site, old = self._site(update), self._counted_of(update.client)
         kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
+        is_heard = bool(kept[0, -1])
         kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])
         device = self._start.device
         move, gradient = (row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2])
@@ -224,7 +217,7 @@ class SiteGuard(Guard):
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
         wanted = {**site, "gradient": site["gradient"] * gradient}
         wanted["precision"] = site["precision"].clamp_min(0) * precision
-        if not whole:
+        if not is_heard:
             wanted["examples"] = torch.zeros_like(site["examples"])
             for name in ("gradient", "precision"):
                 wanted[name] = MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
