@@ -250,9 +250,9 @@ class Aggregation:
     def _release(self, sizes: Tensor) -> None:
         """Add the last waiting clients, which have these ``sizes``, if they are within the limits."""
         assert self._limits is not None
+        assert self.guard is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
-        assert self.guard is not None
         weights = {update.client: self._weights[update.client] for update in recent}
         beyond = sizes > self.guard.limits_of(self._limits, weights)
         ready = []

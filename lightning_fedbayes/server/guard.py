@@ -9,15 +9,11 @@ The sizes of a client's update against the round's global posterior :math:`N(\mu
 A size is too large if it exceeds a multiple of the clients' weighted median. Where a round has few clients, no tensor
 may be longer than a multiple of the second longest whole update, in this round or in those before. The guard streams.
 
-Without rounds one client may be heard more often than others, and lengths add up, as factors of variances multiply. So
-few messages are compared with the last ones of all other clients, and whenever the median client has been heard once,
-all messages of a client together may have one limit more. With L the number of times that the median client was heard,
-client k has of its limit (of factors in logarithms) the part
-
-.. math:: u_k = \min(1, 2 + L - s_k) \ge 0, \qquad s_k \leftarrow \max(s_k, L) + u_k \times \text{length} / \text{limit}
-
-left: two limits at once, and what it has missed it cannot make up for. A client that was not heard for 1 / (1 − DECAY)
-rounds' worth of messages is forgotten, so that the others go on.
+Without rounds few messages are compared with the last ones of all other clients, and all messages of a client together
+have two limits, and one more whenever the median client has been heard, of lengths, and of logarithms of factors. After
+L times of the median client, client k has the part :math:`u_k = \min(1, 2 + L - s_k) \ge 0` of its limit left, with
+:math:`s_k \leftarrow \max(s_k, L) + u_k \times \text{length} / \text{limit}`: what it has missed it cannot make up for.
+A client that was not heard for 1 / (1 − DECAY) rounds' worth of messages is forgotten, so that the others go on.
 """
 
 import math
@@ -47,8 +43,8 @@ class Safeguards:
         max_failed_rounds: after this many failed rounds in a row the run stops with an error.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
-            Of sites it bounds the whole site, and its change. None: no guard. See "Clients that cannot be trusted" in
-            the documentation.
+            Of sites it bounds the whole site, and its change; without rounds, all messages in the time of the median
+            client's one. None: no guard. See "Clients that cannot be trusted" in the documentation.
     """
 
     min_clients: int = 1
@@ -77,8 +73,6 @@ RANKED = 3
 """Least number of clients for which the second largest size bounds the largest."""
 DECAY = 0.9
 """Factor by which sizes of earlier rounds fade in every round, where there are few clients."""
-LEAST = 1e-3
-"""Part of its limit that a client has left however often it is heard."""
 MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
@@ -116,10 +110,8 @@ class Guard:
 
     num_lengths: ClassVar[int] = 2
     """Number of kinds of sizes that are lengths. They come first."""
-    num_adding: ClassVar[int] = 2
-    """Number of kinds of sizes that add up from message to message. They come first."""
-    ratios: ClassVar[slice] = slice(2, 4)
-    """Kinds of sizes that multiply from message to message."""
+    adding: ClassVar[tuple[slice, slice]] = slice(2), slice(2, 4)
+    """Kinds of sizes that add up from message to message, and kinds that multiply."""
 
     def __init__(
         self,
@@ -142,8 +134,7 @@ class Guard:
         self._paces: dict[int, list[float]] = dict(zip(clients, paces))  # times heard, lengths used, rounds since then
         times = sorted(each[0] for each in paces)
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
-        left = ((client, 2 + self._laps - used) for client, (_, used, _) in self._paces.items())
-        self._left = {client: min(1.0, max(LEAST, part)) for client, part in left}
+        self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
@@ -253,9 +244,8 @@ class Guard:
             limits = torch.full_like(sizes[0], math.inf)
             usual = self._usual(sizes) if len(sizes) >= RANKED else limits.new_zeros(self.num_lengths)
             usual = torch.maximum(usual, self.memory.get("sizes", usual))
-            if not self.is_alone:
-                bounds = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)
-                limits[: self.num_lengths] = bounds[:, None]
+            bounds = torch.where((usual > 0) & (not self.is_alone), FEW * self.max_influence * usual, math.inf)
+            limits[: self.num_lengths] = bounds[:, None]
             return Limits(limits, weight)
         medians = weighted_median(sizes, weights)
         shifts = medians[: self.num_lengths]
@@ -271,8 +261,8 @@ class Guard:
         """Return the limits of clients, client → weight: see :meth:`Limits.of`. Frequent ones have a part left."""
         found = limits.of(clients)
         left = torch.tensor([self._left.get(client, 1.0) for client in clients], dtype=torch.float64)
-        found[:, : self.num_adding] *= left[:, None, None]
-        found[:, self.ratios] **= left[:, None, None]
+        found[:, self.adding[0]] *= left[:, None, None]
+        found[:, self.adding[1]] **= left[:, None, None]
         return found
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
@@ -285,7 +275,7 @@ class Guard:
         compared, names = self._with_others(sizes, clients)
         if self.part == 1:
             return compared
-        amounts = [(sizes / limits)[:, : self.num_adding], (sizes.log() / limits.log())[:, self.ratios]]
+        amounts = [(sizes / limits)[:, self.adding[0]], (sizes.log() / limits.log())[:, self.adding[1]]]
         used = torch.cat(amounts, 1).nan_to_num(0.0).clamp(0, 1).flatten(1).amax(1).tolist()
         paces = {client: [times, far, age + self.part] for client, (times, far, age) in self._paces.items()}
         for client, part in zip(clients, used, strict=True):
@@ -300,10 +290,9 @@ class Guard:
     def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return sizes and clients with the last sizes of others, as far as they are known."""
         known, names = self.memory.get("known", sizes[:0]), self.memory.get("clients", torch.empty(0)).tolist()
-        if known.shape[1:] != sizes.shape[1:]:  # the network has gained parameters
-            return sizes, [*clients]
-        others = [row for row, client in enumerate(names) if client not in clients]
-        return torch.cat([sizes, known[others]]), [*clients, *(names[row] for row in others)]
+        heard, is_same = set(clients), known.shape[1:] == sizes.shape[1:]  # else the network has gained parameters
+        others = [row for row, client in enumerate(names) if is_same and client not in heard]
+        return torch.cat([sizes, *(known[row][None] for row in others)]), [*clients, *(names[row] for row in others)]
 
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients. The largest where there are too few."""

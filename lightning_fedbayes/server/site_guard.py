@@ -31,8 +31,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.methods.sites import MEMORY, gaussian_names
 from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits, changed
 
-Tensors = Mapping[str, Tensor]
+Counted = Callable[[int], Mapping[str, Tensor]]
 BEYOND = 3
 """Power of bound over size by which a move or a gradient counts that is beyond."""
 SETTLED = 2
@@ -72,24 +71,16 @@ class SiteGuard(Guard):
     """Measures what the server would count of each client after the round, and bounds it.
 
     Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is not checked, and
-    the cosine of the move and the gradient of all data, ``slope`` c, shape (P,), which is 0 before it is known.
+    the cosine of the move and the gradient of all data, ``slope`` c, (P,), 0 at first. ``options`` of :class:`Guard`.
     """
 
     num_lengths: ClassVar[int] = 3
-    num_adding: ClassVar[int] = 1
-    ratios: ClassVar[slice] = slice(0)
+    adding: ClassVar[tuple[slice, slice]] = slice(1), slice(0)
 
     def __init__(
-        self,
-        posterior: GaussianPosterior,
-        slope: Tensor,
-        max_influence: float,
-        counted_of: Callable[[int], Tensors],
-        memory: Tensors = MappingProxyType({}),
-        is_alone: bool = False,
-        part: float = 1.0,
+        self, posterior: GaussianPosterior, slope: Tensor, bound: float, counted_of: Counted, *options: Any
     ) -> None:
-        super().__init__(GaussianPosterior.point_mass(posterior.mean), (), max_influence, memory, is_alone, part)
+        super().__init__(GaussianPosterior.point_mass(posterior.mean), (), bound, *options)
         names = gaussian_names(posterior)
         mean, variance = posterior.flatten()
         self._counted_of = counted_of
@@ -116,7 +107,7 @@ class SiteGuard(Guard):
         gradient = site["gradient"] * self._width
         parts = (site["precision"] * self._variance).split(self._own)
         precision = iter([part.abs().sum() for part in parts if len(part)])
-        lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
+        lengths = self._norms(torch.stack([move, gradient]))
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
         against = float(torch.nn.functional.normalize(move, dim=0) @ self._slope)
@@ -132,10 +123,6 @@ class SiteGuard(Guard):
         true = torch.tensor([[1.0, float(update.num_examples)] for update in updates])
         wrong = ~((told - true).abs() <= 1e-6 * true).all(1) | (largest > self._most_move)
         return wrong | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
-
-    def _rows(self, vector: Tensor) -> list[Tensor]:
-        """Return each tensor's part of a flat vector. Empty tensors have none."""
-        return [part for part in vector.split(self._lengths) if len(part)]
 
     def _site(self, update: ClientUpdate) -> dict[str, Tensor]:
         """Return what is counted of a client within its limits."""
@@ -164,9 +151,7 @@ class SiteGuard(Guard):
         limits = torch.cat([FEW * usual[:, :-1].maximum(parts * usual[:, -1:]), usual[:, -1:]], 1)
         limits[2] *= FEW
         limits[:, :-1] *= 1 + 2 / self._numels.sqrt()  # those of short vectors scatter
-        bounds = torch.where(limits > 0, self.max_influence * limits, torch.inf)
-        if self.is_alone:
-            bounds = torch.full_like(bounds, torch.inf)
+        bounds = torch.where((limits > 0) & (not self.is_alone), self.max_influence * limits, torch.inf)
 
         def opposes(client: int) -> bool:  # it has gone another way than the others, in the rounds so far
             agreed, expected, spread, _ = self._sums(client, usual_agreement)
@@ -208,7 +193,6 @@ class SiteGuard(Guard):
         """See :meth:`Guard.clipped`. Note what is counted of the client, which has to keep the same."""
         site, old = self._site(update), self._counted_of(update.client)
         kept, whole = self._kept(limits, sizes), self.part_of(limits, sizes)
-        is_heard = bool(kept[0, -1])
         kept = torch.cat([kept[:2, :-1] ** BEYOND, kept[2:, :-1] * kept[1, -1] ** BEYOND])
         device = self._start.device
         move, gradient = (row.repeat_interleave(self._numels.long()).to(device) for row in kept[:2])
@@ -217,7 +201,7 @@ class SiteGuard(Guard):
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
         wanted = {**site, "gradient": site["gradient"] * gradient}
         wanted["precision"] = site["precision"].clamp_min(0) * precision
-        if not is_heard:
+        if bool((sizes > limits)[AGAINST].any()):
             wanted["examples"] = torch.zeros_like(site["examples"])
             for name in ("gradient", "precision"):
                 wanted[name] = MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])
