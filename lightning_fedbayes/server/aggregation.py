@@ -254,7 +254,8 @@ class Aggregation:
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
         weights = {update.client: self._weights[update.client] for update in recent}
-        beyond = sizes > self.guard.limits_of(self._limits, weights)
+        limits = self._limits.of(weights)
+        beyond = sizes > (limits if self.guard.part == 1 else self.guard.left_of(limits, weights))
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
@@ -355,7 +356,8 @@ class Aggregation:
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered, clients)
-            limits = self.guard.limits_of(self._limits, dict(zip(clients, ordered, strict=True)))
+            limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
+            limits = limits if self.guard.part == 1 else self.guard.left_of(limits, clients)
             if waited:
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
                 for row, client in enumerate(clients):

@@ -17,7 +17,7 @@ A client that was not heard for 1 / (1 − DECAY) rounds' worth of messages is f
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -237,7 +237,7 @@ class Guard:
         second longest whole update of three or more, or the usual one, if longer. Sizes: (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
-        compared = self._with_others(sizes, clients)[0] if len(sizes) < FEWEST else sizes
+        compared = self._with_others(sizes, clients)[0] if self.part != 1 and len(sizes) < FEWEST else sizes
         if len(compared) > len(sizes):
             sizes, weights = compared, [1.0] * len(compared)
         if len(sizes) < FEWEST:
@@ -257,24 +257,21 @@ class Guard:
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def limits_of(self, limits: Limits, clients: Mapping[int, float]) -> Tensor:
-        """Return the limits of clients, client → weight: see :meth:`Limits.of`. Frequent ones have a part left."""
-        found = limits.of(clients)
+    def left_of(self, limits: Tensor, clients: Iterable[int]) -> Tensor:
+        """Return what is left of the limits of clients, shape (clients, kinds, tensors), without rounds."""
         left = torch.tensor([self._left.get(client, 1.0) for client in clients], dtype=torch.float64)
-        found[:, self.adding[0]] *= left[:, None, None]
-        found[:, self.adding[1]] **= left[:, None, None]
-        return found
+        limits[:, self.adding[0]] *= left[:, None, None]
+        limits[:, self.adding[1]] **= left[:, None, None]
+        return limits
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """Remember the sizes of a round's clients, as they count, as usual for later rounds of few clients."""
-        usual = self._usual(self._remember_clients(sizes, limits, clients))
+        usual = self._usual(sizes if self.part == 1 else self._remember_clients(sizes, limits, clients))
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
 
     def _remember_clients(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> Tensor:
         """Remember, without rounds, how often and how far clients went. Return sizes with the last ones of others."""
         compared, names = self._with_others(sizes, clients)
-        if self.part == 1:
-            return compared
         amounts = [(sizes / limits)[:, self.adding[0]], (sizes.log() / limits.log())[:, self.adding[1]]]
         used = torch.cat(amounts, 1).nan_to_num(0.0).clamp(0, 1).flatten(1).amax(1).tolist()
         paces = {client: [times, far, age + self.part] for client, (times, far, age) in self._paces.items()}

@@ -143,7 +143,7 @@ class SiteGuard(Guard):
         self._examples |= dict(zip(clients, examples))
         self._against |= dict(zip(clients, sizes[:, AGAINST, 0].tolist()))
         usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
-        compared = self._with_others(sizes, clients)[0] if len(sizes) < FEWEST else sizes
+        compared = self._with_others(sizes, clients)[0] if self.part != 1 and len(sizes) < FEWEST else sizes
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
         usual = _median(compared) if len(compared) >= FEWEST else before
         share = (self._numels / self._numels.sum())[None]
@@ -170,7 +170,8 @@ class SiteGuard(Guard):
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`."""
-        compared, before = self._remember_clients(sizes, limits, clients), self.memory.get("sizes")
+        before = self.memory.get("sizes")
+        compared = sizes if self.part == 1 else self._remember_clients(sizes, limits, clients)
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
         usual = _agreement(sizes[:, 0, -1], -cosines)
         agreed = self._agreed | {client: self._sums(client, usual) for client in clients}

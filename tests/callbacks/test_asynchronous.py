@@ -141,7 +141,7 @@ def test_attackers_are_bounded_as_they_are_in_rounds(fusion, late, engine):
     """A liar that is ten times as fast as the others, one of ten."""
     found = []
     for attack in (None, ScaledUpdate(clients=[4], factor=50.0)):
-        schedule = fb.Asynchronous(buffer=2, delays=fb.Delays(slow={4: 0.1}), late=late)
+        schedule = fb.Asynchronous(buffer=1, delays=fb.Delays(slow={4: 0.1}), late=late)
         options = {"schedule": schedule, "adversaries": attack, "engine": engine}
         federation = fb.FederatedBayes(fb.IIDPartition(10), fusion=fusion, **options)
         federate(bayesian(learning_rate=0.01), federation, 24)

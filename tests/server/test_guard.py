@@ -254,13 +254,17 @@ LAPS, MOST, ALL = 6, 2 * (1 + 2 / SIZE**0.5), range(1, 10)
 OFTEN = [each for _ in range(LAPS) for client in ALL for each in (0, client)]
 
 
-@pytest.mark.parametrize(("mean", "factor"), [(-100.0, 1e-9), (100.0, 1e9), (1.0, 1.0)])
+@pytest.mark.parametrize(("mean", "factor"), [(-100.0, 1.0), (100.0, 1.0), (1.0, 1.0), (1.0, 1e-9), (1.0, 1e9)])
 def test_a_client_that_is_heard_nine_times_as_often_counts_as_one_message_may(mean, factor):
     """In each lap of the others, whatever its length and variances, and twice at first; the others count in full."""
     moves, change = without_rounds(OFTEN, mean, factor)
     assert moves[1::2] == pytest.approx([1.0] * (9 * LAPS))
-    for found, sign in ((sum(moves[::2]) / MOST, mean), (change if factor != 1 else LAPS, factor - 1)):
-        assert LAPS - 1 < found * math.copysign(1, sign) < 1.02 * (LAPS + 2)
+    found, sign = (sum(moves[::2]) / MOST, mean) if factor == 1 else (change, factor - 1)
+    assert LAPS - 1 < found * math.copysign(1, sign) < 1.03 * (LAPS + 2)
+
+
+def test_what_a_client_has_missed_it_cannot_make_up_for():
+    assert -1.02 * 2 * MOST < sum(without_rounds([*ALL] * LAPS + [0] * 20, -100.0)[0][-20:]) < -MOST
 
 
 @pytest.mark.parametrize("order", [[0, *ALL[:5], 0, *ALL[5:]] * LAPS, [*ALL] * 2 + [1, 2, 3] * 60])
