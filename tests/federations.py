@@ -161,14 +161,6 @@ def models_after_rounds(into: list[dict[str, Tensor]]) -> L.Callback:
     return LambdaCallback(on_train_epoch_end=lambda trainer, module: into.append(parameters(module)))
 
 
-def from_yaml(text: str) -> fb.FederatedBayes:
-    """The callback that a YAML file describes under ``federation``."""
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(fb.FederatedBayes, "federation")
-    return parser.instantiate(parser.parse_string(text)).federation
-
-
 def around(module: nn.Module, std: float = 0.3, start: str = "", zero: Any = torch.zeros_like) -> fb.GaussianPosterior:
     """A posterior about the parameters of ``module``; those whose names do not begin with ``start`` are certain."""
     mean = parameters(module)

@@ -35,17 +35,12 @@ torch's. ``_parameters``, ``_buffers``, ``_modules`` and ``_apply`` of an ``nn.M
 documentation builds on them."""
 
 
-def private_names(text: str, patterns: tuple[str, ...]) -> list[str]:
-    """Private names in ``text`` by any of ``patterns``, in order of the patterns."""
-    return [found for pattern in patterns for found in re.findall(pattern, text)]
-
-
 @pytest.mark.parametrize("home", PRIVATE)
 def test_private_names_stand_in_their_own_file(home):
     found = {
         path.relative_to(PACKAGE).as_posix(): names
         for path in sorted(PACKAGE.rglob("*.py"))
         if not path.relative_to(PACKAGE).as_posix().startswith(home)
-        and (names := private_names(path.read_text(), PRIVATE[home]))
+        and (names := [each for pattern in PRIVATE[home] for each in re.findall(pattern, path.read_text())])
     }
     assert not found

@@ -1,17 +1,18 @@
 """Time to the pooled posterior with and without rounds, where two of ten clients are ten times slower.
 
-    python -m benchmarks.asynchronous.run [--seeds 5] [--only logistic|digits|absences]
+    python -m benchmarks.asynchronous.run [--seeds 5] [--only logistic|digits|absences|liars]
 
 "logistic": Bayesian logistic regression on three splits, whose problems are solved exactly. "digits": the federation of
 ``make demo``, and a plain network by averages. "absences": a client that is 100 times slower, one that is away for 50
-arrivals, one that never answers. Times are virtual: a client's work takes a log-normal time (σ 0.5, median 1). Each
-finished cell is one line of results/cells.jsonl, and no cell is run twice. The tables are written into README.md, the
-picture is times.png.
+arrivals, one that never answers. "liars": one of ten clients lies and is ten times as fast. Times are virtual: a
+client's work takes a log-normal time (σ 0.5, median 1). Each finished cell is one line of results/cells.jsonl, and no
+cell is run twice. The tables are written into README.md, the picture is times.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +21,13 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset, random_split
 
 import lightning_fedbayes as fb
 from benchmarks import cells as study
 from benchmarks.page import include
 from benchmarks.posterior import logistic
+from benchmarks.untrusted.adversaries import Attacks, GaussianVector, ScaledUpdate, SignFlip, UpdateAttack
 from lightning_fedbayes.core.plots import PALETTE, empty_figure
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -52,8 +54,24 @@ ABSENCES = {
     "away for 50 arrivals": fb.Delays(away=((0, 2.0, 7.0),)),
     "never answers": fb.Delays(away=((0, 0.1, math.inf),)),
 }
-FEW = 2
-"""Seeds of rows that take long."""
+FEW, SOME = 2, 3
+"""Seeds of rows that take long, and of liars."""
+DATA = ("digits", "breast cancer")
+RULES: dict[str, tuple[int, int, str, fb.Late]] = {
+    "sites": (60, 5, "sites", fb.methods.FedBuff()),
+    "FedBuff": (60, 5, "fedavg", fb.methods.FedBuff()),
+    "FedAsync, one by one": (180, 1, "fedavg", fb.methods.FedAsync()),
+}
+"""Study "liars": rule → its number of fusions, buffer, method and late messages."""
+LIES: dict[str, tuple[float | None, tuple[UpdateAttack, ...]]] = {
+    "none, no bound": (None, ()),
+    "none": (2.0, ()),
+    "flipped × 10": (2.0, (SignFlip([0], scale=10.0),)),
+    "noise, σ = 1": (2.0, (GaussianVector([0]),)),
+    "update × 1000": (2.0, (ScaledUpdate([0], factor=1000.0),)),
+    "flipped × 10, no bound": (None, (SignFlip([0], scale=10.0),)),
+}
+"""Lie of the fast client → ``max_influence``, and its attacks."""
 LONG = 400
 """Sweeps of the study "absences": the slow client is heard several times."""
 
@@ -77,6 +95,8 @@ def cells_of(seeds: int) -> Iterator[Cell]:
     for seed in range(min(seeds, FEW)):
         yield from (Cell("absences", "IID", row, seed) for row in ABSENCES)
         yield from (Cell("digits", "plain", row, seed) for row in AVERAGES)
+    for seed in range(min(seeds, SOME)):
+        yield from (Cell("liars", f"{data}, {rule}", lie, seed) for lie in LIES for data in DATA for rule in RULES)
 
 
 def stragglers(seed: int) -> fb.Delays:
@@ -92,6 +112,8 @@ def run(cell: Cell, data: TensorDataset, pooled: fb.GaussianPosterior) -> dict[s
     """Return the time to the bar, and the curve: (time, KL or NLL) of some of the fusions."""
     if cell.study == "absences":
         return absences(cell, data, pooled)
+    if cell.study == "liars":
+        return liars(cell, data)
     if cell.study == "digits":
         return digits(cell)
     schedule = fb.Asynchronous(buffer=BUFFERS[cell.row], delays=stragglers(cell.seed))
@@ -156,16 +178,7 @@ def digits(cell: Cell) -> dict[str, Any]:
         seed=cell.seed,
     )
     curve = Curve(federation)
-    trainer = L.Trainer(
-        max_epochs=SWEEPS["digits"]["by rounds"] * CLIENTS // buffer,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[federation, curve],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = trainer_of(SWEEPS["digits"]["by rounds"] * CLIENTS // buffer, [federation, curve])
     trainer.fit(module, datamodule=fb.DigitsDataModule())
     met = [time for time, nll, _ in curve.points if nll <= NLL]
     last = curve.points[-len(curve.points) // 10 :]
@@ -177,6 +190,53 @@ def digits(cell: Cell) -> dict[str, Any]:
         "accuracy": statistics.fmean(each[2] for each in last),
         "sigma": float(federation.posterior.flatten()[1].sqrt().median()),
     }
+
+
+def liars(cell: Cell, cancer: TensorDataset) -> dict[str, Any]:
+    """Return validation accuracy and NLL of a federation whose client 0 is ten times as fast, and lies."""
+    L.seed_everything(cell.seed, verbose=False)
+    data, rule = cell.split.split(", ", 1)
+    (fusions, buffer, fusion, late), (bound, attacks) = RULES[rule], LIES[cell.row]
+    bayesian = 2 if fusion == "sites" else 0
+    if data == "digits":
+        digits, sizes = fb.DigitsDataModule(), (64, 10)
+        digits.prepare_data()
+        digits.setup("fit")
+        train, validation = digits.train_dataloader(), digits.val_dataloader()
+    else:
+        examples, sizes = TensorDataset(cancer.tensors[0].float(), cancer.tensors[1]), (31, 2)
+        parts = random_split(examples, [419, 150], torch.Generator().manual_seed(0))
+        train, validation = (DataLoader(part, 32, shuffle=part is parts[0]) for part in parts)
+    module = fb.HybridBayesianClassifier(
+        mlp(*sizes), bayesian_last=bayesian, estimator="flipout", learning_rate=0.01, kl_weight=0.05
+    )
+    federation = fb.FederatedBayes(
+        fb.IIDPartition(CLIENTS),
+        local_epochs=2,
+        fusion=fusion,
+        schedule=fb.Asynchronous(buffer=buffer, delays=fb.Delays(slow={0: 1 / FACTOR}), late=late),
+        safeguards=fb.Safeguards(max_influence=bound),
+        adversaries=Attacks(attacks),
+        seed=cell.seed,
+    )
+    trainer = trainer_of(fusions, [federation], check_val_every_n_epoch=fusions)
+    trainer.fit(module, train, validation)
+    return {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("accuracy", "nll")}
+
+
+def trainer_of(fusions: int, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Return a quiet Trainer."""
+    return L.Trainer(
+        max_epochs=fusions,
+        accelerator="cpu",
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
 
 
 def thinned(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
@@ -271,6 +331,15 @@ def absences_table(done: Done) -> str:
     return markdown_table(["client 0", "beside the posterior of", *figures, "seeds"], rows)
 
 
+def liars_table(done: Done) -> str:
+    """Return accuracies where client 0 is ten times as fast, and lies."""
+    rows = []
+    for data, rule in itertools.product(DATA, RULES):
+        found = [of_row(done, "liars", f"{data}, {rule}", lie).values() for lie in LIES]
+        rows.append([data, rule, *(mean([each["accuracy"] for each in cells], 3) for cells in found), len(found[0])])
+    return markdown_table(["data", "rule", *LIES, "seeds"], rows)
+
+
 def picture(done: Done) -> Any:
     """Return a picture of all seeds: KL or NLL by virtual time."""
     panels = [("logistic", split, "KL per parameter", KL) for split in logistic.SPLITS]
@@ -299,6 +368,8 @@ def tables(done: Done) -> str:
         ends_table(done),
         "### Absences",
         absences_table(done),
+        "### One of ten clients lies, ten times as fast: accuracy",
+        liars_table(done),
     ]
     return "\n\n".join(parts)
 
@@ -306,7 +377,7 @@ def tables(done: Done) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", choices=("logistic", "digits", "absences"))
+    parser.add_argument("--only", choices=("logistic", "digits", "absences", "liars"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = study.read(FILE, Cell)

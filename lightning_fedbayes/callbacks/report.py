@@ -201,7 +201,7 @@ class FederationReport:
         self._outlying |= new
         if new:
             names = listed(self._clients.names[client] for client in sorted(new))
-            why = "more than max_influence times as large as the median client's, as of few or unlike examples"
+            why = "they are too large, as of few or unlike examples, or too frequent, for max_influence"
             rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)

@@ -207,11 +207,7 @@ class CrossScores:
 
 
 def evaluate_across(
-    modules: Mapping[str, L.LightningModule],
-    clients: ClientDatasets,
-    *,
-    figure: str | None = None,
-    **options: Any,
+    modules: Mapping[str, L.LightningModule], clients: ClientDatasets, *, figure: str | None = None, **options: Any
 ) -> CrossScores:
     """Score each client's model on the data of every client (cross-site evaluation).
 

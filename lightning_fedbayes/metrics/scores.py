@@ -53,6 +53,12 @@ class ExampleMean(Plotted):
         return getattr(self, self.total_name) / self.count
 
 
+class ExampleLoss(ExampleMean):
+    """Mean of a value of which less is better."""
+
+    higher_is_better = False
+
+
 class HitCounts(Plotted):
     """Numbers of examples and of correct ones in ``groups`` groups. Kwargs are arguments of torchmetrics.Metric."""
 
@@ -97,50 +103,40 @@ class ExampleMetric(Plotted):
         raise NotImplementedError
 
 
-class BrierScore(ExampleMean):
+class BrierScore(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.brier_score`, from 0 (best) to 2."""
-
-    higher_is_better = False
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
         self.add(scores.brier_score(probs, target))
 
 
-class NegativeLogLikelihood(ExampleMean):
+class NegativeLogLikelihood(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.negative_log_likelihood`, in nats."""
-
-    higher_is_better = False
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
         self.add(scores.negative_log_likelihood(probs, target))
 
 
-class GaussianNLL(ExampleMean):
+class GaussianNLL(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_nll`, in nats."""
-
-    higher_is_better = False
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
         self.add(scores.gaussian_nll(mean, variance, target))
 
 
-class GaussianCRPS(ExampleMean):
+class GaussianCRPS(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_crps`, in the units of the target."""
-
-    higher_is_better = False
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
         self.add(scores.gaussian_crps(mean, variance, target))
 
 
-class EnsembleCRPS(ExampleMean):
+class EnsembleCRPS(ExampleLoss):
     """Mean of the fair :func:`~lightning_fedbayes.metrics.functional.ensemble_crps`, in the units of the target."""
-
-    higher_is_better = False
 
     def update(self, samples: Tensor, target: Tensor) -> None:
         """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
@@ -163,10 +159,8 @@ class IntervalCoverage(ExampleMean):
         self.add(scores.interval_coverage(mean, variance, target, self.level))
 
 
-class DeterminantSharpness(ExampleMean):
+class DeterminantSharpness(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.determinant_sharpness`, in the units of the targets."""
-
-    higher_is_better = False
 
     def update(self, covariance: Tensor) -> None:
         """Add predictive covariances, shape (*, d, d)."""

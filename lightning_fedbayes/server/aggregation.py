@@ -250,9 +250,12 @@ class Aggregation:
     def _release(self, sizes: Tensor) -> None:
         """Add the last waiting clients, which have these ``sizes``, if they are within the limits."""
         assert self._limits is not None
+        assert self.guard is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
-        beyond = sizes > self._limits.of({update.client: self._weights[update.client] for update in recent})
+        weights = {update.client: self._weights[update.client] for update in recent}
+        limits = self._limits.of(weights)
+        beyond = sizes > (limits if self.guard.part == 1 else self.guard.left_of(limits, weights))
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
@@ -355,13 +358,14 @@ class Aggregation:
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered, clients)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
+            limits = limits if self.guard.part == 1 else self.guard.left_of(limits, clients)
             if waited:
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
                 for row, client in enumerate(clients):
                     if beyond[row] and client in held:
                         bounds[client] = limits[row]
                         weights[client] *= self.guard.part_of(limits[row], sizes[row])
-            self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
+            self.guard.remember(torch.minimum(sizes, limits), limits, clients)
         ready = []
         for update in self._held:
             weight, suspect, posterior = weights[update.client], update.client in bounds, update.posterior

@@ -8,10 +8,16 @@ The sizes of a client's update against the round's global posterior :math:`N(\mu
 
 A size is too large if it exceeds a multiple of the clients' weighted median. Where a round has few clients, no tensor
 may be longer than a multiple of the second longest whole update, in this round or in those before. The guard streams.
+
+Without rounds few messages are compared with the last ones of all other clients, and all messages of a client together
+have two limits, and one more whenever the median client has been heard, of lengths, and of logarithms of factors. After
+L times of the median client, client k has the part :math:`u_k = \min(1, 2 + L - s_k) \ge 0` of its limit left, with
+:math:`s_k \leftarrow \max(s_k, L) + u_k \times \text{length} / \text{limit}`: what it has missed it cannot make up for.
+A client that was not heard for 1 / (1 − DECAY) rounds' worth of messages is forgotten, so that the others go on.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -38,8 +44,8 @@ class Safeguards:
         max_failed_rounds: after this many failed rounds in a row the run stops with an error.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
-            Of sites it bounds the whole site, and its change. None: no guard. See "Clients that cannot be trusted" in
-            the documentation.
+            Of sites it bounds the whole site, and its change; without rounds, all messages in the time of the median
+            client's one. None: no guard. See "Clients that cannot be trusted" in the documentation.
     """
 
     min_clients: int = 1
@@ -107,6 +113,8 @@ class Guard:
     """Number of kinds of sizes that are lengths. They come first."""
     tells: bool = False
     """True if clients keep what is :attr:`counted` of them."""
+    adding: ClassVar[tuple[slice, slice]] = slice(2), slice(2, 4)
+    """Kinds of sizes that add up from message to message, and kinds that multiply."""
 
     def __init__(
         self,
@@ -125,6 +133,11 @@ class Guard:
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
         past = memory.get("sizes")
         self.memory = dict(memory) if past is None or len(past) == self.num_lengths else {}  # of the same guard
+        clients, paces = (self.memory.get(name, torch.empty(0)).tolist() for name in ("clients", "paces"))
+        self._paces: dict[int, list[float]] = dict(zip(clients, paces))  # times heard, lengths used, rounds since then
+        times = sorted(each[0] for each in paces)
+        self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
+        self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
@@ -227,13 +240,15 @@ class Guard:
         second longest whole update of three or more, or the usual one, if longer. Sizes: (clients, 4, tensors).
         """
         weight = sum(weights) / len(weights)
+        compared = self._with_others(sizes, clients)[0] if self.part != 1 and len(sizes) < FEWEST else sizes
+        if len(compared) > len(sizes):
+            sizes, weights = compared, [1.0] * len(compared)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
             usual = self._usual(sizes) if len(sizes) >= RANKED else limits.new_zeros(self.num_lengths)
             usual = torch.maximum(usual, self.memory.get("sizes", usual))
-            if not self.is_alone:
-                bounds = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)
-                limits[: self.num_lengths] = bounds[:, None]
+            bounds = torch.where((usual > 0) & (not self.is_alone), FEW * self.max_influence * usual, math.inf)
+            limits[: self.num_lengths] = bounds[:, None]
             return Limits(limits, weight)
         medians = weighted_median(sizes, weights)
         shifts = medians[: self.num_lengths]
@@ -245,10 +260,39 @@ class Guard:
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def left_of(self, limits: Tensor, clients: Iterable[int]) -> Tensor:
+        """Return what is left of the limits of clients, shape (clients, kinds, tensors), without rounds."""
+        left = torch.tensor([self._left.get(client, 1.0) for client in clients], dtype=torch.float64)
+        limits[:, self.adding[0]] *= left[:, None, None]
+        limits[:, self.adding[1]] **= left[:, None, None]
+        return limits
+
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """Remember the sizes of a round's clients, as they count, as usual for later rounds of few clients."""
-        usual = self._usual(sizes)
+        usual = self._usual(sizes if self.part == 1 else self._remember_clients(sizes, limits, clients))
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
+
+    def _remember_clients(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> Tensor:
+        """Remember, without rounds, how often and how far clients went. Return sizes with the last ones of others."""
+        compared, names = self._with_others(sizes, clients)
+        amounts = [(sizes / limits)[:, self.adding[0]], (sizes.log() / limits.log())[:, self.adding[1]]]
+        used = torch.cat(amounts, 1).nan_to_num(0.0).clamp(0, 1).flatten(1).amax(1).tolist()
+        paces = {client: [times, far, age + self.part] for client, (times, far, age) in self._paces.items()}
+        for client, part in zip(clients, used, strict=True):
+            times, far, _ = paces.get(client, [0.0] * 3)
+            far = max(far, self._laps) + part * self._left.get(client, 1.0)
+            paces[client] = [max(times + 1, self._laps), far, 0.0]
+        rows = torch.tensor([paces[client] for client in names], dtype=torch.float64)
+        recent = rows[:, 2] * (1 - DECAY) < 1
+        self.memory.update(known=compared[recent], clients=torch.tensor(names)[recent], paces=rows[recent])
+        return compared
+
+    def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return sizes and clients with the last sizes of others, as far as they are known."""
+        known, names = self.memory.get("known", sizes[:0]), self.memory.get("clients", torch.empty(0)).tolist()
+        heard, is_same = set(clients), known.shape[1:] == sizes.shape[1:]  # else the network has gained parameters
+        others = [row for row, client in enumerate(names) if is_same and client not in heard]
+        return torch.cat([sizes, *(known[row][None] for row in others)]), [*clients, *(names[row] for row in others)]
 
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients. The largest where there are too few."""
@@ -334,11 +378,11 @@ class TensorsGuard(Guard):
         found = [super().limits(own, weights, clients), self._beside.limits(beside, weights, clients)]
         return Limits(torch.cat([each.sizes for each in found], 1), found[0].weight)
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`."""
-        own, beside = self._split(sizes)
-        super().remember(own, weights, clients)
-        self._beside.remember(beside, weights, clients)
+        (own, beside), (limits, others) = self._split(sizes), self._split(limits)
+        super().remember(own, limits, clients)
+        self._beside.remember(beside, others, clients)
         self.memory["beside"] = self._beside.memory["sizes"]
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:

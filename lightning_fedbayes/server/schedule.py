@@ -278,8 +278,7 @@ class Timeline:
         named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
         if together > clients or buffer > clients:
             name = "concurrency" if together > clients else "buffer"
-            why = "give at most so many"
-            raise FederationError(f"{name}={getattr(schedule, name)}, but there are {clients} clients: {why}")
+            raise FederationError(f"{name}={getattr(schedule, name)}, but there are {clients} clients: give no more")
         if buffer < min_clients and self._recorded is None:
             why = "every fusion of schedule= would have too few messages; take a larger buffer"
             raise FederationError(f"min_clients={min_clients} with a buffer of {buffer}: {why}")

@@ -125,6 +125,7 @@ class Server:
         rounds, failed_rounds: the number of the round after the last finished one, and of failed rounds in a row.
         history: one dict of figures per finished round, in order. Its "round" counts from 1.
         accepted: client → the round, from 1, in which it trained its last update that counted. Missing before.
+        rule_states: the state of each rule after the rounds so far, by its name.
         sites: client → what has been counted of its site or control variate, by the names that it keeps. Empty without
             sites, without a ``max_influence``, and where the caller keeps them.
         untold: clients that have to keep what :attr:`sites` holds, because something else was counted than they sent,
@@ -163,7 +164,7 @@ class Server:
         self.untold: set[int] = set()
         self._memory: Mapping[str, Tensor] = {}
         self._counted_of = counted_of
-        self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
+        self.rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
         self._probabilistic = probabilistic_names(posterior)
         self._plan: RoundPlan | None = None
         self._shared = Shared(posterior)
@@ -177,17 +178,6 @@ class Server:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
-
-    @property
-    def rule_states(self) -> dict[str, RuleState]:
-        """The state of each rule, by its name."""
-        return dict(self._rule_states)
-
-    @property
-    def rule_state(self) -> RuleState:
-        """State of the only rule after the rounds so far. Empty before the first."""
-        (state,) = self._rule_states.values()
-        return state
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -227,7 +217,7 @@ class Server:
         expected = joined(own, sent)
         options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None
         self._aggregations = {
-            name: Aggregation(rule, self.weighting, previous, expected, self._rule_states[name], *options)
+            name: Aggregation(rule, self.weighting, previous, expected, self.rule_states[name], *options)
             for name, rule in self.rules.items()
         }
         return self._shared
@@ -341,7 +331,7 @@ class Server:
         """Return the rule's result, or the one of least held-out loss, and all losses. Raise FusionError for none."""
         results: dict[str, Aggregate] = {}
         losses: dict[str, float] = {}
-        states = dict(self._rule_states)
+        states = dict(self.rule_states)
         reason = "no candidate has a finite loss on the validation data"
         for name, aggregation in self._aggregations.items():
             try:
@@ -362,7 +352,7 @@ class Server:
             if not finite:
                 raise FusionError(f"fusion='auto': none of {listed(self.rules)} can be used: {reason}")
             best = min(finite, key=lambda name: finite[name])
-        self._rule_states = states
+        self.rule_states = states
         return results[best], losses
 
     def _moved(self, aggregate: Aggregate) -> Aggregate:
@@ -424,7 +414,7 @@ class Server:
             "failed_rounds": self.failed_rounds,
             "history": list(self.history),
             "accepted": dict(self.accepted),
-            "rule_states": dict(self._rule_states),
+            "rule_states": dict(self.rule_states),
             "sites": {client: dict(kept) for client, kept in self.sites.items()},
             "untold": sorted(self.untold),
             "guard": dict(self._memory),
@@ -457,4 +447,4 @@ class Server:
         self._memory = dict(state["guard"])
         if self.versions is not None:
             self.versions.load_state_dict(state["begun"], device)
-        self._rule_states = {**self._rule_states, **known}
+        self.rule_states = {**self.rule_states, **known}

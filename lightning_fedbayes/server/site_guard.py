@@ -31,8 +31,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.methods.sites import MEMORY, gaussian_names
 from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits, changed
 
-Tensors = Mapping[str, Tensor]
+Counted = Callable[[int], Mapping[str, Tensor]]
 BEYOND = 3
 """Power of bound over size by which a move or a gradient counts that is beyond."""
 SETTLED = 2
@@ -72,23 +71,17 @@ class SiteGuard(Guard):
     """Measures what the server would count of each client after the round, and bounds it.
 
     Kinds of sizes: move, gradient, precision, and, in every column, the number of examples, which is not checked, and
-    the cosine of the move and the gradient of all data, ``slope`` c, shape (P,), which is 0 before it is known.
+    the cosine of the move and the gradient of all data, ``slope`` c, (P,), 0 at first. ``options`` of :class:`Guard`.
     """
 
     num_lengths: ClassVar[int] = 3
     tells = True
+    adding: ClassVar[tuple[slice, slice]] = slice(1), slice(0)
 
     def __init__(
-        self,
-        posterior: GaussianPosterior,
-        slope: Tensor,
-        max_influence: float,
-        counted_of: Callable[[int], Tensors],
-        memory: Tensors = MappingProxyType({}),
-        is_alone: bool = False,
-        part: float = 1.0,
+        self, posterior: GaussianPosterior, slope: Tensor, bound: float, counted_of: Counted, *options: Any
     ) -> None:
-        super().__init__(GaussianPosterior.point_mass(posterior.mean), (), max_influence, memory, is_alone, part)
+        super().__init__(GaussianPosterior.point_mass(posterior.mean), (), bound, *options)
         names = gaussian_names(posterior)
         mean, variance = posterior.flatten()
         self._counted_of = counted_of
@@ -115,7 +108,7 @@ class SiteGuard(Guard):
         gradient = site["gradient"] * self._width
         parts = (site["precision"] * self._variance).split(self._own)
         precision = iter([part.abs().sum() for part in parts if len(part)])
-        lengths = [torch.stack([each.norm() for each in self._rows(vector)]) for vector in (move, gradient)]
+        lengths = self._norms(torch.stack([move, gradient]))
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
         against = float(torch.nn.functional.normalize(move, dim=0) @ self._slope)
@@ -131,10 +124,6 @@ class SiteGuard(Guard):
         true = torch.tensor([[1.0, float(update.num_examples)] for update in updates])
         wrong = ~((told - true).abs() <= 1e-6 * true).all(1) | (largest > self._most_move)
         return wrong | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
-
-    def _rows(self, vector: Tensor) -> list[Tensor]:
-        """Return each tensor's part of a flat vector. Empty tensors have none."""
-        return [part for part in vector.split(self._lengths) if len(part)]
 
     def _site(self, update: ClientUpdate) -> dict[str, Tensor]:
         """Return what is counted of a client within its limits."""
@@ -155,7 +144,7 @@ class SiteGuard(Guard):
         self._examples |= dict(zip(clients, examples))
         self._against |= dict(zip(clients, sizes[:, AGAINST, 0].tolist()))
         usual_agreement = _agreement(sizes[:, 0, -1], -sizes[:, AGAINST, 0])
-        compared = self._with_others(sizes, clients)
+        compared = self._with_others(sizes, clients)[0] if self.part != 1 and len(sizes) < FEWEST else sizes
         before = self.memory.get("sizes", torch.zeros_like(sizes[0, :3]))
         usual = _median(compared) if len(compared) >= FEWEST else before
         share = (self._numels / self._numels.sum())[None]
@@ -163,9 +152,7 @@ class SiteGuard(Guard):
         limits = torch.cat([FEW * usual[:, :-1].maximum(parts * usual[:, -1:]), usual[:, -1:]], 1)
         limits[2] *= FEW
         limits[:, :-1] *= 1 + 2 / self._numels.sqrt()  # those of short vectors scatter
-        bounds = torch.where(limits > 0, self.max_influence * limits, torch.inf)
-        if self.is_alone:
-            bounds = torch.full_like(bounds, torch.inf)
+        bounds = torch.where((limits > 0) & (not self.is_alone), self.max_influence * limits, torch.inf)
 
         def opposes(client: int) -> bool:  # it has gone another way than the others, in the rounds so far
             agreed, expected, spread, _ = self._sums(client, usual_agreement)
@@ -182,9 +169,10 @@ class SiteGuard(Guard):
         terms = (-way * self._against[client], way * median, abs(way) * spread)
         return [*(old + new * (messages >= SETTLED) for old, new in zip(before, terms)), messages + 1]
 
-    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+    def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`."""
-        compared, before = self._with_others(sizes, clients), self.memory.get("sizes")
+        before = self.memory.get("sizes")
+        compared = sizes if self.part == 1 else self._remember_clients(sizes, limits, clients)
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)
         usual = _agreement(sizes[:, 0, -1], -cosines)
         agreed = self._agreed | {client: self._sums(client, usual) for client in clients}
@@ -193,16 +181,6 @@ class SiteGuard(Guard):
         if len(compared) >= FEWEST:
             usual = _median(compared)
             self.memory["sizes"] = usual if before is None else usual.maximum(DECAY**self.part * before)
-        if len(sizes) < FEWEST and self.part != 1:
-            others = [client for client in self.memory.get("clients", torch.empty(0)).tolist() if client not in clients]
-            self.memory.update(known=compared, clients=torch.tensor([*clients, *others]))
-
-    def _with_others(self, sizes: Tensor, clients: Sequence[int]) -> Tensor:
-        """Return sizes of few clients with the last ones of others, as far as they are known."""
-        if len(sizes) >= FEWEST or "known" not in self.memory:
-            return sizes
-        others = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
-        return torch.cat([sizes, self.memory["known"][others]])
 
     def _kept(self, limits: Tensor, sizes: Tensor) -> Tensor:
         """Return bound over size where a size is beyond, else 1. 0 for a client that is against the others."""
@@ -210,8 +188,8 @@ class SiteGuard(Guard):
         return kept.minimum(kept[:, -1:])
 
     def part_of(self, limits: Tensor, sizes: Tensor) -> float:
-        """See :meth:`Guard.part_of`: the weight counts as the move does."""
-        return float(self._kept(limits, sizes)[0, -1]) ** BEYOND
+        """See :meth:`Guard.part_of`: the weight counts as the move does. Not without rounds: others may be missing."""
+        return float(self._kept(limits, sizes)[0, -1]) ** BEYOND if self.part == 1 else 1.0
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """See :meth:`Guard.clipped`. Note what is counted of the client, which has to keep the same."""
@@ -225,7 +203,7 @@ class SiteGuard(Guard):
         precision = kept[2][torch.tensor(self._is_own, dtype=torch.bool)].repeat_interleave(numels).to(device)
         wanted = {**site, "gradient": site["gradient"] * gradient}
         wanted["precision"] = site["precision"].clamp_min(0) * precision
-        if not whole:
+        if bool((sizes > limits)[AGAINST].any()):
             wanted["examples"] = torch.zeros_like(site["examples"])
             for name in ("gradient", "precision"):
                 wanted[name] = MEMORY * old[name].to(device) if name in old else torch.zeros_like(wanted[name])

@@ -84,9 +84,8 @@ def check_state(state: Any) -> None:
         check_kind(f"state['{name}']", state.get(name), Mapping, remedy)
     for name in ("rounds", "failed_rounds"):
         check_at_least(f"state['{name}']", state.get(name), 0)
-    check_mapping("state['buffers']", state["buffers"], Tensor)
-    check_mapping("state['rule_states']", state["rule_states"], Mapping)
-    check_mapping("state['guard']", state["guard"], Tensor)
+    for name, kind in (("buffers", Tensor), ("rule_states", Mapping), ("guard", Tensor)):
+        check_mapping(f"state['{name}']", state[name], kind)
     for client, kept in state["sites"].items():
         check_at_least("state['sites']: client", client, 0)
         check_mapping(f"state['sites'][{client}]", kept, Tensor)

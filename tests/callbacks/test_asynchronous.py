@@ -6,7 +6,7 @@ import torch
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import NotANumber, ScaledUpdate
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.methods import FedAsync
+from lightning_fedbayes.methods import FedAsync, FedBuff
 from tests.callbacks.test_resume import PERSONAL, Everything, everything, state
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, network, quiet_checkpoints, saving
 
@@ -135,12 +135,15 @@ def test_privacy_counts_messages_that_have_arrived():
 
 
 @pytest.mark.slow
-def test_attackers_are_bounded_as_they_are_in_rounds():
-    """A liar that is three times as fast as the others, one of ten."""
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("fusion", "late"), [("sites", FedBuff()), ("linear_pool", FedBuff()), ("rklb", FedAsync())])
+def test_attackers_are_bounded_as_they_are_in_rounds(fusion, late, engine):
+    """A liar that is ten times as fast as the others, one of ten."""
     found = []
     for attack in (None, ScaledUpdate(clients=[4], factor=50.0)):
-        schedule = fb.Asynchronous(buffer=2, delays=fb.Delays(slow={4: 0.3}))
-        federation = fb.FederatedBayes(fb.IIDPartition(10), fusion="sites", schedule=schedule, adversaries=attack)
+        schedule = fb.Asynchronous(buffer=1, delays=fb.Delays(slow={4: 0.1}), late=late)
+        options = {"schedule": schedule, "adversaries": attack, "engine": engine}
+        federation = fb.FederatedBayes(fb.IIDPartition(10), fusion=fusion, **options)
         federate(bayesian(learning_rate=0.01), federation, 24)
         found.append(float(federation.posterior.flatten()[0].square().mean().sqrt()))
     assert found[1] < 2 * found[0]

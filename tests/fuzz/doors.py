@@ -170,6 +170,7 @@ X, Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.aran
 THREE = [posterior(0.0), posterior(1.0), posterior(2.0)]
 LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
+SCORED = {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2}
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 REGRESSION = fb.Laplace(fb.Gaussian(1.0)).posterior(LINEAR, [(X, torch.zeros(8, 3))])
 HALVES, THIRDS = torch.arange(8) % 2, torch.arange(8) % 3
@@ -445,21 +446,15 @@ DOORS = {
         partial(quietly, fb.FederatedTemperature().fit), clients={"a": (PROBS.log(), 1 - TARGET)}
     ),
     "FederatedTemperature.fit_from": door(
-        partial(quietly, fb.FederatedTemperature().fit_from),
-        predictive=LINEAR,
-        datasets={"a": CLASSES},
-        trained_on=table(3),
-        batch_size=2,
+        partial(quietly, fb.FederatedTemperature().fit_from), **SCORED, trained_on=table(3)
     ),
-    "FederatedTemperature.evaluate": door(
-        fb.FederatedTemperature(2.0).evaluate, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2
-    ),
+    "FederatedTemperature.evaluate": door(fb.FederatedTemperature(2.0).evaluate, **SCORED),
     "FederatedTemperature.__call__": door(fb.FederatedTemperature(2.0), logits=PROBS),
     "class_scores": door(calibration.class_scores, probs=PROBS, targets=TARGET, kind="aps"),
     "all_class_scores": door(calibration.all_class_scores, probs=PROBS, kind="aps"),
     "interval_scores": door(calibration.interval_scores, mean=torch.zeros(2), std=torch.ones(2), targets=torch.ones(2)),
     "ScoreSketch": door(
-        lambda **arguments: calibration.ScoreSketch(**arguments).threshold(0.9),
+        lambda **options: calibration.ScoreSketch(**options).threshold(0.9),
         counts=torch.tensor([5, 9]),
         grid="unit",
     ),
@@ -494,16 +489,9 @@ DOORS = {
         partial(quietly, fb.FederatedConformal().fit), clients={"a": torch.rand(9), "b": SKETCH}
     ),
     "FederatedConformal.fit_from": door(
-        partial(quietly, fb.FederatedConformal(0.5).fit_from),
-        predictive=LINEAR,
-        datasets={"a": CLASSES},
-        temperature=2.0,
-        trained_on=table(3),
-        batch_size=2,
+        partial(quietly, fb.FederatedConformal(0.5).fit_from), **SCORED, temperature=2.0, trained_on=table(3)
     ),
-    "FederatedConformal.evaluate": door(
-        fb.FederatedConformal().fit({"a": SKETCH}).evaluate, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2
-    ),
+    "FederatedConformal.evaluate": door(fb.FederatedConformal().fit({"a": SKETCH}).evaluate, **SCORED),
     "FederatedConformal.sets": door(
         fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets, probs=PROBS, client="a"
     ),
@@ -513,7 +501,7 @@ DOORS = {
         std=torch.ones(2),
         client="a",
     ),
-    "predictions_of": door(calibration.predictions_of, predictive=LINEAR, datasets={"a": CLASSES}, batch_size=2),
+    "predictions_of": door(calibration.predictions_of, **SCORED),
     "with_kl": door(fb.with_kl, module=fb.HybridBayesianClassifier(network()).eval()),
     "mean_network": door(fb.mean_network, module=bayesian(), posterior=fb.read_posterior(bayesian())),
     "bayesianize": door(fb.bayesianize, network=network(), last=1, estimator="flipout"),

@@ -10,6 +10,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.methods import FedBuff
 from lightning_fedbayes.server.guard import Guard
 from tests.federations import assert_close
 
@@ -230,3 +231,45 @@ def test_a_tensor_that_most_clients_do_not_move_may_move_as_far_per_entry_as_the
     found, _ = fuse("weighted_average", still)
     bound = 2 * whole * (20 / 60) ** 0.5 * (1 + 2 / 20**0.5)
     assert 9 * float(found.mean["head"].norm()) == pytest.approx(bound, rel=1e-5)
+
+
+def without_rounds(order, mean=1.0, variance=1.0):
+    """Moves, the first of seven clients, and log2 of the change of variances. All but client 0 send 1 and 0 of them."""
+    one, before = torch.full((SIZE,), SIZE**-0.5, dtype=torch.float64), torch.full((SIZE,), 0.01).double()
+    server = Server(GaussianPosterior({"w": 0 * one}, {"w": before}), fusion="weighted_average", late=FedBuff())
+    moves = []
+    for number, cohort in enumerate([tuple(range(7)), *((client,) for client in order)]):
+        server.begin(RoundPlan(number, cohort, clients=10))
+        at, width = server.posterior.mean["w"], server.posterior.variance["w"]
+        for client in cohort:
+            move, factor = (1.0, 1.0) if client else (mean, variance)
+            sent = GaussianPosterior({"w": at + move * one}, {"w": factor * width})
+            assert server.admit(ClientUpdate(client, 10, sent), number).error is None
+        server.finish()
+        moves.append(float((server.posterior.mean["w"] - at) @ one))
+    return moves[1:], float((server.posterior.variance["w"] / before).log2().mean())
+
+
+LAPS, MOST, ALL = 6, 2 * (1 + 2 / SIZE**0.5), range(1, 10)
+OFTEN = [each for _ in range(LAPS) for client in ALL for each in (0, client)]
+
+
+@pytest.mark.parametrize(("mean", "factor"), [(-100.0, 1.0), (100.0, 1.0), (1.0, 1.0), (1.0, 1e-9), (1.0, 1e9)])
+def test_a_client_that_is_heard_nine_times_as_often_counts_as_one_message_may(mean, factor):
+    """In each lap of the others, whatever its length and variances, and twice at first; the others count in full."""
+    moves, change = without_rounds(OFTEN, mean, factor)
+    assert moves[1::2] == pytest.approx([1.0] * (9 * LAPS))
+    found, sign = (sum(moves[::2]) / MOST, mean) if factor == 1 else (change, factor - 1)
+    assert LAPS - 1 < found * math.copysign(1, sign) < 1.03 * (LAPS + 2)
+
+
+def test_what_a_client_has_missed_it_cannot_make_up_for():
+    assert -1.02 * 2 * MOST < sum(without_rounds([*ALL] * LAPS + [0] * 20, -100.0)[0][-20:]) < -MOST
+
+
+@pytest.mark.parametrize("order", [[0, *ALL[:5], 0, *ALL[5:]] * LAPS, [*ALL] * 2 + [1, 2, 3] * 60])
+def test_honest_clients_count_in_full_in_the_end(order):
+    """Twice as fast as the others, and the last ones where most have left."""
+    moves, _ = without_rounds(order)
+    assert min(moves) > (0 if len(order) > 100 else 0.999)
+    assert moves[-30:] == pytest.approx([1.0] * 30)

@@ -154,7 +154,7 @@ def test_the_way_is_what_the_page_says():
         sizes[:, 4] = -usual - 0.02 * torch.rand(COUNT, 1, generator=draws, dtype=torch.float64)
         sizes[0, 4], sizes[1, 4] = 0.4, usual - 1.0  # 1 goes with the others where they hardly go
         limits = guard.limits(sizes, [20.0] * COUNT, range(COUNT)).of(dict.fromkeys(range(COUNT), 20.0))
-        guard.remember(sizes, [20.0] * COUNT, range(COUNT))
+        guard.remember(sizes, limits, range(COUNT))
         memory = guard.memory
         cosines = -sizes[:, 4, 0]
         middle = cosines.median()

@@ -117,10 +117,8 @@ def test_function_of_all_facts():
     still = normal([0.0])
     facts = [ClientFacts(k, n, still, still, {"loss": loss}) for k, n, loss in ((0, 10, 2.0), (1, 20, 0.5))]
 
-    def by_loss(cohort):
-        return [each.num_examples / each.metrics["loss"] for each in cohort]
-
-    assert client_weights(by_loss, facts) == shares(5, 40)
+    by_loss = client_weights(lambda cohort: [each.num_examples / each.metrics["loss"] for each in cohort], facts)
+    assert by_loss == shares(5, 40)
     assert client_weights(lambda cohort: torch.tensor([1, 3]), facts) == shares(1, 3)
     assert client_weights(lambda cohort: [0.0, 2.0], facts) == [0, 1]
 

@@ -49,13 +49,9 @@ class FusionController(ModelController):
             def __init__(self):
                 super().__init__(network(), "conflation", num_rounds=10, checkpoint="/var/lib/federation.pt")
 
-    A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
-    another structure, of another round, or unreadable. Clients are :class:`FusionClient`. Sites are numbered by their
-    names, in natural order (site-2 before site-10), and keep their numbers. Those that join later come after them.
-
-    With a ``checkpoint`` the federation survives the server: a job that is submitted again goes on after the last
-    finished round, and ends where an uninterrupted one does. Raises FusionError or FederationError if an argument
-    cannot be used.
+    Failures, a ``checkpoint`` (the job is submitted again) and refused arguments are as of
+    :class:`~lightning_fedbayes.transport.flower.FusionStrategy`. Clients are :class:`FusionClient`. Sites are numbered
+    by their names, in natural order (site-2 before site-10), and keep their numbers. Those that join later come after.
 
     Args:
         module, buffers, local_parameters, posterior: the network before training, and options, the same as the
