@@ -1,6 +1,6 @@
 """Storms over what a federation stores: bits that flip, processes that are killed, and many fits in one process.
 
-    python -m tests.fuzz.storm [--flips 500] [--kills 60] [--fits 100] [--seed 0]
+    python -m benchmarks.engine.storms [--flips 500] [--kills 60] [--fits 100] [--seed 0]
 
 A flipped bit must be refused by an error of the package, or leave what is read as it was. A killed run must end at the
 same bits. Fits must leave no memory behind.
@@ -8,7 +8,6 @@ same bits. Fits must leave no memory behind.
 """
 
 import argparse
-import gc
 import math
 import os
 import random
@@ -37,11 +36,12 @@ from lightning_fedbayes.core import run_file
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.store import FILE, Store
+from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.server.schedule import read_arrivals
 from lightning_fedbayes.transport.calibration import count_noise
 from lightning_fedbayes.transport.checkpoint import ServerState, stored_state
 from lightning_fedbayes.transport.flower import FusionStrategy, roster
-from tests.federations import Plain, federate, loader, saving
+from tests.federations import CLASSES, FEATURES, Plain, federate, loader, saving
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid, SlowGrid
 from tests.flower.test_schedules import Estimated
@@ -69,7 +69,7 @@ ALONE: dict[str, dict[str, Any]] = {
 """Name → options of the federation in one process, whose clients keep their states on disk."""
 
 ANEW = ("federation", "messages")
-"""Names of what is another thing in every run: its name, and accounts, which count messages that are sent again, too."""
+"""Another thing in every run: its name, and accounts, which count messages that are sent again, too."""
 
 
 def content(value: Any) -> Any:
@@ -252,12 +252,12 @@ def kills(count: int, chance: random.Random, folder: Path) -> Counter[str]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def fits(count: int) -> list[float]:
-    """Return the resident memory in MB after each of so many fits."""
+def fits(count: int, width: int) -> list[float]:
+    """Return the resident memory in MB after each of so many fits of a network of this width."""
     found = []
     for number in range(count):
-        engine = ("sequential", "vectorized")[number % 2]
-        federate(Plain(), fb.FederatedBayes(fb.IIDPartition(4), engine=engine), 2, loader(), loader(shuffle=False))
+        made = fb.FederatedBayes(fb.IIDPartition(4), engine=("sequential", "vectorized")[number % 2])
+        federate(Plain(mlp(FEATURES, CLASSES, hidden=[width])), made, 2, loader(), loader(shuffle=False))
         found.append(psutil.Process().memory_info().rss / 2**20)
     return found
 
@@ -276,10 +276,9 @@ def main() -> None:
         for storm, count in ((kills, given.kills), (flips, given.flips)):
             for what, times in sorted(storm(count, chance, Path(folder) / storm.__name__).items() if count else ()):
                 print(f"{storm.__name__}: {what}: {times}", flush=True)
-    if memory := fits(given.fits):
-        gc.collect()
-        steps = ", ".join(f"{i + 1}: {memory[i]:.0f}" for i in range(9, len(memory), 10))
-        print(f"fits: MB after fit {steps}; collected: {psutil.Process().memory_info().rss / 2**20:.0f}")
+    for width in (5, 20_000) if given.fits else ():
+        steps = ", ".join(f"{memory:.0f}" for memory in fits(given.fits, width)[9::10])
+        print(f"fits: {width} wide, MB after each tenth: {steps}", flush=True)
 
 
 if __name__ == "__main__":
