@@ -14,7 +14,7 @@ from lightning_fedbayes.callbacks.trainer import TrainsClients
 from lightning_fedbayes.clients.privacy import accountant, check_no_buffers
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
-from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, listed
+from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, check_kind, listed, raised_as
 from lightning_fedbayes.core.messages import EPSILONS
 from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.layers import kl_divergence
@@ -206,12 +206,12 @@ class ExamplePrivacy(L.Callback):
         return {"steps": steps, "secret": self._secret}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
-        self._secret = state_dict.get("secret", self._secret)
-        self._counts = {
-            client: {(noise, share): steps for noise, share, steps in kinds}
-            for client, kinds in state_dict["steps"].items()
-        }
+        """Restore what :meth:`state_dict` gave. Raise FederationError for another state."""
+        with raised_as(FederationError, "ExamplePrivacy: the state is of another version", "begin anew"):
+            accountant.check_steps(state_dict["steps"])
+            check_kind("secret", secret := state_dict.get("secret", self._secret), str, "a text is needed")
+            counts = {client: {(z, share): n for z, share, n in each} for client, each in state_dict["steps"].items()}
+        self._secret, self._counts = secret, counts
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:

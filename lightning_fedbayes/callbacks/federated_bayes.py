@@ -205,6 +205,7 @@ class FederatedBayes(TrainsClients):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and put the clients between it and its training loader."""
+        use_whole_checkpoints(trainer)
         if stage != "fit":
             return
         if self._earlier is None and self._loader is not None:  # else the fit before was refused
@@ -212,7 +213,6 @@ class FederatedBayes(TrainsClients):
         self.settings = self._given
         with self._mistakes():
             checks.check_trainer(trainer, pl_module, self.settings)
-        use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored, self._earlier = None, None, None
             self._report = FederationReport()

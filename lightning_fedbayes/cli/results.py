@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,9 +52,11 @@ class Run:
 def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> None:
     """Write the runs and their common configuration. An interrupted write leaves the old file."""
     content = {"configuration": configuration, "runs": [asdict(run) for run in runs]}
+    content = _replaced(content, math.nan, None)
+    content["checksum"] = zlib.crc32(json.dumps(content).encode())
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.part"
-    unfinished.write_text(json.dumps(_replaced(content, math.nan, None), indent=1, allow_nan=False))
+    unfinished.write_text(json.dumps(content, indent=1, allow_nan=False))
     unfinished.replace(folder / FILE)
 
 
@@ -61,10 +64,13 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
     """Return the configuration and the runs that :func:`save` wrote. Raise FedBayesError for another format."""
     try:
         content = json.loads((folder / FILE).read_text())
+        if content.pop("checksum") != zlib.crc32(json.dumps(content).encode()):
+            raise ValueError("its checksum is wrong")
         runs = [Run(run["fusion"], run["seed"], _replaced(run["curves"], None, math.nan)) for run in content["runs"]]
         return content["configuration"], runs
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise FedBayesError(f"{folder / FILE} was not written by 'fedbayes compare': {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        remedy = "give another folder, or delete the file"
+        raise FedBayesError(f"{folder / FILE} is not as 'fedbayes compare' wrote it: {error!r}; {remedy}") from error
 
 
 def _replaced(value: Any, old: float | None, new: float | None) -> Any:

@@ -1,10 +1,12 @@
 """Rounds of a federation in one process or in its share of several: an engine trains, a server fuses."""
 
+import gc
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -26,6 +28,12 @@ from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
 from lightning_fedbayes.server.schedule import ENDED
 
 Stage = Literal["between", "training", "fused"]
+MOST_HELD = 2**24
+"""Bytes of clients' posteriors in earlier federations from which on a new one collects those that are over.
+
+A Trainer, its module and its callbacks refer to each other, and Python collects such by number, not by bytes.
+"""
+HELD: "WeakKeyDictionary[Federation, int]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,9 @@ class Federation:
         model = engine.model
         self.settings, self.engine, self.held_out = settings, engine, held_out
         start = model.read_posterior().clone(), model.federated_buffers
+        if sum(HELD.values()) > MOST_HELD:
+            gc.collect()
+        HELD[self] = start[0].num_bytes * len(engine.names)
         options = {**settings.server_options(), "counted_of": lambda client: engine.states.of(client).kept}
         self.server = Server(*start, collective=collective, **options)
         self.stage: Stage = "between"

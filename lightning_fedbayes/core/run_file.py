@@ -1,6 +1,7 @@
 """The file of a run: lines of JSON with what its loggers get. ``fedbayes report`` makes a page of it."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,11 +50,29 @@ class RunRecord:
             self.tables[entry["table"]] = entry
 
 
+def line_of(entry: Mapping[str, Any]) -> str:
+    """Return ``entry`` as a line of JSON, with a checksum as its last value. What JSON does not know becomes text.
+
+    >>> line_of({"round": 1})
+    '{"round": 1, "checksum": 3656647457}\\n'
+    """
+    text = json.dumps(entry, ensure_ascii=False, default=str)
+    return f'{text[:-1]}, "checksum": {zlib.crc32(text.encode())}}}\n'
+
+
+def entry_of(line: str) -> dict[str, Any]:
+    """Return the entry in a line of :func:`line_of`, without its end. Raise ValueError for another line."""
+    text, _, checksum = line.rpartition(', "checksum": ')
+    if checksum != f"{zlib.crc32(f'{text}}}'.encode())}}}":
+        raise ValueError("its checksum is wrong")
+    return json.loads(f"{text}}}")
+
+
 def append(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Append a line to the file of the run in ``folder``. Values that JSON does not know become text."""
+    """Append :func:`line_of` an entry to the file of the run in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
+        file.write(line_of(entry))
 
 
 def file_of(run: Path) -> Path:
@@ -77,7 +96,7 @@ def read(file: Path) -> RunRecord:
     *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")  # every whole line ends
     for number, line in enumerate(lines, start=1):
         try:
-            record.add(json.loads(line))
+            record.add(entry_of(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FedBayesError(
                 f"{file}: line {number} of {len(lines)} is damaged ({type(error).__name__}); remove it, or take a copy "

@@ -4,6 +4,7 @@ import io
 import pickle
 import sqlite3
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,20 @@ FILE, LOCK = "clients.sqlite", "lock.sqlite"
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS states (
-    client INTEGER, rounds INTEGER, state BLOB, PRIMARY KEY (client, rounds)
+    client INTEGER, rounds INTEGER, checksum INTEGER, state BLOB, PRIMARY KEY (client, rounds)
 ) WITHOUT ROWID;
+INSERT OR IGNORE INTO facts VALUES ('sum', 0);
+CREATE TRIGGER IF NOT EXISTS written AFTER INSERT ON states BEGIN
+    UPDATE facts SET value = value + new.client + new.rounds + new.checksum WHERE name = 'sum';
+END;
+CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON states BEGIN
+    UPDATE facts SET value = value - old.client - old.rounds - old.checksum WHERE name = 'sum';
+END;
 """
+SUM = "SELECT name, value, (SELECT ifnull(sum(client + rounds + checksum), 0) FROM states) FROM facts ORDER BY name"
 MOST_WAITING = 2**20
 """Bytes of states that are written together, in half the time if they are small."""
+DAMAGED = "its bytes are not those that were written"
 OLDEST = "AND rounds < (SELECT max(rounds) FROM states WHERE client = :client AND rounds <= :needed)"
 
 
@@ -31,8 +41,9 @@ class Store:
 
     The states of a round become the run's in one transaction, when the round ends: whenever a process is killed, the
     folder holds whole rounds. It keeps the last state of a client and the states of the last two checkpoints, so that a
-    run goes on from either, even if the last one was not written to its end. Raises FederationError if the folder
-    cannot be used, or another process writes into it.
+    run goes on from either, even if the last one was not written to its end. Every state has a checksum, and there is
+    one of all others: bytes that have changed are noticed. Raises FederationError if the folder cannot be used or is
+    damaged, or another process writes into it.
 
     Args:
         folder: of this run only. Made if it is missing. Several processes share it.
@@ -53,6 +64,7 @@ class Store:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._hold()
                 self._open.executescript(TABLES)
+                self._check()
                 self.run = self._fact("run", "")
                 self.rounds = self._fact("rounds", 0)
 
@@ -75,6 +87,7 @@ class Store:
     def resume(self, run: str, rounds: int) -> None:
         """Go back to a checkpoint of a ``run`` after ``rounds``. Raise FederationError if its states are not there."""
         with self._told():
+            self._check()
             if self._fact("run", "") != run:
                 why = "bring back the folder that the run has written, or start a new run"
                 raise FederationError(f"{self.folder} does not hold the clients of the checkpoint: {why}")
@@ -117,9 +130,11 @@ class Store:
 
     def _read(self, when: str, client: int, rounds: int) -> dict[str, Any] | None:
         with self._told():
-            query = f"SELECT state FROM states WHERE client = ? AND {when}"
+            query = f"SELECT rounds, checksum, state FROM states WHERE client = ? AND {when}"
             found = self._open.execute(query, (client, rounds)).fetchone()
-        return None if found is None else pickle.loads(found[0])
+            if found is not None and found[1] != _checksum(client, found[0], found[2]):
+                raise sqlite3.DatabaseError(DAMAGED)
+        return None if found is None else pickle.loads(found[2])
 
     def put(self, client: int, state: Mapping[str, Any]) -> None:
         """Write the state of a client after the present round. It counts when :meth:`finish` is called."""
@@ -144,8 +159,9 @@ class Store:
         with self._told():
             if not self._open.in_transaction:
                 self._open.execute("BEGIN IMMEDIATE")
-            rows = ((client, self.rounds + 1, state) for client, state in waiting.items())
-            self._open.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", rows)
+            new = self.rounds + 1
+            rows = ((client, new, _checksum(client, new, state), state) for client, state in waiting.items())
+            self._open.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?)", rows)
             if self.rounds:
                 old = ({"client": client, "needed": needed} for client in waiting)
                 self._open.executemany(f"DELETE FROM states WHERE client = :client {OLDEST}", old)
@@ -208,6 +224,7 @@ class Store:
         if self._file is None:
             self._file = sqlite3.connect(self.folder / FILE, timeout=60, isolation_level=None, check_same_thread=False)
             self._file.execute("PRAGMA synchronous = FULL")
+            self._file.execute("PRAGMA recursive_triggers = ON")  # so that a state that is replaced counts as deleted
         return self._file
 
     def _hold(self) -> None:
@@ -228,7 +245,18 @@ class Store:
     def _note(self, **facts: Any) -> None:
         if not self._open.in_transaction:
             self._open.execute("BEGIN IMMEDIATE")
-        self._open.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+        write = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
+        self._open.executemany(write, facts.items())
+        known = self._open.execute("SELECT name, value FROM facts WHERE name != 'checksum' ORDER BY name").fetchall()
+        self._open.execute(write, ("checksum", _checksum(*known)))
+
+    def _check(self) -> None:
+        """Raise sqlite3.DatabaseError if the facts, or the states as a whole, are not those that were written."""
+        found = self._open.execute(SUM).fetchall()
+        known = [(name, value) for name, value, _ in found if name != "checksum"]
+        whole = known == [("sum", 0)] or ("checksum", _checksum(*known)) in [row[:2] for row in found]
+        if not whole or any(total != dict(known)["sum"] for *_, total in found):
+            raise sqlite3.DatabaseError(DAMAGED)
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -244,12 +272,23 @@ class Store:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Inside, an error of the disk names the folder and the remedy."""
+        """Inside, an error of the disk, or a damaged file, names the folder and the remedy."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
+            if not isinstance(error, sqlite3.OperationalError | OSError):
+                why = f"{error}: bring back a copy of the folder, or delete it and start again"
+                raise FederationError(f"{self.folder / FILE} is damaged: {why}") from error
             why = f"{error}. The last finished round is whole; make room there or give another folder, and resume"
             raise FederationError(f"clients cannot keep their states in {self.folder}: {why}") from error
+
+
+def _checksum(*values: Any) -> int:
+    """Return a checksum of bytes, numbers and texts."""
+    found = 0
+    for value in values:
+        found = zlib.crc32(value if isinstance(value, bytes) else f"{value!r};".encode(), found)
+    return found
 
 
 class _Pickler(pickle.Pickler):

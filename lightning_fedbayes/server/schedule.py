@@ -2,7 +2,6 @@
 
 import csv
 import heapq
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import torch
 
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FederationError, is_number, is_whole, shown
+from lightning_fedbayes.core.run_file import entry_of, line_of
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.methods.late import FedBuff, Late
 
@@ -31,7 +31,7 @@ class Fusion(NamedTuple):
 
     def line(self, number: int) -> str:
         """Return the line of fusion ``number``, from 1."""
-        return json.dumps({"fusion": number, **self._asdict()}) + "\n"
+        return line_of({"fusion": number, **self._asdict()})
 
 
 def read_arrivals(path: Path) -> list[Fusion]:
@@ -40,7 +40,7 @@ def read_arrivals(path: Path) -> list[Fusion]:
         *lines, _ = path.read_text().split("\n")  # what follows the last line's end was cut off
         fusions, heard = [], dict[int, int]()
         for number, text in enumerate(lines, 1):
-            line = json.loads(text)
+            line = entry_of(text)
             arrived = tuple((client, version) for client, version in line["arrived"])
             began, refused = tuple(line["began"]), tuple(line["refused"])
             numbers = (line["clients"], *began, *refused, *(each for pair in arrived for each in pair))

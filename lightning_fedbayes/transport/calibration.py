@@ -144,17 +144,24 @@ def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], K
     return {key: config[key] for key in REQUEST}, kind
 
 
+TWICE = ("epsilon", "epsilon_again")
+"""Names of a sum in its file: a byte that has changed makes them differ."""
+
+
 def count_noise(folder: Path, client: int, epsilon: float) -> float:
     """Add ε to the sum of a client's noisy counts, in a file of its folder. Raise FederationError if it is damaged."""
     path = folder / f"client-{client}-counts.json"
     try:
-        spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0
+        told = json.loads(path.read_text()) if path.exists() else dict.fromkeys(TWICE, 0.0)
+        spent, again = (float(told[name]) for name in TWICE)
+        if spent != again:
+            raise ValueError(f"{spent} is not {again}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "restore the file, or write the ε spent so far into it"
+        remedy = "restore the file, or write the ε spent so far into it, twice"
         why = f"{path}, this client's account of noisy counts, is damaged ({error})"
         raise FederationError(f"{why}, and it sends no more of them; {remedy}") from None
     folder.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
-    written.write_text(json.dumps({"epsilon": spent + epsilon}))
+    written.write_text(json.dumps(dict.fromkeys(TWICE, spent + epsilon)))
     os.replace(written, path)
     return spent + epsilon

@@ -1,6 +1,5 @@
 """Files of a federation over a network: the server's checkpoint, and each client's state, which stays at the client."""
 
-import itertools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from lightning_fedbayes.callbacks.example_privacy import ExamplePrivacy
 from lightning_fedbayes.callbacks.trainer import damage
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
-from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
+from lightning_fedbayes.clients.privacy.accountant import check_steps, epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.clients.states import ClientState
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, check_path
@@ -233,10 +232,7 @@ def stored_state(path: Path) -> dict[str, Any]:
         check_kind("federation", stored["federation"], str, "a name is needed")
         check_kind("secret", stored["secret"], str, "a text is needed")
         check_at_least("round", stored["round"], 1)
-        for noise, share, steps in itertools.chain.from_iterable(stored["steps"].values()):
-            check_number("the noise of steps", noise, "[0, inf)")
-            check_number("the share of a step", share, "(0, 1]")
-            check_at_least("steps", steps, 1)
+        check_steps(stored["steps"])
         for noise, count in stored["messages"].items():
             check_number("the noise of messages", noise, "[0, inf)")
             check_at_least("messages", count, 0)

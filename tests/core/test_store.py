@@ -1,6 +1,5 @@
 """States of clients on disk: whole rounds, whatever happens to the process; one run in a folder."""
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.core.run_file import FILE, append, read
+from lightning_fedbayes.core.run_file import FILE, append, line_of, read
 from lightning_fedbayes.core.store import Store
 
 TENSORS = [
@@ -229,8 +228,10 @@ def test_a_run_that_goes_on_replaces_its_rounds_and_a_new_one_everything(tmp_pat
     assert (record.settings, record.figures) == ({"seed": 2}, {"val/nll": {1: 7.0}})
 
 
-@pytest.mark.parametrize("damaged", ["{", "[]", "3", "{}", '{"round": 1, "figures": {"a": "b"}}', "\x00"])
+@pytest.mark.parametrize(
+    "damaged", ["{", "[]", "3", "{}", line_of({"round": 1, "figures": {"a": "b"}})[:-1], line_of({"a": 1})[:-1], "\x00"]
+)
 def test_a_damaged_line_is_named(tmp_path, damaged):
-    (tmp_path / FILE).write_text(f"{json.dumps(ROUND)}\n{damaged}\n{json.dumps(ROUND)}\n")
+    (tmp_path / FILE).write_text(f"{line_of(ROUND)}{damaged}\n{line_of(ROUND)}")
     with pytest.raises(FedBayesError, match=r"federation.jsonl: line 2 of 3 is damaged .*remove it"):
         read(tmp_path / FILE)

@@ -1,6 +1,5 @@
 """Federations without rounds over Flower: their logs repeat them, in one process or over Flower, to the last bit."""
 
-import json
 from pkgutil import resolve_name
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.run_file import entry_of, line_of
 from lightning_fedbayes.methods import Averaging, FedAsync, FedBuff, Quadratic
 from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.schedule import read_arrivals
@@ -39,7 +39,7 @@ def run(grid, strategy, rounds, make=hybrid, timeout=60.0):
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / "server.jsonl").read_text().splitlines()]
+    return [entry_of(line) for line in (folder / "server.jsonl").read_text().splitlines()]
 
 
 def again(folder, late=None, **options):
@@ -222,6 +222,6 @@ BROKEN = {
 
 @pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)
 def test_files_that_are_no_log_are_refused(lines, tmp_path):
-    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "log").write_text("".join(map(line_of, lines)))
     with pytest.raises(FederationError, match="is no log of arrivals"):
         read_arrivals(tmp_path / "log")

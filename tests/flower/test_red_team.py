@@ -3,19 +3,23 @@
 import re
 import shutil
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy.update import EXACT
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
-from tests.federations import Plain, hears, trainer
+from tests.federations import Plain, hears, loader, trainer
 from tests.flower.clients import client_apps, run
 from tests.flower.deployment import deployed
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData
 
 PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
@@ -207,6 +211,56 @@ def test_no_figure_of_an_update_is_exact(seen):
         assert bool((torch.cat(sent) != u).all())
     epsilons = [reply.get("metrics", {}).get("privacy/epsilon", 0.0) for reply in seen[0]]
     assert max(epsilons) == pytest.approx(fb.UpdatePrivacy(CLIP, NOISE).figures(ROUNDS)["privacy/epsilon"], rel=0.05)
+
+
+class Records(BlobData):
+    """One record for each client."""
+
+    def train_dataloader(self):
+        return loader(self.dataset, batch_size=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("mode", [fb.UpdatePrivacy, fb.ExamplePrivacy])
+def test_a_server_that_draws_every_noise_again_finds_no_record(mode, epochs, tmp_path, monkeypatch):
+    """It trains on both records that each client may have, with all that it knows as key, and takes the closer one."""
+    pytest.importorskip("opacus")
+    whose = torch.arange(8) % 2
+
+    def sent(labels, folder, **options):
+        made = mode(0.01, 30.0, **options)
+        private = {"privacy": made} if mode is fb.UpdatePrivacy else {}
+        trainer = {"accelerator": "cpu", "callbacks": [] if private else [made]}
+        data = partial(Records, TensorDataset(torch.ones(8, 6), labels))
+        told = {"local_epochs": epochs, "partition": fb.IIDPartition(8), "state_folder": folder, "trainer": trainer}
+        grid = LocalGrid(client_apps(8, Plain, data=data, **told, **private))
+        run(grid, FusionStrategy(wait_for=8, seed=3, checkpoint=folder / "server.pt"), 1, Plain)
+        replies = {k: dict(reply.content["arrays"]) for k, asked, reply in grid.seen if "arrays" in reply.content}
+        flat = [torch.cat([torch.tensor(a.numpy()).flatten() for a in replies[client].values()]) for client in range(8)]
+        return torch.stack(flat)
+
+    def attack(answers, folder):
+        state = ServerState.load(folder / "server.pt")
+        keys = [0, state.seed, str(state.seed), state.federation, ""]
+        tried = []
+        for i, key in enumerate(keys):
+            with monkeypatch.context() as patch:
+                patch.setattr("secrets.token_hex", lambda size, key=key: str(key))
+                options = {"seed": key} if isinstance(key, int) else {}
+                both = [sent(torch.full((8,), j), folder / f"{i}-{j}", **options) for j in range(2)]
+            tried.append(torch.stack([(each - answers).norm(dim=1) for each in both]))
+        closest = torch.stack(tried).amin(0)
+        parts = fb.IIDPartition(8).split(whose, seed=3).indices
+        found = sum(int(closest[:, k].argmin() == whose[part[0]]) for k, part in enumerate(parts))
+        return found, float(closest.amin())
+
+    known, closest = attack(sent(whose, tmp_path / "known", seed=3), tmp_path / "known")
+    assert known == 8
+    assert closest < 1e-5
+    hidden, closest = attack(sent(whose, tmp_path / "hidden"), tmp_path / "hidden")
+    assert hidden < 8
+    assert closest > (0.1 * 0.01 * 30 if mode is fb.ExamplePrivacy else 0.01 * 30)
 
 
 class Careless(Plain):

@@ -25,6 +25,7 @@ from lightning_fedbayes.fusion import AutoFusion, available_fusions
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.modules import HeadSlopes, LinearStatistics
 from lightning_fedbayes.server import KnownOverlap, aggregation
+from lightning_fedbayes.transport.schedules import Steps
 from tests.fuzz import many, only_own_errors
 
 LABELS = torch.arange(60) % 3
@@ -324,6 +325,15 @@ DOORS = {
     "Kept": door(fb.Kept, what=("optimizer",), folder="clients"),
     "UpdatePrivacy": door(fb.UpdatePrivacy, widen_posterior=True),
     "ExamplePrivacy": door(fb.ExamplePrivacy),
+    "ExamplePrivacy.load_state_dict": door(
+        lambda **state: fb.ExamplePrivacy().load_state_dict(state), steps={0: [(1.0, 0.5, 3)]}, secret="x"
+    ),
+    "FederatedConformal.load_state_dict": door(
+        lambda **state: fb.FederatedConformal().load_state_dict(state), **fb.FederatedConformal().state_dict()
+    ),
+    "Steps.load_state_dict": door(
+        lambda **state: Steps(None).load_state_dict(state), moved=[3, 3], claims={0: [9, 3, 3]}, announced={}
+    ),
     "AutoFusion": door(AutoFusion, candidates=["linear_pool", "conflation"]),
     "Averaging": door(methods.Averaging, rule="linear_pool", prior="global"),
     "Ditto": door(methods.Ditto, rule="linear_pool"),

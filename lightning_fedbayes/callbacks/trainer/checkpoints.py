@@ -3,6 +3,7 @@
 import os
 import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
@@ -47,8 +48,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a whole checkpoint. Raise FederationError if the file is damaged, and no other can take its place."""
         file = Path(path)
-        if not file.is_file() or (reason := damage(file)) is None:
-            return super().load_checkpoint(path, *args, **kwargs)
+        reason = damage(file) if file.is_file() else None
+        try:
+            if reason is None:
+                return super().load_checkpoint(path, *args, **kwargs)
+        except (RuntimeError, ValueError, UnpicklingError) as error:  # bytes between its parts, which have no checksum
+            reason = f"{type(error).__name__}: {error}"
         is_last = file.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
         others = [each for each in file.parent.glob(f"*{file.suffix}") if each.is_file() and each != file]
         others.sort(key=lambda other: (other.stat().st_mtime, other.name), reverse=True)  # the newest first

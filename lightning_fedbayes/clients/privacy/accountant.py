@@ -11,7 +11,9 @@ import importlib.util
 import logging
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import chain
 from types import ModuleType
 
 import numpy as np
@@ -61,6 +63,14 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
     check_fraction(fraction)
     check_at_least("rounds", rounds, 0)
     return epsilon_spent([(noise_multiplier, fraction, rounds)], delta)
+
+
+def check_steps(steps: Mapping[int, Iterable[tuple[float, float, int]]]) -> None:
+    """Raise FederationError unless the steps of clients, client → :data:`Spent`, can be counted."""
+    for noise, share, count in chain.from_iterable(steps.values()):
+        check_noise(noise)
+        check_fraction(share)
+        check_at_least("steps", count, 1)
 
 
 def epsilon_spent(spent: Spent, delta: float) -> float:
