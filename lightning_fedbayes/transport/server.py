@@ -170,6 +170,7 @@ class Rounds:
         """Return the configuration of every question, :data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`."""
         return {
             "server-round": server_round,
+            "version": messages.VERSION,
             "seed": self.seed,
             "federation": self._federation,
             "begun": not self.running.is_new,

@@ -12,7 +12,7 @@ from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.flower import FusionStrategy
 from lightning_fedbayes.transport.flower.wire import message_in, to_arrays
-from lightning_fedbayes.transport.messages import read_update
+from lightning_fedbayes.transport.messages import VERSION, read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import admitted, begun, fuzzed, posterior
 from tests.refusals import refusals
@@ -25,7 +25,7 @@ ARRAYS = st.sampled_from([*ONES, *FILLED, *OTHERS])
 NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
 
 
-OWN = {"kind": "update", "client": 0, "server-round": 1}
+OWN = {"kind": "update", "client": 0, "server-round": 1, "version": VERSION}
 
 
 def reply(arrays, metrics=None, config=None):
@@ -114,6 +114,7 @@ test_figures_that_must_not_count_are_refused = refusals(
     (None, {"server-round": True}, "of round True"),
     (None, {"client": 1}, "says that it is client 1"),
     (None, {"kind": "other"}, "says that it is 'other'"),
+    (None, {"version": "0.1"}, f"client 0: its message is of lightning_fedbayes '0.1', and {VERSION} runs here: in"),
     (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
     call=lambda metrics, config: read(reply(good(), metrics, config)),
 )

@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
+from lightning_fedbayes.transport.flower.wire import records_of
 from tests.federations import Crash, Plain, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
@@ -119,6 +120,20 @@ def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, cap
     of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.transport.client"]
     assert "row 17" in of_client[0].message
     assert of_client[0].exc_info is not None
+
+
+def test_of_an_update_that_cannot_be_written_the_class_leaves_and_no_text(monkeypatch):
+    def written(sent):
+        if (sent.kind, sent.client) == ("update", 2):
+            raise RuntimeError("cannot parse row 17: name=...")
+        return records_of(sent)
+
+    monkeypatch.setattr("lightning_fedbayes.transport.flower.apps.records_of", written)
+    run(grid := LocalGrid(client_apps(make=Plain)), FusionStrategy(wait_for=4), rounds=1, make=Plain)
+    assert not any(reply.has_error() for *_, reply in grid.seen)  # of whose reason Flower makes the text
+    (reply,) = (reply for client, _, reply in grid.of("train") if client == 2)
+    assert {"error": "RuntimeError", "stage": "training"}.items() <= dict(reply.content["config"]).items()
+    assert "row 17" not in str(reply.content)
 
 
 def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):

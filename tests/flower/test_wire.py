@@ -105,7 +105,7 @@ def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
     sent = {frozenset(each.content["arrays"]) for each in replies}
     assert sent == {frozenset({"gram", "moment", "square"}), frozenset({"loss", "slope", "spread", "curvature"})}
     for each in replies:
-        assert set(each.content["config"]) == {"kind", "client", "server-round"}
+        assert set(each.content["config"]) == {"kind", "client", "server-round", "version"}
         assert set(each.content["metrics"]) == {"num-examples"}
     assert replies[-1].content["arrays"]["curvature"].numpy().size == (0 if large else 3 * 49)
 

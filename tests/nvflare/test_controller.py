@@ -88,7 +88,7 @@ def test_an_update_is_what_the_page_on_privacy_says():
     assert len(sent) == 4
     for reply in sent:
         assert {name.partition("/")[0] for name in reply.params} == {"mean"}
-        assert set(reply.meta) - {"initial_metrics", "client_name"} == {"kind", "client", "server-round"}
+        assert set(reply.meta) - {"initial_metrics", "client_name"} == {"kind", "client", "server-round", "version"}
         assert set(reply.metrics) == {"num-examples", "train_loss"}
 
 
