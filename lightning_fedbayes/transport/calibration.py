@@ -1,7 +1,6 @@
 """Calibration over a network: the server's requests, the clients' answers, and how the server reads them."""
 
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,17 @@ from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
 from lightning_fedbayes.callbacks.calibration.temperature import message_of
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
+from lightning_fedbayes.core.errors import (
+    ClientMismatch,
+    FedBayesError,
+    FederationError,
+    FusionError,
+    check_number,
+    told_failures,
+)
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.transport.checkpoint import write_whole
 from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
 TEMPERATURE = "temperature"
@@ -148,13 +155,11 @@ def count_noise(folder: Path, client: int, epsilon: float) -> float:
     """Add ε to the sum of a client's noisy counts, in a file of its folder. Raise FederationError if it is damaged."""
     path = folder / f"client-{client}-counts.json"
     try:
-        spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        spent = json.loads(path.read_text())["epsilon"] if path.exists() else 0.0
+        check_number("epsilon", spent, "[0, inf)")
+    except (OSError, ValueError, KeyError, TypeError, FederationError) as error:
         remedy = "restore the file, or write the ε spent so far into it"
         why = f"{path}, this client's account of noisy counts, is damaged ({error})"
         raise FederationError(f"{why}, and it sends no more of them; {remedy}") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps({"epsilon": spent + epsilon}))
-    os.replace(written, path)
+    write_whole(path, {"epsilon": spent + epsilon}, lambda content, to: to.write_text(json.dumps(content)))
     return spent + epsilon

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.transport.calibration import count_noise
 from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
+from lightning_fedbayes.transport.messages import VERSION
 from tests.federations import Plain, assert_close, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
@@ -120,7 +122,7 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     grid, strategy = LocalGrid(built), FusionStrategy(wait_for=CLIENTS, seed=3)
     strategy.start(grid, initial_arrays(make()), 2, timeout=1, calibration=[over])
     assert grid.asked[1][0] == "query.calibrate"
-    header = {"kind": "introduction", "server-round": 1}
+    header = {"kind": "introduction", "server-round": 1, "version": VERSION}
     until = next(k for k, (_, message, _) in enumerate(grid.seen) if message.metadata.message_type == "train")
     asked = [each for each in grid.seen[:until] if each[1].metadata.message_type == "query.calibrate"]
     sent = [{name: dict(record) for name, record in reply.content.items()} for _, _, reply in asked]
@@ -190,9 +192,16 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
             strategy.calibrate(grid, result.arrays, [exact], timeout=1)
     assert "epsilon=None, and this client's is 1.5" in caplog.text
     assert "sums over its examples, for a temperature, exactly" in caplog.text
-    (tmp_path / "client-1-counts.json").write_text("{")
+    for wrong in ('{"epsilon": -5}', '{"epsilon": NaN}', '{"epsilon": "1"}', "[]", "{"):
+        (tmp_path / "client-1-counts.json").write_text(wrong)
+        with pytest.raises(FederationError, match="account of noisy counts, is damaged"):
+            count_noise(tmp_path, 1, 1.5)
     conformal = fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)
     strategy.calibrate(grid, result.arrays, [conformal], timeout=1)
     assert list(conformal.thresholds) == ["0", "2"]
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(make(), OwnData(), conformal_epsilon=1.0)
+    (tmp_path / "client-2-counts.json.new").symlink_to("/dev/full")
+    with pytest.raises(FederationError, match=r"client-2-counts\.json cannot be written"):
+        count_noise(tmp_path, 2, 1.5)
+    assert json.loads((tmp_path / "client-2-counts.json").read_text()) == {"epsilon": 7.5}

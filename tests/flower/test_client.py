@@ -1,5 +1,7 @@
 """A client over Flower: its checks, its state and its refusals."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from flwr.app import ConfigRecord
@@ -108,12 +110,16 @@ def test_a_client_that_has_lost_its_file_counts_the_rounds_before_and_says_so(tm
     assert state(tmp_path, 4, 0).count(privacy) == privacy.figures(1)["privacy/epsilon"], "its first message"
 
 
-STATE = {"federation": "a", "round": 3, "secret": "s", "steps": {}, "messages": {}, "before": {}, "after": {}}
+STATE = {
+    **{"client": 7, "federation": "a", "round": 3, "secret": "s"},
+    **{"steps": {}, "messages": {}, "before": {}, "after": {}},
+}
 WRONG_STATES = {
     "nothing": {},
     "a list": [],
     "another file": {"state_dict": {"w": torch.zeros(2)}},
     "no federation": {name: value for name, value in STATE.items() if name != "federation"},
+    "another client": {**STATE, "client": 3, "messages": {1.0: 1}},
     "no secret": {**STATE, "secret": 3},
     "no messages": {**STATE, "messages": None},
     "a word for a count": {**STATE, "messages": {1.0: "x"}},
@@ -216,9 +222,10 @@ def test_a_client_without_its_own_site_is_left_out_until_the_server_has_told_it(
     if other is not None:
         (tmp_path / other).rename(tmp_path / "client-2.pt")
     options = {"wait_for": 4, "checkpoint": tmp_path / "server.pt", "safeguards": fb.Safeguards(min_clients=2)}
-    for rounds in (2, 3):  # the second server goes on from the first one's checkpoint
-        strategy = FusionStrategy("sites", **options)
-        run(LocalGrid(client_apps(**apps)), strategy, rounds=rounds)
+    with pytest.warns(UserWarning, match="is of client 3") if other else nullcontext():
+        for rounds in (2, 3):  # the second server goes on from the first one's checkpoint
+            strategy = FusionStrategy("sites", **options)
+            run(LocalGrid(client_apps(**apps)), strategy, rounds=rounds)
     assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2, 4]
     for client in range(4):
         kept = torch.load(tmp_path / f"client-{client}.pt", weights_only=True)["after"][client]["kept"]
