@@ -16,14 +16,8 @@ from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
 from lightning_fedbayes.callbacks.calibration.temperature import message_of
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.core.errors import (
-    ClientMismatch,
-    FedBayesError,
-    FederationError,
-    FusionError,
-    check_number,
-    told_failures,
-)
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.transport.checkpoint import write_whole
@@ -143,9 +137,6 @@ def answer(
 
 def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
     """Return a message's request, and the kind of its answer. Raise NotSent if that must not leave the client."""
-    missing = [key for key in REQUEST if key not in config]
-    if missing:
-        raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
     kind: Kind = "temperature" if config["kind"] == TEMPERATURE else "counts"
     door.check(kind, config["epsilon"] or None)
     return {key: config[key] for key in REQUEST}, kind
@@ -156,7 +147,7 @@ def count_noise(folder: Path, client: int, epsilon: float) -> float:
     path = folder / f"client-{client}-counts.json"
     try:
         spent = json.loads(path.read_text())["epsilon"] if path.exists() else 0.0
-        check_number("epsilon", spent, "[0, inf)")
+        errors.check_number("epsilon", spent, "[0, inf)")
     except (OSError, ValueError, KeyError, TypeError, FederationError) as error:
         remedy = "restore the file, or write the ε spent so far into it"
         why = f"{path}, this client's account of noisy counts, is damaged ({error})"

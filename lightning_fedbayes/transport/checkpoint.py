@@ -182,11 +182,6 @@ class StateFile:
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
-    @property
-    def clients(self) -> set[int]:
-        """Numbers of the clients with this state: one, or none."""
-        return {job % STRIDE for job in self.before}
-
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
         """Let a client keep ``kept`` for the method, as the server has counted it."""
         state = {**vars(ClientState()), **self.before.get(client, {}), "kept": dict(kept)}

@@ -30,19 +30,6 @@ LOG = logging.getLogger(__name__)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
 
-CONFIG_KEYS = (
-    *("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen", "rounds"),
-    *("steps", "moved", "version"),
-)
-"""Keys of a question's configuration that the server sets.
-
-"server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
-"accepted" see :class:`StateFile`. "begun" is False until a round has been fused. "share" is the client's share of all
-clients. "method" is :meth:`~lightning_fedbayes.Method.agreement`. "frozen" is the digest of the frozen parameters, ""
-if there are none. "rounds" and "steps" are the federation's rounds, and the largest clients' steps in them, 0 if
-unknown. "moved" is :attr:`.Steps.moved`. "version" is :data:`~lightning_fedbayes.transport.messages.VERSION`.
-"""
-
 Asked = Literal["train", "evaluate", "calibrate", "once"]
 STAGES = {"train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training"}
 """Question → stage, as failures name it."""
@@ -55,7 +42,7 @@ class Question:
     """Question of the server to a client.
 
     Args:
-        config: :data:`CONFIG_KEYS`, and what is asked for.
+        config: :meth:`.Rounds.config_for`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
         told: further tensors for the client: what has been counted of its site, or the state of a head.
     """
@@ -67,9 +54,6 @@ class Question:
 
     def __post_init__(self) -> None:
         check_version(self.config, "the server", errors.ClientMismatch)
-        missing = [key for key in CONFIG_KEYS if key not in self.config]
-        if missing:
-            raise errors.ClientMismatch(f"the server's message lacks {', '.join(missing)}")
 
     def task(self, kept: Mapping[int, Any]) -> Task:
         """Return the task that the server sets. ``kept`` is the client's state."""
@@ -192,7 +176,7 @@ class RemoteClient:
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)
-        if method.keeps and config["accepted"] and number not in kept.clients:
+        if method.keeps and config["accepted"] and not kept.before:
             raise errors.LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"

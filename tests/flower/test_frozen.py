@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import FedProx
 from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
@@ -48,18 +47,3 @@ def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, 
     load_checkpoint(module, tmp_path / "server.pt")
     for name, value in module.state_dict().items():
         assert torch.equal(value, alone.posterior.mean[name]), name
-
-
-@pytest.mark.parametrize(
-    ("client", "says"),
-    [
-        (partial(frozen, seed=1), "frozen parameters of this client's module are not the server's"),
-        (partial(frozen, layers=()), "net.0.weight"),
-    ],
-    ids=["other weights", "trained here"],
-)
-def test_a_client_whose_module_is_not_the_server_s_is_left_out_with_the_reason(client, says, caplog):
-    strategy = FusionStrategy(wait_for=4, safeguards=fb.Safeguards(max_failed_rounds=1))
-    with caplog.at_level("INFO"), pytest.raises(FederationError):
-        run(LocalGrid(client_apps(make=client)), strategy, make=frozen)
-    assert any(says in line for line in caplog.messages)

@@ -9,13 +9,13 @@ from flwr.app import Message, RecordDict
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.modules.sources.curvature import KroneckerSite
 from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.transport.flower.wire import message_in, records_of
 from tests.federations import Plain, blobs, loader
-from tests.flower.clients import client_apps, one_shot, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.flower.test_parity import Headed, Learned
 from tests.transport.federation import PARTITION, BlobData, hybrid
@@ -108,12 +108,6 @@ def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
         assert set(each.content["config"]) == {"kind", "client", "server-round", "version"}
         assert set(each.content["metrics"]) == {"num-examples"}
     assert replies[-1].content["arrays"]["curvature"].numpy().size == (0 if large else 3 * 49)
-
-
-def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
-    options = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": str(tmp_path)}
-    with pytest.raises(FederationError, match="NotSent"):
-        one_shot(client_apps(make=Softmax, one_shot=Softmax().head, **options), Softmax().head, Softmax)
 
 
 SENT = [
