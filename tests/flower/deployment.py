@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 BIN = Path(sys.executable).parent
 LOOPBACK = "127.0.0.1"
 TLS = ("--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "server.pem")
@@ -33,23 +35,20 @@ def make_key(folder: Path, number: int) -> None:
 
 
 def descendants(process: int) -> list[int]:
-    """Processes that ``process`` has started, also those that have outlived the one that has started them."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
-    rows, found = [tuple(map(int, line.split())) for line in table.splitlines()], [process]
-    for known in found:
-        found += [child for child, *origins in rows if known in origins and child not in found]
-    return found[1:]
+    """Processes that ``process`` has started, and those that they have started, the youngest last."""
+    return [each.pid for each in psutil.Process(process).children(recursive=True)]
 
 
 def kill(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes and all that they have started by SIGKILL."""
-    started = [child for process in processes for child in descendants(process.pid)]
+    """End processes and all that they have started by SIGKILL, also what has outlived the one that has started it."""
     for process in processes:
-        process.kill()
-        process.wait()
-    for child in started:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        if process.returncode is None:  # otherwise its number may be another's
+            started = descendants(process.pid)  # Ray's have groups of their own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for child in started:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
 
 
 class Deployment:

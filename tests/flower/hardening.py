@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "flower"
 BEFORE = "22bd53ba"
 """The last commit whose messages do not tell a version."""
+FREE = psutil.virtual_memory().available // 2**21
+"""Half of the free memory, in MB."""
 SLOTS = """import fcntl, os, sys
 if "clientapp" in sys.argv[0]:  # two of all clients' processes compute at a time
     slot = open(f"{folder}/slot{{os.getpid() % 2}}", "w")
@@ -84,34 +86,21 @@ def rounds(deployment: Deployment, name: str = "valid_clients") -> list[int]:
     return [round(row[name]) for row in ServerState.load(path).history] if path.exists() else []
 
 
-def free() -> int:
-    """Half of the free memory, in MB."""
-    return psutil.virtual_memory().available // 2**21
-
-
-def disks() -> str:
-    """A client's disk full in round 1, and the server's in round 2"""
+def failures() -> str:
+    """A client's disk full in round 1; in round 2 its process killed, and the server's disk full"""
     with federation() as deployment:
         (deployment.folder / "state" / "client-1.pt.new").symlink_to("/dev/full")
         future = begun(deployment)
         (deployment.folder / "federation.pt.new").symlink_to("/dev/full")
-        assert "federation.pt cannot be written" in future.result()
+        os.kill(descendants(deployment.nodes[1].pid)[-1], signal.SIGKILL)
+        begin, log = time.monotonic(), future.result()
+        seconds, told = time.monotonic() - begin, re.search(r"Round 2: client 1 is left out: (.*)", log)
+        assert told is not None
+        assert "federation.pt cannot be written" in log
         assert rounds(deployment) == [1]
         run(deployment, 3)
         assert rounds(deployment) == [1, 2, 2]
-    return "round 1 without the client; the run ends in round 2, and when it is submitted again goes on from round 1"
-
-
-def killed() -> str:
-    """A client's process killed in round 2"""
-    with federation() as deployment:
-        future = begun(deployment)
-        os.kill(descendants(deployment.nodes[1].pid)[-1], signal.SIGKILL)
-        log = future.result()
-        assert rounds(deployment) == [2, 1, 2]
-        told = re.search(r"Round 2: client 1 is left out: (.*)", log)
-        seconds = rounds(deployment, "seconds")[1]
-    return f"round 2 ends after {seconds} s without it, which counts again in round 3: {told and told[1]}"
+    return f"{told[1]} ({seconds:.0f} s); the run ends, and when it is submitted again goes on from round 1"
 
 
 def slow() -> str:
@@ -186,7 +175,7 @@ def outsiders() -> str:
 
 def large() -> str:
     """A network of 1 GB, or as much as fits at 24 times its size, from and to one client"""
-    width = min(1000, free() // 24) * 10**6 // 4 // 85
+    width = min(1000, FREE // 24) * 10**6 // 4 // 85
     with federation(1, 50, f", hidden=[{width}]") as deployment:
         run(deployment, 1, clients=1, timeout=900)
         down, up, seconds = (rounds(deployment, name)[0] for name in ("megabytes_down", "megabytes_up", "seconds"))
@@ -195,20 +184,17 @@ def large() -> str:
 
 def nodes() -> str:
     """50 nodes, or as many as fit at 200 MB each, of whose clients two compute at a time"""
-    count = min(50, free() // 200)
+    count = min(50, FREE // 200)
     with federation(count, count, before=SLOTS) as deployment:
         run(deployment, 1, clients=count, timeout=900)
         assert rounds(deployment) == [count]
         return f"all {count} count, in a round of {rounds(deployment, 'seconds')[0]} s"
 
 
-SCENARIOS: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (nodes, outsiders, slow, large, restart, killed, disks)
-}
+SCENARIOS = {each.__name__: each for each in (nodes, outsiders, slow, large, restart, failures)}
 
 
-def main() -> bool:
-    """Run the scenarios that are named, or all. Return whether one failed."""
+if __name__ == "__main__":
     failed = False
     for name in sys.argv[1:] or SCENARIOS:
         begin = time.monotonic()
@@ -217,8 +203,4 @@ def main() -> bool:
         except Exception as error:
             happened, failed = f"FAILED: {type(error).__name__}: {error}", True
         print(f"{name}: {SCENARIOS[name].__doc__}: {happened} ({time.monotonic() - begin:.0f} s)", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(failed)

@@ -18,6 +18,7 @@ from tests.federations import Plain, assert_close, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.flower.test_strategy import resend
+from tests.test_likelihoods import OUTPUTS, Own, data_of
 from tests.transport.federation import BlobData, assert_restored, assert_same_calibration, hybrid
 from tests.transport.federation import calibrated as calibrated_alone
 
@@ -52,7 +53,7 @@ def both(**options):
     return fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True, **options)
 
 
-def calibrated(callbacks, grid=None, strategy=None, **options):
+def calibrated(callbacks, grid=None, strategy=None, make=make, **options):
     strategy = strategy or FusionStrategy(wait_for=CLIENTS, seed=3)
     grid = grid or LocalGrid(apps(**options))
     result = run(grid, strategy, rounds=2, make=make)
@@ -76,6 +77,35 @@ def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     assert_same_calibration(over, alone)
     assert over[1].temperature == over[0].temperature
     assert_restored(both(), over, load_checkpoint(module, tmp_path / "f.pt"))
+
+
+class Outputs(BlobData):
+    """Training and validation data of two clients, of a kind of output."""
+
+    def __init__(self, output):
+        super().__init__(data_of(output))
+        self.output = output
+
+    def val_dataloader(self):
+        return DataLoader(data_of(self.output, (40, 44), 1), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the temperature")  # targets are noise
+@pytest.mark.parametrize("output", ["segmentation", "labels", "mean and variance", "pixels"])
+def test_an_output_is_calibrated_as_in_one_process(output):
+    kind = "lac" if OUTPUTS[output][2].of_classes else "interval"
+
+    def make():
+        torch.manual_seed(7)
+        return Own(output, "layers")
+
+    over, alone = ((fb.FederatedTemperature(), fb.FederatedConformal(kind=kind)) for _ in range(2))
+    grid = LocalGrid(client_apps(2, make, data=lambda: Outputs(output), partition=None))
+    calibrated(over, grid, FusionStrategy("weighted_average", wait_for=2, seed=3), make)
+    calibrated_alone(make, Outputs(output), alone, "weighted_average")
+    assert over[0].temperature == pytest.approx(alone[0].temperature, rel=1e-6)
+    assert over[1].threshold == pytest.approx(alone[1].threshold, rel=1e-5)
 
 
 class Numbers(OwnData):

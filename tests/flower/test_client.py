@@ -16,7 +16,7 @@ from lightning_fedbayes.transport.flower.wire import from_arrays
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
-from tests.flower.test_frozen import frozen
+from tests.flower.test_wire import frozen
 from tests.refusals import refusals
 from tests.transport.federation import BlobData, hybrid
 

@@ -12,6 +12,7 @@ from lightning_fedbayes.transport.flower import FusionStrategy, personal_posteri
 from tests.federations import Plain, assert_close, assert_equal, blobs, federate, loader, network
 from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
+from tests.flower.hardening import restart
 from tests.flower.test_schedules import Estimated
 from tests.trainer.scenarios import of_the_page
 from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
@@ -30,12 +31,20 @@ class Scheduled(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class Cleared(Scheduled):
-    """The states that clients keep end after the first round, by a hook of the epoch."""
+class ByRound(Scheduled):
+    """A hook of the epoch sets an attribute and a rate by the round, and ends the states that clients keep."""
+
+    configure_optimizers = Plain.configure_optimizers
 
     def on_train_epoch_start(self):
+        self.scale = 1.0 + self.current_epoch
         if self.current_epoch == 1:
             self.optimizers().state.clear()
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 * self.scale
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
 
 
 Learned = partial(Plain, optimizer=fb.IVON)
@@ -70,7 +79,7 @@ CASES = {
     "sites of cohorts": (hybrid, {**SITES, "weighting": "equal", **HALF}, {**SITES, "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {**SITES, **HALF}, SITES),
     "kept optimizers": (Scheduled, {}, KEPT),
-    "kept optimizers that a hook clears": (Cleared, {}, KEPT),
+    "hooks of the epoch": (ByRound, {}, KEPT),
     "cohorts that keep": (Scheduled, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),
@@ -106,6 +115,12 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     alone = in_process(make=make, **{**server, **client}, seed=3)
     assert_same(strategy, alone)
     assert_equal(dict(strategy.server.buffers), dict(alone.federation.server.buffers))
+
+
+@pytest.mark.slow
+def test_a_deployment_whose_server_is_killed_ends_at_the_posterior_of_one_process():
+    """TLS, authenticated nodes, a process per message."""
+    restart()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["simulation", "deployment"])

@@ -55,9 +55,7 @@ BAD = {
         "dtypes",
     ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
-    "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
     "no arrays": (lambda r: resend(r, drop=["arrays"]), "no arrays"),
-    "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=0"),
     "death": (lambda r: None, "no reply within 1 s"),
 }
 
