@@ -165,12 +165,7 @@ def outsiders() -> str:
         assert "its message is of lightning_fedbayes None" in run(deployment)
         assert rounds(deployment) == [2, 2]
         assert not any("SuperNode ID" in (folder / f"node{number}.log").read_text() for number in (2, 3, 5))
-        for number in (2, 3):
-            kill([deployment.nodes[number]])
-            deployment.start_node(number)
-        run(deployment, 3, clients=4)
-        assert rounds(deployment) == [2, 2, 4]
-    return "do not take part, two others go on; with their clocks set all four count"
+    return "do not take part, two others go on"
 
 
 def large() -> str:
@@ -183,8 +178,8 @@ def large() -> str:
 
 
 def nodes() -> str:
-    """50 nodes, or as many as fit at 200 MB each, of whose clients two compute at a time"""
-    count = min(50, FREE // 200)
+    """50 nodes, or 8 for each core and 200 MB for each node, of whose clients two compute at a time"""
+    count = min(50, FREE // 200, 8 * (os.cpu_count() or 1))
     with federation(count, count, before=SLOTS) as deployment:
         run(deployment, 1, clients=count, timeout=900)
         assert rounds(deployment) == [count]

@@ -114,6 +114,7 @@ test_figures_that_must_not_count_are_refused = refusals(
     (None, {"server-round": True}, "of round True"),
     (None, {"client": 1}, "says that it is client 1"),
     (None, {"kind": "other"}, "says that it is 'other'"),
+    (None, {"kind": "scores"}, "of kind 'scores', and it was asked for 'update'"),
     (None, {"version": "0.1"}, f"client 0: its message is of lightning_fedbayes '0.1', and {VERSION} runs here: in"),
     (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
     call=lambda metrics, config: read(reply(good(), metrics, config)),
