@@ -225,7 +225,7 @@ def stored_state(path: Path, client: int) -> dict[str, Any]:
         raise FederationError(f"the state {path} is damaged ({reason})")
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        if stored["client"] != client:
+        if stored.get("client", client) != client:
             raise ValueError(f"it is of client {stored['client']}")
         check_kind("federation", stored["federation"], str, "a name is needed")
         check_kind("secret", stored["secret"], str, "a text is needed")
