@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -73,7 +74,7 @@ def run(deployment: Deployment, rounds: int = 2, clients: int = 2, timeout: int 
 def begun(deployment: Deployment, timeout: int = 300) -> "Future[str]":
     """Begin three rounds, and return when clients train in the second."""
     future = ThreadPoolExecutor(1).submit(run, deployment, 3, timeout=timeout)
-    while "ROUND 2]" not in (deployment.folder / "node1.log").read_text():
+    while "Start `flwr-clientapp`" not in (deployment.folder / "node1.log").read_text().partition("ROUND 2]")[2]:
         assert not future.done(), future.result()
         time.sleep(0.2)
     time.sleep(4)
@@ -195,7 +196,7 @@ if __name__ == "__main__":
         begin = time.monotonic()
         try:
             happened = SCENARIOS[name]()
-        except Exception as error:
-            happened, failed = f"FAILED: {type(error).__name__}: {error}", True
+        except Exception:
+            happened, failed = f"FAILED: {traceback.format_exc()}", True
         print(f"{name}: {SCENARIOS[name].__doc__}: {happened} ({time.monotonic() - begin:.0f} s)", flush=True)
     sys.exit(failed)
