@@ -141,7 +141,7 @@ WRONG_STATES = {
 @pytest.mark.parametrize("wrong", WRONG_STATES)
 def test_a_file_that_is_no_state_of_a_client_is_named(tmp_path, wrong):
     torch.save(WRONG_STATES[wrong], tmp_path / "client-7.pt")
-    with pytest.warns(UserWarning, match=r"client-7\.pt is no state of a client .*: client 7 starts anew"):
+    with pytest.warns(UserWarning, match=r"(?s)client-7\.pt is no state of a client .*: client 7 starts anew"):
         anew = state(tmp_path, 4, 3)
     assert anew.before == anew.messages == {}
     privacy = fb.UpdatePrivacy()
