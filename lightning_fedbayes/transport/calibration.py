@@ -1,7 +1,6 @@
 """Calibration over a network: the server's requests, the clients' answers, and how the server reads them."""
 
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,11 @@ from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
 from lightning_fedbayes.callbacks.calibration.temperature import message_of
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.transport.checkpoint import write_whole
 from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
 TEMPERATURE = "temperature"
@@ -136,9 +137,6 @@ def answer(
 
 def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
     """Return a message's request, and the kind of its answer. Raise NotSent if that must not leave the client."""
-    missing = [key for key in REQUEST if key not in config]
-    if missing:
-        raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
     kind: Kind = "temperature" if config["kind"] == TEMPERATURE else "counts"
     door.check(kind, config["epsilon"] or None)
     return {key: config[key] for key in REQUEST}, kind
@@ -153,15 +151,16 @@ def count_noise(folder: Path, client: int, epsilon: float) -> float:
     path = folder / f"client-{client}-counts.json"
     try:
         told = json.loads(path.read_text()) if path.exists() else dict.fromkeys(TWICE, 0.0)
-        spent, again = (float(told[name]) for name in TWICE)
+        spent, again = (told[name] for name in TWICE)
+        errors.check_number("epsilon", spent, "[0, inf)")
         if spent != again:
             raise ValueError(f"{spent} is not {again}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, FederationError) as error:
         remedy = "restore the file, or write the ε spent so far into it, twice"
         why = f"{path}, this client's account of noisy counts, is damaged ({error})"
         raise FederationError(f"{why}, and it sends no more of them; {remedy}") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps(dict.fromkeys(TWICE, spent + epsilon)))
-    os.replace(written, path)
+    if not path.exists():
+        rank_zero_info(f"client {client}: there is no {path}, so that its account of noisy counts begins at 0")
+    content = dict.fromkeys(TWICE, spent + epsilon)
+    write_whole(path, content, lambda content, to: to.write_text(json.dumps(content)))
     return spent + epsilon

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +102,12 @@ class ServerState:
         return state
 
 
-def write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of ``torch.save`` in one step: a failure keeps the earlier one, and raises FederationError."""
+def write_whole(path: Path, content: Mapping[str, Any], save: Callable[[Any, Path], Any] = torch.save) -> None:
+    """Write a file by ``save`` in one step: a failure keeps the earlier one, and raises FederationError."""
     written = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(content), written)
+        save(dict(content), written)
         os.replace(written, path)
     except (OSError, RuntimeError) as error:  # of a full disk torch says that a stream failed
         with suppress(OSError):
@@ -162,7 +162,7 @@ class StateFile:
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
         self.path = None if folder is None else folder / f"client-{client}.pt"
-        self.federation, self.round = config["federation"], config["server-round"]
+        self.federation, self.round, self.client = config["federation"], config["server-round"], client
         self.before: dict[int, Any] = {}
         self.messages: dict[float, int] = {}
         self.steps: dict[int, Any] = {}
@@ -171,7 +171,7 @@ class StateFile:
         if self.path is None or not self.path.exists():
             return
         try:
-            stored = stored_state(self.path)
+            stored = stored_state(self.path, client)
         except FederationError as error:
             rank_zero_warn(f"{error}: client {client} starts anew")
             self._uncounted = self.round - 1
@@ -180,11 +180,6 @@ class StateFile:
         self.messages, self.secret, self.steps = (stored[name] for name in ("messages", "secret", "steps"))
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
-
-    @property
-    def clients(self) -> set[int]:
-        """Numbers of the clients with this state: one, if the file is not another client's."""
-        return {job % STRIDE for job in self.before}
 
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
         """Let a client keep ``kept`` for the method, as the server has counted it."""
@@ -217,18 +212,20 @@ class StateFile:
     def write(self, after: dict[int, Any]) -> None:
         """Write the state after the round, and the one before it in case the update is refused."""
         if self.path is not None:
-            names = ("federation", "round", "messages", "secret", "steps", "before")
+            names = ("client", "federation", "round", "messages", "secret", "steps", "before")
             known = {name: getattr(self, name) for name in names}
             write_whole(self.path, {**known, "after": after})
 
 
-def stored_state(path: Path) -> dict[str, Any]:
-    """Return what :meth:`StateFile.write` has written. Raise FederationError for a damaged or foreign file."""
+def stored_state(path: Path, client: int) -> dict[str, Any]:
+    """Return what :meth:`StateFile.write` of a ``client`` has written. Raise FederationError for any other file."""
     reason = damage(path)
     if reason is not None:
         raise FederationError(f"the state {path} is damaged ({reason})")
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
+        if stored.get("client", client) != client:
+            raise ValueError(f"it is of client {stored['client']}")
         check_kind("federation", stored["federation"], str, "a name is needed")
         check_kind("secret", stored["secret"], str, "a text is needed")
         check_at_least("round", stored["round"], 1)
@@ -282,7 +279,7 @@ def personal_posterior(
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
     if not path.exists():
         raise FederationError(f"{path} is not there: give the folder and the number of a client that trains")
-    stored = stored_state(path)
+    stored = stored_state(path, client)
     jobs = [job for job in stored["after"] if job % STRIDE == client]  # the client's last problem is its personal one
     state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:

@@ -23,25 +23,12 @@ from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.transport import one_shot as once
 from lightning_fedbayes.transport.calibration import answer, count_noise, own_data, request_in
 from lightning_fedbayes.transport.checkpoint import StateFile
-from lightning_fedbayes.transport.messages import posterior_in, tensors_of
+from lightning_fedbayes.transport.messages import check_version, posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
 
 LOG = logging.getLogger(__name__)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and prints no progress."""
-
-CONFIG_KEYS = (
-    *("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen", "rounds"),
-    *("steps", "moved"),
-)
-"""Keys of a question's configuration that the server sets.
-
-"server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
-"accepted" see :class:`StateFile`. "begun" is False until a round has been fused. "share" is the client's share of all
-clients. "method" is :meth:`~lightning_fedbayes.Method.agreement`. "frozen" is the digest of the frozen parameters, ""
-if there are none. "rounds" and "steps" are the federation's rounds, and the largest clients' steps in them, 0 if
-unknown. "moved" is :attr:`.Steps.moved`.
-"""
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
 STAGES = {"train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training"}
@@ -55,7 +42,7 @@ class Question:
     """Question of the server to a client.
 
     Args:
-        config: :data:`CONFIG_KEYS`, and what is asked for.
+        config: :meth:`.Rounds.config_for`, and what is asked for.
         model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
         told: further tensors for the client: what has been counted of its site, or the state of a head.
     """
@@ -66,10 +53,7 @@ class Question:
     told: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        missing = [key for key in CONFIG_KEYS if key not in self.config]
-        if missing:
-            need = "this client needs a server with the same version of lightning_fedbayes"
-            raise errors.ClientMismatch(f"the server's message lacks {', '.join(missing)}: {need}")
+        check_version(self.config, "the server", errors.ClientMismatch)
 
     def task(self, kept: Mapping[int, Any]) -> Task:
         """Return the task that the server sets. ``kept`` is the client's state."""
@@ -171,14 +155,14 @@ class RemoteClient:
         ways = {"train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once}
         return ways[asked](question, lambda: make if isinstance(make, L.LightningDataModule) else make(where))
 
-    def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
-        """Return what ``answer`` returns, or a failure if it raises. The text goes to the client's log."""
+    def attempt(self, stage: str, client: int, answer: Callable[[], Message], sent: Callable[[Message], Any]) -> Any:
+        """Return the answer as it is ``sent``, or a failure if either raises. The text goes to the client's log."""
         try:
-            return answer()
+            return sent(answer())
         except Exception as error:
             name, known = type(error).__name__, isinstance(error, errors.FedBayesError)
             LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not known)
-            return Message("failure", client, texts=self.door.failure(error, stage))
+            return sent(Message("failure", client, texts=self.door.failure(error, stage)))
 
     def _train(self, question: Question, data: Data) -> Message:
         """Train in the round that the server names, from the posterior that it sends."""
@@ -192,7 +176,7 @@ class RemoteClient:
         kept = StateFile(self.state_folder, number, config)
         if question.told is not None:
             kept.amend(number, question.told)
-        if method.keeps and config["accepted"] and number not in kept.clients:
+        if method.keeps and config["accepted"] and not kept.before:
             raise errors.LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"

@@ -1,5 +1,6 @@
 """Messages over a network: posteriors as named tensors and back, and checks of what a client sends."""
 
+import importlib.metadata
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ EXAMPLES = "num-examples"
 """Name of the number of examples among a message's numbers."""
 COUNTED = "counted"
 """Name of the tensors that tell a client what the server has counted of its site."""
+VERSION = ".".join(importlib.metadata.version("lightning-fedbayes").split(".")[:2])
+"""Version of the messages, the package's without its last number. Each message tells it: both ends have the same."""
 MOST_TEXT = 500
 """Characters of a failure's texts that are shown."""
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen", "steps")
@@ -104,7 +107,8 @@ def initial_model(
 
 def header_of(message: Message) -> dict[str, Any]:
     """Return the header of a client's message."""
-    return {"kind": message.kind, "client": message.client, "server-round": message.round, **message.texts}
+    header = {"kind": message.kind, "client": message.client, "server-round": message.round, "version": VERSION}
+    return {**header, **message.texts}
 
 
 def numbers_of(message: Message) -> dict[str, float]:
@@ -128,6 +132,7 @@ def read_message(
     messages. Raise FusionError if the client failed, or sent another client's number, kind or round than the server
     asked for, or no whole number of examples.
     """
+    check_version(header, who, FusionError)
     says = header.get("kind") if isinstance(header, Mapping) else None
     if not isinstance(says, str) or says not in get_args(Kind):
         raise FusionError(f"{who}: its reply says that it is {errors.shown(says)}, which no message of this version is")
@@ -147,6 +152,14 @@ def read_message(
     errors.check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
     figures = {name: float(value) for name, value in known.items() if _is_finite(value)}
     return Message(kind, number, answered, int(count), sent, figures)
+
+
+def check_version(header: Any, who: str, error: type[FedBayesError]) -> None:
+    """Raise ``error`` for a message without this version of the package, or of a stranger."""
+    found = header.get("version") if isinstance(header, Mapping) else None
+    if not isinstance(found, str) or found != VERSION:
+        what = f"{who}: its message is of lightning_fedbayes {errors.shown(found)}, and {VERSION} runs here"
+        raise error(f"{what}: install the same at the server and at all clients")
 
 
 def _is_finite(value: Any) -> bool:

@@ -167,9 +167,17 @@ class Rounds:
         return asked
 
     def config_for(self, client: int, server_round: int) -> dict[str, Any]:
-        """Return the configuration of every question, :data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`."""
+        """Return the configuration of every question.
+
+        "server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation"
+        and "accepted" see :class:`.StateFile`. "begun" is False until a round has been fused. "share" is the client's
+        share of all clients. "method" is :meth:`~lightning_fedbayes.Method.agreement`. "frozen" is the digest of the
+        frozen parameters, "" if there are none. "rounds" and "steps" are the federation's rounds, and the largest
+        clients' steps in them, 0 if unknown. "moved" is :attr:`.Steps.moved`.
+        """
         return {
             "server-round": server_round,
+            "version": messages.VERSION,
             "seed": self.seed,
             "federation": self._federation,
             "begun": not self.running.is_new,

@@ -1,7 +1,5 @@
 """Real Flower on loopback: a SuperLink with TLS and SuperNodes that authenticate themselves; or a simulation."""
 
-import datetime
-import ipaddress
 import os
 import signal
 import socket
@@ -12,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+import psutil
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "127.0.0.1"
 TLS = ("--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "server.pem")
+CERTIFICATE = (
+    "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:secp384r1 -nodes -days 365 -subj /CN=localhost "
+    "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout server.key -out server.pem"
+)
+KEY = "ssh-keygen -q -t ecdsa -b 384"
+"""As in docs/flower.md."""
 
 
 def free_port() -> int:
@@ -27,62 +29,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def make_certificate(folder: Path) -> None:
-    """A certificate for loopback that signs itself: ``server.pem``, and its key, ``server.key``."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOOPBACK))]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "server.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    write_key(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
-
-
-def make_node_key(path: Path) -> None:
-    """Write the key by which a SuperNode proves its identity, ``path``, and its public half beside it, ``path.pub``."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_key(path, key, serialization.PrivateFormat.OpenSSH)
-    path.with_name(path.name + ".pub").write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    )
-
-
-def write_key(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+def make_key(folder: Path, number: int) -> None:
+    """Make the key by which a SuperNode proves its identity, and its public half."""
+    subprocess.run([*KEY.split(), "-N", "", "-f", f"node{number}"], cwd=folder, check=True)
 
 
 def descendants(process: int) -> list[int]:
-    """Processes that ``process`` has started, and those that they have started."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = dict(map(int, line.split()) for line in table.splitlines())
-    found = [process]
-    for known in found:
-        found += [child for child, parent in parents.items() if parent == known]
-    return found[1:]
+    """Processes that ``process`` has started, and those that they have started, the youngest last."""
+    return [each.pid for each in psutil.Process(process).children(recursive=True)]
 
 
 def kill(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes and all that they have started by SIGKILL."""
-    started = [child for process in processes for child in descendants(process.pid)]
+    """End processes and all that they have started by SIGKILL, also what has outlived the one that has started it."""
     for process in processes:
-        process.kill()
-        process.wait()
-    for child in started:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        if process.returncode is None:  # otherwise its number may be another's
+            started = descendants(process.pid)  # Ray's have groups of their own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for child in started:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
 
 
 class Deployment:
@@ -106,20 +72,28 @@ class Deployment:
 
     def start_nodes(self, count: int) -> None:
         """A deployment: every node is a process of its own, registered by its public key."""
-        make_certificate(self.folder)
+        subprocess.run(CERTIFICATE.split(), cwd=self.folder, check=True, capture_output=True)
         self._configure(f'root-certificates = "{self.folder}/server.pem"')
-        self._start_link("--enable-supernode-auth", *TLS)
+        self.start_link()
         for number in range(count):
-            make_node_key(self.folder / f"node{number}")
-            self.flwr("supernode", "register", f"node{number}.pub", "loopback")
-            self.start_node(number)
+            self.add_node(number)
 
-    def start_node(self, number: int) -> None:
+    def start_link(self) -> None:
+        """Start the SuperLink of a deployment, for the first time or again."""
+        self._start_link("--enable-supernode-auth", "--database", "superlink.db", *TLS)
+
+    def add_node(self, number: int, **environment: str) -> None:
+        """Make and register a key, and start its SuperNode."""
+        make_key(self.folder, number)
+        self.flwr("supernode", "register", f"node{number}.pub", "loopback")
+        self.start_node(number, **environment)
+
+    def start_node(self, number: int, **environment: str) -> None:
         """Start the SuperNode of a registered key, for the first time or again."""
         link = ("--superlink", f"{LOOPBACK}:{self.port}", "--root-certificates", "server.pem")
         own = ("--host", LOOPBACK, "--port", str(free_port()), "--node-config", f"partition-id={number}")
         key = ("--auth-supernode-private-key", f"node{number}")
-        self.nodes[number] = self._spawn(f"node{number}", "flower-supernode", *link, *key, *own, *TLS)
+        self.nodes[number] = self._spawn(f"node{number}", "flower-supernode", *link, *key, *own, *TLS, **environment)
 
     def start_simulation(self, count: int) -> None:
         """A simulation: all nodes share two processes."""
@@ -131,7 +105,7 @@ class Deployment:
 
     def flwr(self, *arguments: str) -> str:
         """Run the command line and return its output."""
-        options = {"env": self.environment, "cwd": self.folder, "timeout": 250}
+        options = {"env": self.environment, "cwd": self.folder, "timeout": 1200}
         done = subprocess.run([BIN / "flwr", *arguments], capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done.stdout + done.stderr
@@ -157,7 +131,7 @@ class Deployment:
         )
 
     def _start_link(self, *options: str) -> None:
-        self._spawn("superlink", "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), *options)
+        self.link = self._spawn("superlink", "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), *options)
         for _ in range(600):
             with socket.socket() as probe:
                 if probe.connect_ex((LOOPBACK, self.port)) == 0:
@@ -165,9 +139,9 @@ class Deployment:
             time.sleep(0.1)
         raise TimeoutError(self.logs())
 
-    def _spawn(self, name: str, command: str, *arguments: str) -> subprocess.Popen:
+    def _spawn(self, name: str, command: str, *arguments: str, **environment: str) -> subprocess.Popen:
         with (self.folder / f"{name}.log").open("a") as log:
-            options = {"env": self.environment, "cwd": self.folder, "start_new_session": True}
+            options = {"env": {**self.environment, **environment}, "cwd": self.folder, "start_new_session": True}
             self._processes.append(subprocess.Popen([BIN / command, *arguments], stdout=log, stderr=log, **options))
         return self._processes[-1]
 

@@ -196,7 +196,6 @@ REFUSED = {
     "delays of a simulation": ({"schedule": fb.Asynchronous(delays=fb.Delays(2.0))}, "over a network the real ones"),
     "a small buffer": ({"schedule": BY_TWO, "safeguards": fb.Safeguards(min_clients=3)}, "every fusion would have too"),
     "a fraction": ({"schedule": BY_TWO, "fraction": 0.5}, r"say how many clients train at once by concurrency="),
-    "no schedule": ({"schedule": "fast"}, r"give fb\.Asynchronous"),
     "nothing scored": ({"schedule": None, "monitor": "val/nll"}, "nothing is scored; give evaluate=True"),
     "patience for nothing": ({"schedule": None, "patience": 3}, "say which figure"),
 }

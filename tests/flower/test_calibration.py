@@ -11,13 +11,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.transport.calibration import TWICE
+from lightning_fedbayes.transport.calibration import TWICE, count_noise
 from lightning_fedbayes.transport.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, server_app
+from lightning_fedbayes.transport.messages import VERSION
 from tests.federations import Plain, assert_close, blobs
 from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.flower.test_strategy import resend
-from tests.transport.federation import BlobData, hybrid
+from tests.test_likelihoods import OUTPUTS, Own, data_of
+from tests.transport.federation import BlobData, assert_restored, assert_same_calibration, hybrid
 from tests.transport.federation import calibrated as calibrated_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
@@ -51,7 +53,7 @@ def both(**options):
     return fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True, **options)
 
 
-def calibrated(callbacks, grid=None, strategy=None, **options):
+def calibrated(callbacks, grid=None, strategy=None, make=make, **options):
     strategy = strategy or FusionStrategy(wait_for=CLIENTS, seed=3)
     grid = grid or LocalGrid(apps(**options))
     result = run(grid, strategy, rounds=2, make=make)
@@ -70,17 +72,40 @@ def spoilt(change, after=0):
 
 def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     over, alone = both(), both()
-    strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
+    calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
     module = calibrated_alone(make, OwnData(), alone)
-    assert over[0].temperature == alone[0].temperature != 1
-    assert over[1].threshold == alone[1].threshold
-    assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
+    assert_same_calibration(over, alone)
     assert over[1].temperature == over[0].temperature
-    fresh, state = both(), load_checkpoint(module, tmp_path / "f.pt")
-    for made, found in zip(fresh, over, strict=True):
-        made.load_state_dict(state.calibration[made.state_key])
-        assert made.state_dict() == found.state_dict()
-    assert strategy.server is not None
+    assert_restored(both(), over, load_checkpoint(module, tmp_path / "f.pt"))
+
+
+class Outputs(BlobData):
+    """Training and validation data of two clients, of a kind of output."""
+
+    def __init__(self, output):
+        super().__init__(data_of(output))
+        self.output = output
+
+    def val_dataloader(self):
+        return DataLoader(data_of(self.output, (40, 44), 1), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the temperature")  # targets are noise
+@pytest.mark.parametrize("output", ["segmentation", "labels", "mean and variance", "pixels"])
+def test_an_output_is_calibrated_as_in_one_process(output):
+    kind = "lac" if OUTPUTS[output][2].of_classes else "interval"
+
+    def make():
+        torch.manual_seed(7)
+        return Own(output, "layers")
+
+    over, alone = ((fb.FederatedTemperature(), fb.FederatedConformal(kind=kind)) for _ in range(2))
+    grid = LocalGrid(client_apps(2, make, data=lambda: Outputs(output), partition=None))
+    calibrated(over, grid, FusionStrategy("weighted_average", wait_for=2, seed=3), make)
+    calibrated_alone(make, Outputs(output), alone, "weighted_average")
+    assert over[0].temperature == pytest.approx(alone[0].temperature, rel=1e-6)
+    assert over[1].threshold == pytest.approx(alone[1].threshold, rel=1e-5)
 
 
 class Numbers(OwnData):
@@ -121,7 +146,7 @@ def test_a_client_that_cannot_answer_is_told_and_others_go_on(tmp_path, caplog):
     grid, strategy = LocalGrid(built), FusionStrategy(wait_for=CLIENTS, seed=3)
     strategy.start(grid, initial_arrays(make()), 2, timeout=1, calibration=[over])
     assert grid.asked[1][0] == "query.calibrate"
-    header = {"kind": "introduction", "server-round": 1}
+    header = {"kind": "introduction", "server-round": 1, "version": VERSION}
     until = next(k for k, (_, message, _) in enumerate(grid.seen) if message.metadata.message_type == "train")
     asked = [each for each in grid.seen[:until] if each[1].metadata.message_type == "query.calibrate"]
     sent = [{name: dict(record) for name, record in reply.content.items()} for _, _, reply in asked]
@@ -191,9 +216,16 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
             strategy.calibrate(grid, result.arrays, [exact], timeout=1)
     assert "epsilon=None, and this client's is 1.5" in caplog.text
     assert "sums over its examples, for a temperature, exactly" in caplog.text
-    (tmp_path / "client-1-counts.json").write_text("{")
+    for wrong in (*(f'{{"epsilon": {each}, "epsilon_again": {each}}}' for each in ("-5", "NaN", '"1"')), "[]", "{"):
+        (tmp_path / "client-1-counts.json").write_text(wrong)
+        with pytest.raises(FederationError, match="account of noisy counts, is damaged"):
+            count_noise(tmp_path, 1, 1.5)
     conformal = fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)
     strategy.calibrate(grid, result.arrays, [conformal], timeout=1)
     assert list(conformal.thresholds) == ["0", "2"]
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(make(), OwnData(), conformal_epsilon=1.0)
+    (tmp_path / "client-2-counts.json.new").symlink_to("/dev/full")
+    with pytest.raises(FederationError, match=r"client-2-counts\.json cannot be written"):
+        count_noise(tmp_path, 2, 1.5)
+    assert json.loads((tmp_path / "client-2-counts.json").read_text()) == dict.fromkeys(TWICE, 7.5)

@@ -14,7 +14,7 @@ from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.flower import FusionStrategy
 from lightning_fedbayes.transport.flower.wire import message_in, to_arrays
-from lightning_fedbayes.transport.messages import read_update
+from lightning_fedbayes.transport.messages import VERSION, read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import begun, fuzzed, posterior
 from tests.refusals import refusals
@@ -28,7 +28,7 @@ NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("
 
 
 FIGURES = ("train_loss", "added_loss", "schedule/steps", "schedule/moves", "privacy/example_epsilon")
-OWN = {"kind": "update", "client": 0, "server-round": 1}
+OWN = {"kind": "update", "client": 0, "server-round": 1, "version": VERSION}
 
 
 def reply(arrays, metrics=None, config=None):
@@ -134,6 +134,8 @@ test_figures_that_must_not_count_are_refused = refusals(
     (None, {"server-round": True}, "of round True"),
     (None, {"client": 1}, "says that it is client 1"),
     (None, {"kind": "other"}, "says that it is 'other'"),
+    (None, {"kind": "scores"}, "of kind 'scores', and it was asked for 'update'"),
+    (None, {"version": "0.1"}, f"client 0: its message is of lightning_fedbayes '0.1', and {VERSION} runs here: in"),
     (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
     call=lambda metrics, config: read(reply(good(), metrics, config)),
 )

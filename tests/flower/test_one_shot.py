@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -48,39 +47,30 @@ def test_a_linear_mixed_model_is_that_of_one_process():
         )
 
 
-def network():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def plain():
-    return Plain(network())
-
-
 def test_one_shot_with_kronecker_factors_is_that_of_one_process():
     """Clients train as in the first round, and what they send is fused as where all of it is in one process."""
     parts = fb.DirichletPartition(clients=3, alpha=1.0)
     method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
     data = BlobData()
-    apps = client_apps(3, plain, partition=parts, one_shot=method)
-    found = one_shot(apps, method, plain)
+    apps = client_apps(3, Plain, partition=parts, one_shot=method)
+    found = one_shot(apps, method, Plain)
 
-    module = plain()
+    module = Plain()
     heard = hears(module)
     made = fb.FederatedBayes(parts, fusion="rklb", engine="sequential")
     federate(module, made, 1, data.train_dataloader())
     sites = []
     for trained, dataset in zip(heard, made.clients.datasets, strict=True):
-        own = plain()
+        own = Plain()
         own.load_state_dict({**own.state_dict(), **trained.mean})
         sites.append(method.site(own, DataLoader(dataset, 16)))
     expected = method.fuse(sites)
     torch.testing.assert_close(dict(found.mean), dict(expected.mean), rtol=1e-5, atol=1e-6)
     rows = torch.randn(4, 6)
     torch.manual_seed(0)
-    draws = fb.PosteriorPredictive(plain(), found, 5).sample(rows)
+    draws = fb.PosteriorPredictive(Plain(), found, 5).sample(rows)
     torch.manual_seed(0)
-    torch.testing.assert_close(draws, fb.PosteriorPredictive(plain(), expected, 5).sample(rows), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(draws, fb.PosteriorPredictive(Plain(), expected, 5).sample(rows), rtol=1e-3, atol=1e-4)
 
 
 def spoilt(value):
@@ -98,8 +88,8 @@ def spoilt(value):
 def test_a_client_that_cannot_be_used_is_left_out(value, caplog):
     caplog.set_level("INFO")
     method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
-    apps = client_apps(3, plain, partition=fb.IIDPartition(3), one_shot=method)
-    found = one_shot(apps, method, plain, spoilt(value))
+    apps = client_apps(3, Plain, partition=fb.IIDPartition(3), one_shot=method)
+    found = one_shot(apps, method, Plain, spoilt(value))
     assert all(bool(mean.isfinite().all()) for mean in found.mean.values())
     assert "Client 1 is left out: FusionError: client 1: its weights" in caplog.text
 

@@ -9,9 +9,10 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.methods import Averaging, FedProx
 from lightning_fedbayes.transport.flower import FusionStrategy, personal_posterior
-from tests.federations import Plain, assert_close, blobs, federate, loader, network
+from tests.federations import Plain, assert_close, assert_equal, blobs, federate, loader, network
 from tests.flower.clients import assert_same, client_apps, one_shot, run
 from tests.flower.grid import LocalGrid
+from tests.flower.hardening import restart
 from tests.flower.test_schedules import Estimated
 from tests.trainer.scenarios import of_the_page
 from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
@@ -30,12 +31,20 @@ class Scheduled(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class Cleared(Scheduled):
-    """The states that clients keep end after the first round, by a hook of the epoch."""
+class ByRound(Scheduled):
+    """A hook of the epoch sets an attribute and a rate by the round, and ends the states that clients keep."""
+
+    configure_optimizers = Plain.configure_optimizers
 
     def on_train_epoch_start(self):
+        self.scale = 1.0 + self.current_epoch
         if self.current_epoch == 1:
             self.optimizers().state.clear()
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 * self.scale
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
 
 
 Learned = partial(Plain, optimizer=fb.IVON)
@@ -70,7 +79,7 @@ CASES = {
     "sites of cohorts": (hybrid, {**SITES, "weighting": "equal", **HALF}, {**SITES, "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {**SITES, **HALF}, SITES),
     "kept optimizers": (Scheduled, {}, KEPT),
-    "kept optimizers that a hook clears": (Cleared, {}, KEPT),
+    "hooks of the epoch": (ByRound, {}, KEPT),
     "cohorts that keep": (Scheduled, HALF, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"fusion": Averaging("linear_pool", "global")}),
@@ -103,7 +112,15 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     kept = {name: client[name] for name in ("buffers", "local_parameters", "posterior") if name in client}
     grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
-    assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))
+    alone = in_process(make=make, **{**server, **client}, seed=3)
+    assert_same(strategy, alone)
+    assert_equal(dict(strategy.server.buffers), dict(alone.federation.server.buffers))
+
+
+@pytest.mark.slow
+def test_a_deployment_whose_server_is_killed_ends_at_the_posterior_of_one_process():
+    """TLS, authenticated nodes, a process per message."""
+    restart()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["simulation", "deployment"])
@@ -225,18 +242,6 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
     stored = torch.load(tmp_path / "server.pt", weights_only=True)
     left = [fb.remove_client(each, 0) for each in (federation, strategy.server, stored)]
     assert all(torch.equal(each.flatten()[0], left[0].flatten()[0]) for each in left)
-
-
-def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
-    strategy = FusionStrategy(wait_for=4)
-    run(LocalGrid(client_apps()), strategy)
-    model = hybrid()
-    federate(model, fb.FederatedBayes(PARTITION, engine="sequential", fusion="rklb"), 3, BlobData().train_dataloader())
-    theirs = dict(model.named_buffers())
-    assert strategy.server.buffers["network.1.num_batches_tracked"].dtype == torch.int64
-    assert len(strategy.server.buffers) == 3
-    for name, value in strategy.server.buffers.items():
-        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.slow

@@ -35,7 +35,10 @@ def apps(**settings):
 def test_a_federation_over_flower_is_that_of_one_process(tmp_path):
     path = tmp_path / "server.pt"
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3, checkpoint=path)
-    run(LocalGrid(apps()), strategy, 1, make)
+    run(grid := LocalGrid(apps()), strategy, 1, make)
+    once, train = ([sorted(reply.content["arrays"]) for *_, reply in grid.of(kind)] for kind in ("query.once", "train"))
+    assert once == [["moments/inputs", "moments/targets"]] * 4
+    assert not any("scale" in name for arrays in train for name in arrays)
     strategy = FusionStrategy("weighted_average", wait_for=4, seed=3, checkpoint=path)
     run(LocalGrid(apps()), strategy, 2, make)
     alone = make()
@@ -48,15 +51,6 @@ def test_a_federation_over_flower_is_that_of_one_process(tmp_path):
     assert found.scaler.target_units[0].item() == pytest.approx(mean, rel=1e-10)
     for name, value in alone.named_parameters():
         assert torch.equal(dict(found.named_parameters())[name], value), name
-
-
-def test_clients_send_no_scale_with_their_updates():
-    strategy = FusionStrategy("weighted_average", wait_for=4, seed=3)
-    grid = LocalGrid(apps())
-    run(grid, strategy, 1, make)
-    once, train = ([sorted(reply.content["arrays"]) for *_, reply in grid.of(kind)] for kind in ("query.once", "train"))
-    assert once == [["moments/inputs", "moments/targets"]] * 4
-    assert not any("scale" in name for arrays in train for name in arrays)
 
 
 def fixed(**options):

@@ -197,28 +197,6 @@ def test_what_cannot_be_had_is_refused_with_the_line_to_write(make, options, say
         assert re.search(says, text, re.DOTALL), text
 
 
-class ByRound(Plain):
-    """Sets an attribute and a rate by the round, in a hook of the epoch."""
-
-    scale = 1.0
-
-    def on_train_epoch_start(self):
-        self.scale = 1.0 + self.current_epoch
-        for group in self.optimizers().param_groups:
-            group["lr"] = 0.1 * self.scale
-
-    def training_step(self, batch, batch_idx):
-        return self.scale * super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        pass
-
-
-def test_hooks_of_the_epoch_hold_at_clients_as_in_one_process():
-    wanted = alone(ByRound)[1]
-    assert_equal(over_flower(ByRound)[0].server.posterior.mean, wanted)
-
-
 @pytest.mark.parametrize("make", [Plain, lambda: Noted("cosine"), Estimated])
 def test_under_privacy_steps_leave_as_far_as_sizes_say_them(make, tmp_path):
     private = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": tmp_path}

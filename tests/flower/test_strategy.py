@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.transport.flower import FusionStrategy, load_checkpoint
+from lightning_fedbayes.transport.flower.wire import records_of
 from tests.federations import Crash, Plain, network
 from tests.flower.clients import assert_same, client_apps, run
 from tests.flower.grid import LocalGrid
@@ -44,19 +45,13 @@ BAD = {
     "key of no kind": (lambda r: resend(r, arrays={"extra": Array(np.zeros(2, "f4"))}), "is none of mean/"),
     "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
     "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
-    "an archive": (
-        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}),
-        "be read",
-    ),
     "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
     "buffer of another dtype": (
         lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}),
         "dtypes",
     ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
-    "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
     "no arrays": (lambda r: resend(r, drop=["arrays"]), "no arrays"),
-    "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=0"),
     "death": (lambda r: None, "no reply within 1 s"),
 }
 
@@ -119,6 +114,20 @@ def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, cap
     of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.transport.client"]
     assert "row 17" in of_client[0].message
     assert of_client[0].exc_info is not None
+
+
+def test_of_an_update_that_cannot_be_written_the_class_leaves_and_no_text(monkeypatch):
+    def written(sent):
+        if (sent.kind, sent.client) == ("update", 2):
+            raise RuntimeError("cannot parse row 17: name=...")
+        return records_of(sent)
+
+    monkeypatch.setattr("lightning_fedbayes.transport.flower.apps.records_of", written)
+    run(grid := LocalGrid(client_apps(make=Plain)), FusionStrategy(wait_for=4), rounds=1, make=Plain)
+    assert not any(reply.has_error() for *_, reply in grid.seen)  # of whose reason Flower makes the text
+    (reply,) = (reply for client, _, reply in grid.of("train") if client == 2)
+    assert {"error": "RuntimeError", "stage": "training"}.items() <= dict(reply.content["config"]).items()
+    assert "row 17" not in str(reply.content)
 
 
 def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):

@@ -9,16 +9,17 @@ from flwr.app import Message, RecordDict
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.messages import Message as ClientMessage
+from lightning_fedbayes.methods import FedProx
 from lightning_fedbayes.modules.sources.curvature import KroneckerSite
-from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays
+from lightning_fedbayes.transport.flower import FusionStrategy, initial_arrays, load_checkpoint
 from lightning_fedbayes.transport.flower.wire import message_in, records_of
-from tests.federations import Plain, blobs, loader
-from tests.flower.clients import client_apps, one_shot, run
+from tests.federations import Plain, blobs, loader, network
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.flower.test_parity import Headed, Learned
-from tests.transport.federation import PARTITION, BlobData, hybrid
+from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
 
 
 @pytest.mark.parametrize("make", [hybrid, Learned, Plain])
@@ -59,6 +60,42 @@ def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
         sent = {name.removeprefix("method/") for kind, name in arrays if kind == "buffer"}
         assert sent == (means if beside is None else beside)
         assert {kind for kind, _ in arrays} <= {"mean", "buffer"}
+
+
+def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
+    module = Plain(network(), **options)
+    for layer in layers:
+        module.net[layer].requires_grad_(False)
+    if seed:
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(module.net[0].weight)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(frozen, {}), (frozen, {"fusion": FedProx(0.1)}), (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"})],
+    ids=["averaged", "FedProx", "IVON by sites"],
+)
+def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, tmp_path):
+    """Of the rest only a digest is sent, by which a client knows that its own is the server's."""
+    rule = {"fusion": options.get("fusion", "rklb")}
+    strategy = FusionStrategy(**rule, wait_for=4, seed=3, checkpoint=tmp_path / "server.pt")
+    grid = LocalGrid(client_apps(make=make, state_folder=tmp_path, **options))
+    result = run(grid, strategy, make=make)
+    alone = in_process(make=make, **{**rule, **options}, seed=3)
+    assert {key.partition("/")[2] for key in result.arrays if not key.startswith("buffer/method/")} == {
+        "net.2.weight",
+        "net.2.bias",
+    }
+    for name in ("net.2.weight", "net.2.bias"):
+        assert torch.equal(strategy.server.posterior.mean[name], alone.posterior.mean[name])
+        assert torch.equal(strategy.server.posterior.variance[name], alone.posterior.variance[name])
+    module = make()
+    load_checkpoint(module, tmp_path / "server.pt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, alone.posterior.mean[name]), name
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -105,15 +142,9 @@ def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
     sent = {frozenset(each.content["arrays"]) for each in replies}
     assert sent == {frozenset({"gram", "moment", "square"}), frozenset({"loss", "slope", "spread", "curvature"})}
     for each in replies:
-        assert set(each.content["config"]) == {"kind", "client", "server-round"}
+        assert set(each.content["config"]) == {"kind", "client", "server-round", "version"}
         assert set(each.content["metrics"]) == {"num-examples"}
     assert replies[-1].content["arrays"]["curvature"].numpy().size == (0 if large else 3 * 49)
-
-
-def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
-    options = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": str(tmp_path)}
-    with pytest.raises(FederationError, match="NotSent"):
-        one_shot(client_apps(make=Softmax, one_shot=Softmax().head, **options), Softmax().head, Softmax)
 
 
 SENT = [

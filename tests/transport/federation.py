@@ -46,3 +46,17 @@ def calibrated(make: Any, data: Any, callbacks: Any, fusion: str = "rklb") -> An
     scaling.fit_from(module, held_out, **options)
     conformal.fit_from(module, held_out, temperature=scaling.temperature, **options)
     return module
+
+
+def assert_same_calibration(over: Any, alone: Any) -> None:
+    """A temperature and conformal sets over a network are those of one process, to the bit."""
+    assert over[0].temperature == alone[0].temperature != 1
+    assert over[1].threshold == alone[1].threshold
+    assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
+
+
+def assert_restored(fresh: Any, calibrated: Any, state: Any) -> None:
+    """A server's checkpoint holds what its callbacks have found."""
+    for made, found in zip(fresh, calibrated, strict=True):
+        made.load_state_dict(state.calibration[made.state_key])
+        assert made.state_dict() == found.state_dict()

@@ -51,8 +51,8 @@ def client_app(module: L.LightningModule, datamodule: DataModule, **options: Any
 
             number = context.node_config.get(NODE_CONFIG_KEY)
             number = number if isinstance(number, int) else -1
-            sent = client.attempt(STAGES[asked] if asked else "introduction", number, reply)
-            return flwr.app.Message(records_of(sent), reply_to=message)
+            records = client.attempt(STAGES[asked] if asked else "introduction", number, reply, records_of)
+            return flwr.app.Message(records, reply_to=message)
 
         return answer
 

@@ -45,4 +45,4 @@ class FusionClient(RemoteClient):
         def reply() -> Message:
             return self.reply(*question_in(model), meta.get("site_name"))
 
-        return answer_of(self.attempt(STAGES.get(meta.get(ASKED, ""), "reading"), number_in(meta), reply))
+        return self.attempt(STAGES.get(meta.get(ASKED, ""), "reading"), number_in(meta), reply, answer_of)
