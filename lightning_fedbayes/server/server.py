@@ -31,6 +31,7 @@ from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregati
 from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, TensorsGuard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.site_guard import SiteGuard
+from lightning_fedbayes.server.sums_guard import SumsGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
@@ -208,13 +209,16 @@ class Server:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
             previous = previous.flattened()
-        if bound is not None and method.bounded:
+        if bound is not None:
             if is_new:
                 self.sites, self.untold = {}, set()
+            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
             beside, names = joined({}, sent), joined({}, {name: sent[name] for name in method.per_example})
             part = 1.0 if self.versions is None else len(plan.cohort) * share
-            if method.adds:
-                counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
+            if method.totals:
+                keeps, about = self._counted_of is None, (self._memory, share == 1, part, is_new)
+                guard = SumsGuard(self.posterior, bound, counted_of, keeps, *about)
+            elif method.adds:
                 slope = method.slope(self._shared)
                 guard = SiteGuard(self.posterior, slope, bound, counted_of, self._memory, share == 1, part)
             else:
@@ -292,9 +296,6 @@ class Server:
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
             outcomes.sort(key=lambda outcome: outcome.client)
-        if refused:
-            errors = {client: FusionError(why) for client, why in refused.items()}
-            outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         aggregate, refusal, losses = None, None, {}
         if count >= self.safeguards.min_clients:
             try:
@@ -302,6 +303,10 @@ class Server:
                 aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
+        refused |= {} if aggregate is None else aggregate.refused
+        if refused:
+            errors = {client: FusionError(why) for client, why in refused.items()}
+            outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
             self._memory = {} if guard is None else guard.memory
