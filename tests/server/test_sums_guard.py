@@ -50,6 +50,7 @@ LIES = {
     ),
     "no squares": lambda s: scaled(s, square=0.0),
     "many squares": lambda s: scaled(s, square=1e6),
+    "somewhat larger squares": lambda s: scaled(s, square=1.1),
     "another count": lambda s: changed(s, "gram", s.gram + 1e9 * torch.diag(EYE[4])),
     "no count": lambda s: changed(s, "examples", 0),
     "huge": lambda s: scaled(s, **dict.fromkeys(NAMES, 1e30)),
@@ -148,7 +149,8 @@ def test_without_rounds():
     lie = replace(sent[LIAR], moment=-20 * sent[LIAR].moment)
     assert bounded(HEAD, sent | {LIAR: lie}, 2.0).keys() == sent.keys() - {LIAR}
     assert bounded(HEAD, sent | {LIAR: lie}, None).keys() == sent.keys()
-    with pytest.raises(FederationError, match="client 3: its sums are of no examples"):
-        bounded(HEAD, {LIAR: lie}, 2.0)
+    for each in (lie, replace(lie, gram=sent[LIAR].gram - 10 * EYE, moment=0 * lie.moment)):
+        with pytest.raises(FederationError, match="client 3: its sums are of no examples"):
+            bounded(HEAD, {LIAR: each}, 2.0)
     schools = {k: LinearStatistics.of(x, x[:, 0] + k) for k, (x, _) in ((k, examples(12, k)) for k in range(8))}
     assert bounded(fb.HierarchicalLinearRegression(), schools, 2.0).keys() == schools.keys()
