@@ -197,7 +197,8 @@ class FederationReport:
             rank_zero_info(f"Round {result.round + 1}: {kept}: {result.refusal}")
         for client, weight in result.weights.items():
             self.records.weight[client] = weight
-        new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying
+        found = result.aggregate
+        new = set() if found is None else {*found.outlying} - {*found.refused} - self._outlying
         self._outlying |= new
         if new:
             names = listed(self._clients.names[client] for client in sorted(new))

@@ -1,7 +1,7 @@
 """Settings of a federation: one frozen, validated value."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -166,7 +166,9 @@ class FederationSettings:
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
         late = None if self.schedule is None else self.schedule.late
-        return {"fusion": self.fusion, "weighting": self.weighting, "safeguards": self.safeguards, "late": late}
+        hides = self.privacy is not None and self.method.totals  # noise hides what is true of sums
+        safeguards = replace(self.safeguards, max_influence=None) if hides else self.safeguards
+        return {"fusion": self.fusion, "weighting": self.weighting, "safeguards": safeguards, "late": late}
 
     def described(self) -> dict[str, Any]:
         """Return the settings for loggers: numbers, strings and lists of them, in the order of the arguments."""

@@ -221,8 +221,8 @@ class Method:
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
     """Weighting of the clients, where the method says so. "": that of the federation."""
-    bounded: ClassVar[bool] = True
-    """False if no bound on a client's influence applies, whatever :class:`~lightning_fedbayes.Safeguards` say."""
+    totals: ClassVar[bool] = False
+    """True if the global values are sums of the clients', of which the server leaves out those that stand out."""
     problems: ClassVar[int] = 1
     """Problems that a client solves in a round. It sends the first one's report, and the last is its personal one."""
     own_starts: ClassVar[bool] = False

@@ -29,13 +29,14 @@ class Sums(Method):
     :func:`~lightning_fedbayes.remove_client` takes a client out. Values with names that do not begin with "sums." are
     sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` take one round: messages get noise.
 
-    When to use it: for a module with parameters that are sums. No bound on a client's influence applies.
+    When to use it: for a module with parameters that are sums. The server leaves out a head's sums that no examples
+    have, or that stand out (:mod:`lightning_fedbayes.server.sums_guard`). Other sums have no bound.
     """
 
     registered: ClassVar[str] = "sums"
     keeps: ClassVar[str] = "its sums, which the server's still contain"
     weighting: ClassVar[str] = "equal"
-    bounded: ClassVar[bool] = False
+    totals: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__("weighted_average")

@@ -318,7 +318,7 @@ class Aggregation:
                 shares = {client: fused.reliability.get(client, 0.0) for client in weights}
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
-        refused = {client: why for each in everyone for client, why in each.refused.items()}
+        refused = self._refused | {client: why for each in everyone for client, why in each.refused.items()}
         counted = [] if self.guard is None else [self.guard.counted]
         if self.guard is not None and self.guard.tells:
             counted = self.collective.all_gather(counted[0])
@@ -364,8 +364,14 @@ class Aggregation:
                 for row, client in enumerate(clients):
                     if beyond[row] and client in held:
                         bounds[client] = limits[row]
+                        if self.guard.leaves_out:
+                            self._refused[client] = f"client {client}: {self.guard.why(limits[row], sizes[row])}"
+                            self._weights.pop(client, None)
+                            del weights[client]
+                            continue
                         weights[client] *= self.guard.part_of(limits[row], sizes[row])
             self.guard.remember(torch.minimum(sizes, limits), limits, clients)
+            self._held = [update for update in self._held if update.client not in self._refused]
         ready = []
         for update in self._held:
             weight, suspect, posterior = weights[update.client], update.client in bounds, update.posterior

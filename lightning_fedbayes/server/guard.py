@@ -115,6 +115,8 @@ class Guard:
     """True if clients keep what is :attr:`counted` of them."""
     adding: ClassVar[tuple[slice, slice]] = slice(2), slice(2, 4)
     """Kinds of sizes that add up from message to message, and kinds that multiply."""
+    leaves_out: ClassVar[bool] = False
+    """True if clients beyond the limits are left out. Otherwise they count within them."""
 
     def __init__(
         self,
@@ -298,6 +300,10 @@ class Guard:
         """Return the second largest lengths of whole updates over the clients. The largest where there are too few."""
         whole = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
         return whole.topk(2, dim=0).values[1] if len(sizes) >= RANKED else whole.amax(0)
+
+    def why(self, limits: Tensor, sizes: Tensor) -> str:
+        """Return why a client is left out. Arguments as for :meth:`clip`."""
+        return "it stands out"
 
     def part_of(self, limits: Tensor, sizes: Tensor) -> float:
         """Return the part of its weight that a client keeps. Arguments as for :meth:`clip`."""

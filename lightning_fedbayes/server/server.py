@@ -31,6 +31,7 @@ from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregati
 from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, TensorsGuard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.site_guard import SiteGuard
+from lightning_fedbayes.server.sums_guard import SumsGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
@@ -198,17 +199,19 @@ class Server:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
             previous = previous.flattened()
-        if bound is not None and method.bounded:
+        if bound is not None:
             if is_new:
                 self.sites, self.untold = {}, set()
+            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
             beside, names = joined({}, sent), joined({}, {name: sent[name] for name in method.per_example})
             part = 1.0 if self.versions is None else len(plan.cohort) * share
-            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            if method.adds:
-                slope = method.slope(self._shared)
-                guard = SiteGuard(self.posterior, slope, bound, counted_of, self._memory, share == 1, part)
+            about = self._memory, share == 1, part
+            if method.totals:
+                guard = SumsGuard(self.posterior, bound, counted_of, self._counted_of is None, *about)
+            elif method.adds:
+                guard = SiteGuard(self.posterior, method.slope(self._shared), bound, counted_of, *about)
             else:
-                options = previous, self._probabilistic, bound, self._memory, share == 1, part
+                options = previous, self._probabilistic, bound, *about
                 before = counted_of if method.sends_changes else None
                 guard = Guard(*options)
                 if beside:
@@ -285,9 +288,6 @@ class Server:
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
             outcomes.sort(key=lambda outcome: outcome.client)
-        if refused:
-            errors = {client: FusionError(why) for client, why in refused.items()}
-            outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         aggregate, refusal, losses = None, None, {}
         if count >= self.safeguards.min_clients:
             try:
@@ -295,6 +295,10 @@ class Server:
                 aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
+        refused |= {} if aggregate is None else aggregate.refused
+        if refused:
+            errors = {client: FusionError(why) for client, why in refused.items()}
+            outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
             self._memory = {} if guard is None else guard.memory

@@ -89,7 +89,7 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
         rank_zero_info(f"Noisy counts so far: ε = {spent:g}, the largest of a client")
 
 
-def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Message], Any]) -> dict[int, Any]:
+def usable(replies: Mapping[int, Any], read: Callable[[Any], Any]) -> dict[int, Any]:
     """Return client → ``read(message)``, in the order of clients. Raise FederationError if no reply can be used."""
     found, failures = {}, dict[str, Exception]()
     for client in sorted(replies):

@@ -1,6 +1,7 @@
 """Federations without rounds over a network: clients send once, or a few times for a softmax head."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, H
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
+from lightning_fedbayes.server.sums_guard import Claim, SumsGuard
 from lightning_fedbayes.transport.calibration import usable
 from lightning_fedbayes.transport.training import own_clients
 
@@ -148,7 +150,30 @@ def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatis
     if found.num_examples != count:
         have = found.num_examples
         raise FusionError(f"client {message.client}: its slopes are of {have} examples, its sums of {count}")
+    claim = claim_of(sums[message.client], -1)
+    if not replace(claim, slopes={**vars(found), "num_examples": torch.tensor(count)}).is_possible:
+        raise FusionError(f"client {message.client}: no probabilities of its examples have its slopes and curvature")
     return found
+
+
+def claim_of(sums: LinearStatistics, ones: int | None) -> Claim:
+    """Return a client's sums as a guard takes them, with their column of ones."""
+    moment, square = (each if sums.moment.ndim == 2 else each[..., None] for each in (sums.moment, sums.square))
+    return Claim({"gram": sums.gram, "moment": moment, "square": square}, sums.num_examples, ones)
+
+
+def bounded(method: OneShot, found: Mapping[int, Any], max_influence: float | None) -> dict[int, Any]:
+    """Return the clients' sums without those that no examples have, or that stand out. Raise FederationError for all.
+
+    ``max_influence`` is of :class:`~lightning_fedbayes.Safeguards`.
+    """
+    if isinstance(method, KroneckerLaplace) or max_influence is None:
+        return dict(found)
+    ones = -1 if isinstance(method, BayesianHead) else 0 if method.bias else None
+    guard = SumsGuard(GaussianPosterior.point_mass({}), max_influence, is_alone=len(found) == 1)
+    bad = guard.left_out({client: claim_of(sums, ones) for client, sums in found.items()})
+    answers = {client: FusionError(bad[client]) if client in bad else sums for client, sums in found.items()}
+    return usable(answers, lambda sums: sums)
 
 
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:

@@ -214,6 +214,10 @@ class Rounds:
         try:
             result = server.finish()
             final = result.outcomes
+            refused = {} if result.aggregate is None else result.aggregate.refused
+            tell_failures(
+                f"Round {server_round}", {each.client: each.error for each in final if each.client in refused}
+            )
         finally:
             if server.rounds == server_round:
                 self.steps.end_round(server_round - 1, final)
