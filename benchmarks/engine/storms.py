@@ -120,10 +120,18 @@ def stored(folder: Path) -> dict[str, Any]:
     found = {
         "server": [{n: each[n] for n in ("posterior", "buffers", "rule_states")} for each in server],
         "module": [[each["state_dict"], each["callbacks"].get("ExamplePrivacy")] for each in made],
-        "states": [{**stored_state(path), "steps": None} for path in sorted(folder.glob("clients/client-*.pt"))],
+        "states": [
+            {**stored_state(path, client_of(path)), "steps": None}
+            for path in sorted(folder.glob("clients/client-*.pt"))
+        ],
         "disk": [states_in(folder / "clients") for _ in folder.glob(f"clients/{FILE}")],
     }
     return {part: content(each) for part, each in found.items()}
+
+
+def client_of(path: Path) -> int:
+    """Return the client whose state a file holds."""
+    return int(path.stem.removeprefix("client-"))
 
 
 def states_in(folder: Path) -> dict[int, Any]:
@@ -177,7 +185,7 @@ def files(folder: Path) -> dict[str, tuple[Path, Any]]:
         "states on disk": (one / "clients" / FILE, lambda path: states_in(path.parent)),
         "server's checkpoint": (three / "server.pt", ServerState.load),
         "server's checkpoint without rounds": (two / "server.pt", ServerState.load),
-        "client's state": (three / "clients" / "client-0.pt", stored_state),
+        "client's state": (three / "clients" / "client-0.pt", lambda path: stored_state(path, 0)),
         "log of arrivals": (two / "server.jsonl", arrivals),
         "account of counts": (folder / "client-0-counts.json", lambda path: count_noise(path.parent, 0, 0.0)),
         "file of a run": (folder / run_file.FILE, figures),

@@ -2,7 +2,8 @@
 
     python -m benchmarks.untrusted.messages [--seeds 3] [--out FOLDER]
 
-The data ship with scikit-learn. Every cell is a line of results/messages.jsonl, and a command that is cut off goes on
+The data ship with scikit-learn. Sites of Bayesian layers, IVON and adapters have benchmarks.untrusted.sites, means and
+variances benchmarks.untrusted.attacks. Every cell is a line of results/messages.jsonl, and a command that is cut off goes on
 there. It writes results/messages.md.
 """
 
@@ -74,12 +75,6 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def layers(features: int, classes: int, **options: Any) -> fb.HybridBayesianClassifier:
-    """Return the demo's network with two Bayesian layers."""
-    own: dict[str, Any] = {"bayesian_last": 2, "learning_rate": 0.01, "kl_weight": 0.05, **options}
-    return fb.HybridBayesianClassifier(mlp(features, classes), **own)
-
-
 def head(likelihood: Any, features: int, classes: int) -> fb.HeadModule:
     """Return a head on the inputs themselves."""
     return fb.HeadModule(nn.Identity(), fb.BayesianHead(classes, likelihood), features)
@@ -89,11 +84,8 @@ POSTERIOR, BESIDE, SUMS = "posterior", "tensors", "sums"
 """Messages: the move from the global posterior; what a method sends with it; sums, which are lied about as a whole."""
 KINDS: dict[str, tuple[Callable[[int, int], L.LightningModule], str | Method, tuple[str, ...]]] = {
     "weighted_average": (Plain, "weighted_average", (POSTERIOR,)),
-    "reverse_kl_barycenter": (layers, "reverse_kl_barycenter", (POSTERIOR,)),
     "geometric_median": (Plain, "geometric_median", (POSTERIOR,)),
-    "sites": (layers, "sites", (POSTERIOR, BESIDE)),
     "sites of a plain network": (Plain, "sites", (POSTERIOR, BESIDE)),
-    "sites of IVON": (partial(layers, bayesian_last=0, optimizer=fb.IVON), "sites", (POSTERIOR, BESIDE)),
     "scaffold": (Plain, "scaffold", (POSTERIOR, BESIDE)),
     "fednova": (Plain, "fednova", (POSTERIOR, BESIDE)),
     "a method of one's own": (Plain, Mean("weighted_average"), (BESIDE,)),
@@ -103,6 +95,8 @@ KINDS: dict[str, tuple[Callable[[int, int], L.LightningModule], str | Method, tu
 FACTORS = {"× 1e30": 1e30, "× 1e6": 1e6, "× −1": -1.0, "× −10": -10.0, "× 0": 0.0, "NaN": math.nan}
 NOISE, ASKEW, COUNT = "noise", "askew", "count × 1e6"
 ATTACKS = (*FACTORS, NOISE, ASKEW, COUNT)
+OF = {POSTERIOR: ("× 1e6", "× −1", "× −10", NOISE, COUNT), BESIDE: (*FACTORS, NOISE), SUMS: ATTACKS}
+"""Message → attacks on it. A count is of the whole message; numbers that are not finite are refused in all alike."""
 
 
 class Cell(NamedTuple):
@@ -210,8 +204,8 @@ def cells_of(seeds: int) -> list[Cell]:
     for seed, data, rounds, kind in itertools.product(range(seeds), ("digits", "breast cancer"), ROUNDS, KINDS):
         if rounds == ROUNDS[0] or not kind.startswith("head"):
             found.append(Cell(kind, data, rounds, "", HONEST, seed))
-            pairs = itertools.product(KINDS[kind][2], ATTACKS)
-            found += [Cell(kind, data, rounds, message, attack, seed) for message, attack in pairs]
+            for message in KINDS[kind][2]:
+                found += [Cell(kind, data, rounds, message, attack, seed) for attack in OF[message]]
     return found
 
 

@@ -142,7 +142,7 @@ def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], K
     return {key: config[key] for key in REQUEST}, kind
 
 
-TWICE = ("epsilon", "epsilon_again")
+TWICE: tuple[str, ...] = ("epsilon", "epsilon_again")
 """Names of a sum in its file: a byte that has changed makes them differ."""
 
 
