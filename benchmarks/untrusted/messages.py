@@ -3,8 +3,8 @@
     python -m benchmarks.untrusted.messages [--seeds 3] [--out FOLDER]
 
 The data ship with scikit-learn. Sites of Bayesian layers, IVON and adapters have benchmarks.untrusted.sites, means and
-variances benchmarks.untrusted.attacks. Every cell is a line of results/messages.jsonl, and a command that is cut off goes on
-there. It writes results/messages.md.
+variances benchmarks.untrusted.attacks. Every cell is a line of results/messages.jsonl, and a command that is cut off
+goes on there. It writes results/messages.md.
 """
 
 from __future__ import annotations
