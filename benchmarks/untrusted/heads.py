@@ -92,7 +92,7 @@ def main() -> None:
                 sent = {client: head.sums(*part) for client, part in enumerate(parts)}
                 absent = [sums for client, sums in sent.items() if client != LIAR]
                 sent[LIAR] = lie(head, *parts[LIAR])
-                kept = bounded(head, sent, 2.0)
+                kept = bounded(head, sent, 2.0, fb.GaussianPosterior.point_mass({}))
                 honest += len(sent.keys() - kept.keys() - {LIAR})
                 each = [[*sent.values()], [*kept.values()], absent]
                 found += torch.stack([score(head, sums, held_out) for sums in each]) / seeds

@@ -69,7 +69,7 @@ class Claim:
         units = (gram.diagonal().clamp_min(0) + ROUNDING * around.diagonal().abs()).sqrt()
         units = torch.where(units > 0, units, 1.0)
         allowed = square * (1 + SLACK) + (0.0 if self.all is None else ROUNDING**2 * self.all["square"].abs())
-        if not abs(count - self.examples) <= SLACK or not _fits(gram, units, moment, allowed):
+        if not abs(count - self.examples) <= SLACK or not fits(gram, units, moment, allowed):
             return False
         if self.slopes is None:
             return True
@@ -79,12 +79,12 @@ class Claim:
             abs(float(count) - self.examples) <= SLACK
             and float(loss) >= 0
             and bool((slope.sum(0).abs() <= SLACK * units * max(1, self.examples) ** 0.5).all())
-            and _fits(gram, units, slope.T, bound * ones.new_ones(len(slope)))
+            and fits(gram, units, slope.T, bound * ones.new_ones(len(slope)))
             and float(spread.trace()) <= bound
             and bool((spread.sum(0).abs() <= SLACK * bound).all())
-            and _fits(spread, (spread.diagonal().clamp_min(0) + ROUNDING).sqrt())
-            and _fits(curvature, units)
-            and _fits(gram / 4 - curvature, units)
+            and fits(spread, (spread.diagonal().clamp_min(0) + ROUNDING).sqrt())
+            and fits(curvature, units)
+            and fits(gram / 4 - curvature, units)
         )
 
     @property
@@ -102,7 +102,7 @@ class Claim:
         return [*lengths, float(not self.is_possible), max(apart), float(self.noisy)]
 
 
-def _fits(gram: Tensor, units: Tensor, moment: Tensor | None = None, square: Tensor | None = None) -> bool:
+def fits(gram: Tensor, units: Tensor, moment: Tensor | None = None, square: Tensor | None = None) -> bool:
     """Return True if ``gram``, one or many, has no negative eigenvalue, and moments are possible with the squares."""
     scaled = gram / units / units[:, None]
     if not bool(((scaled - scaled.mT).abs() <= SLACK).all()):

@@ -7,20 +7,22 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError, check_kind, shown
-from lightning_fedbayes.core.messages import SCALE, Kind, Message
+from lightning_fedbayes.core.messages import SCALE, ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.scaler import ScaleSums, compared
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
-from lightning_fedbayes.server.sums_guard import Claim, SumsGuard
+from lightning_fedbayes.server.guard import TensorsGuard
+from lightning_fedbayes.server.sums_guard import Claim, SumsGuard, fits
 from lightning_fedbayes.transport.calibration import usable
 from lightning_fedbayes.transport.training import own_clients
 
@@ -162,18 +164,56 @@ def claim_of(sums: LinearStatistics, ones: int | None) -> Claim:
     return Claim({"gram": sums.gram, "moment": moment, "square": square}, sums.num_examples, ones)
 
 
-def bounded(method: OneShot, found: Mapping[int, Any], max_influence: float | None) -> dict[int, Any]:
+def bounded(
+    method: OneShot, found: Mapping[int, Any], max_influence: float | None, start: GaussianPosterior
+) -> dict[int, Any]:
     """Return the clients' sums without those that no examples have, or that stand out. Raise FederationError for all.
 
-    ``max_influence`` is of :class:`~lightning_fedbayes.Safeguards`.
+    Of sites it clips moves from ``start``, and curvatures. ``max_influence`` is of
+    :class:`~lightning_fedbayes.Safeguards`.
     """
-    if isinstance(method, KroneckerLaplace) or max_influence is None:
+    if max_influence is None:
         return dict(found)
+    if isinstance(method, KroneckerLaplace):
+        return _bounded_sites(usable(found, _checked_site), max_influence, start)
     ones = -1 if isinstance(method, BayesianHead) else 0 if method.bias else None
     guard = SumsGuard(GaussianPosterior.point_mass({}), max_influence, is_alone=len(found) == 1)
     bad = guard.left_out({client: claim_of(sums, ones) for client, sums in found.items()})
     answers = {client: FusionError(bad[client]) if client in bad else sums for client, sums in found.items()}
     return usable(answers, lambda sums: sums)
+
+
+def _checked_site(site: KroneckerSite) -> KroneckerSite:
+    """Return a site, of factors that examples can have. Raise FusionError for another."""
+    for name, each in (*site.inputs.items(), *site.outputs.items()):
+        factor = each.double()
+        if not fits(factor, (factor.diagonal().abs() + torch.finfo().tiny).sqrt()):
+            raise FusionError(f"the curvature of '{name}' is not symmetric and positive: it is of no examples")
+    return site
+
+
+def _bounded_sites(
+    sites: Mapping[int, KroneckerSite], max_influence: float, start: GaussianPosterior
+) -> dict[int, KroneckerSite]:
+    """Return sites with moves, and curvatures for each example, within ``max_influence`` times the median client's."""
+    updates = []
+    for client, site in sites.items():
+        means = GaussianPosterior.point_mass({name: site.mean[name] for name in start.names})
+        curvatures = {name: site.outputs[name] * site.inputs[name].trace() for name in site.outputs}
+        updates.append(ClientUpdate(client, site.num_examples, means, curvatures))
+    sent = updates[0].buffers
+    begun = GaussianPosterior.point_mass(start.mean)
+    guard = TensorsGuard(begun, (), max_influence, {}, len(sites) == 1, 1.0, sent=sent, per_example=sent)
+    sizes, weights = guard.sizes_of(updates), {each.client: float(each.num_examples) for each in updates}
+    limits, found = guard.limits(sizes, list(weights.values())).of(weights), dict(sites)
+    for update, size, limit in zip(updates, sizes, limits, strict=True):
+        if bool((size > limit).any()):
+            rank_zero_info(f"client {update.client} stands out, and counts as max_influence allows")
+            kept, site = guard.clipped(update, limit, size), found[update.client]
+            outputs = {name: kept.buffers[name] / site.inputs[name].trace() for name in site.outputs}
+            mean = {**site.mean, **kept.posterior.owned().mean}
+            found[update.client] = replace(site, mean=mean, outputs=outputs)
+    return found
 
 
 def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:

@@ -11,6 +11,7 @@ from lightning_fedbayes.modules.head import HeadSlopes
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.transport.one_shot import bounded, claim_of
 
+NOTHING = fb.GaussianPosterior.point_mass({})
 HEAD, NAMES, LIAR = fb.BayesianHead(3, "one_hot"), ("gram", "moment", "square"), 3
 
 
@@ -139,12 +140,34 @@ def test_slopes_that_no_probabilities_have(name, inference):
 
 def test_without_rounds():
     sent = clients()
-    assert bounded(HEAD, sent, 2.0).keys() == sent.keys()
+    assert bounded(HEAD, sent, 2.0, NOTHING).keys() == sent.keys()
     lie = replace(sent[LIAR], moment=-20 * sent[LIAR].moment)
-    assert bounded(HEAD, sent | {LIAR: lie}, 2.0).keys() == sent.keys() - {LIAR}
-    assert bounded(HEAD, sent | {LIAR: lie}, None).keys() == sent.keys()
+    assert bounded(HEAD, sent | {LIAR: lie}, 2.0, NOTHING).keys() == sent.keys() - {LIAR}
+    assert bounded(HEAD, sent | {LIAR: lie}, None, NOTHING).keys() == sent.keys()
     for each in (lie, replace(lie, gram=sent[LIAR].gram - 10 * EYE, moment=0 * lie.moment)):
         with pytest.raises(FederationError, match="client 3: its sums are of no examples"):
-            bounded(HEAD, {LIAR: each}, 2.0)
+            bounded(HEAD, {LIAR: each}, 2.0, NOTHING)
     schools = {k: LinearStatistics.of(x, x[:, 0] + k) for k, (x, _) in ((k, examples(12, k)) for k in range(8))}
-    assert bounded(fb.HierarchicalLinearRegression(), schools, 2.0).keys() == schools.keys()
+    assert bounded(fb.HierarchicalLinearRegression(), schools, 2.0, NOTHING).keys() == schools.keys()
+
+
+def test_sites_of_one_exchange():
+    """Moves and curvatures within those of the others; honest ones are the same objects."""
+    method, start = fb.KroneckerLaplace(), torch.nn.Linear(4, 3)
+    begun = fb.read_posterior(start).clone()
+
+    def site(client, move):
+        x, y = examples(40, client)
+        torch.nn.init.normal_(start.weight, std=move, generator=torch.Generator().manual_seed(client))
+        return method.site(start, [(x.float(), y)])
+
+    sent = {client: site(client, 1.0) for client in range(9)}
+    assert all(each is sent[client] for client, each in bounded(method, sent, 2.0, begun).items())
+    far, sure = site(LIAR, 1e3), replace(sent[LIAR], outputs={"": 1e6 * sent[LIAR].outputs[""]})
+    for lie in (far, sure):
+        kept = bounded(method, sent | {LIAR: lie}, 2.0, begun)
+        assert [client for client in sent if kept[client] is not sent[client]] == [LIAR]
+        assert float((kept[LIAR].mean["weight"] - begun.mean["weight"]).norm()) < 30
+        assert float(kept[LIAR].outputs[""].norm() / sent[LIAR].outputs[""].norm()) < 10
+    negative = replace(sent[LIAR], outputs={"": sent[LIAR].outputs[""] - torch.eye(3)})
+    assert bounded(method, sent | {LIAR: negative}, 2.0, begun).keys() == sent.keys() - {LIAR}

@@ -355,7 +355,7 @@ class FusionStrategy(Rounds, Strategy):
             arrays = wire.to_arrays(GaussianPosterior.point_mass({}), {})
         ask = partial(self._ask_once, grid, arrays, method)
         first = usable(ask(None, {}), lambda message: once.read_once(message, method, server.posterior))
-        return once.fused(method, once.bounded(method, first, self.safeguards.max_influence), ask)
+        return once.fused(method, once.bounded(method, first, self.safeguards.max_influence, server.posterior), ask)
 
     def _ask_once(
         self,
