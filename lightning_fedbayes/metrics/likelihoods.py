@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number, is_whole, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.private_torch import outside_of_vmap
 from lightning_fedbayes.metrics.functional import kwon_aleatoric, kwon_epistemic, mutual_information, predictive_entropy
@@ -100,7 +100,7 @@ class Categorical(_OfClasses):
     def __post_init__(self) -> None:
         if self.ignore_index is not None:
             check_at_least("ignore_index", self.ignore_index, -(2**31), error=FedBayesError)
-        if self.channels not in (1, -1):
+        if not is_whole(self.channels) or self.channels not in (1, -1):
             raise FedBayesError(f"channels={shown(self.channels)}: give 1, as torch's losses have it, or -1, the last")
 
     def logits(self, outputs: Tensor) -> Tensor:

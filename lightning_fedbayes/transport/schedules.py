@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.context import MOVING, Course, TrainingContext
 from lightning_fedbayes.clients.states import is_equal
-from lightning_fedbayes.core.errors import FederationError, check_at_least, listed
+from lightning_fedbayes.core.errors import FederationError, check_at_least, listed, raised_as
 from lightning_fedbayes.core.messages import ClientOutcome, Message
 from lightning_fedbayes.server.plan import Fraction, choose_cohort
 
@@ -99,10 +99,12 @@ class Steps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave. Raise FederationError for something else."""
-        stated = [*state["claims"].values(), *state["announced"].values()]
-        for number in (*state["moved"], *(number for _, *numbers in stated for number in numbers)):
-            check_at_least("steps", number, 0)
-        self.moved, self.claims, self.announced = list(state["moved"]), dict(state["claims"]), dict(state["announced"])
+        with raised_as(FederationError, "steps of a schedule cannot be restored", "give what state_dict() returned"):
+            stated = [*state["claims"].values(), *state["announced"].values()]
+            for number in (*state["moved"], *(number for _, *numbers in stated for number in numbers)):
+                check_at_least("steps", number, 0)
+            new = list(state["moved"]), dict(state["claims"]), dict(state["announced"])
+        self.moved, self.claims, self.announced = new
 
 
 Place = tuple[int, int, str]
